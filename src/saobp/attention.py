@@ -1,0 +1,188 @@
+"""The public operation: check the input, then compute by the reference or the fused path."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from saobp.propagation.beliefs import propagate
+from saobp.propagation.factors import get_factor
+from saobp.propagation.graph import FactorGraph
+from saobp.propagation.reference import head_strength, reference_attention
+from saobp.refinement import Refinement
+
+Backend = Literal["auto", "reference", "fused"]
+
+LEAK_WARNING = (
+    "future='paper' lets every row hear later rows, so a causal model sees the tokens it has to predict; "
+    "its losses and perplexities mean nothing beside a causal model's. Use future='strict' for anything but "
+    "reproducing the paper's decoder table."
+)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    refinement: Refinement,
+    *,
+    padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    backend: Backend = "auto",
+    strength: Tensor | None = None,
+) -> Tensor:
+    """Scaled dot-product attention whose rows are refined by belief propagation.
+
+    query ``[batch, heads, queries, dim]``, key and value ``[batch, key_heads, keys, dim]`` with key_heads
+    dividing heads; padding_mask ``[batch, keys]`` is True for real tokens. Returns
+    ``[batch, heads, queries, dim]``. Padding rows send no message; rows that see no key give zeros.
+
+    strength ``[heads]``, of either sign, takes the place of ``refinement.strength``: the way in for
+    trained values. Queries may differ in number from keys where that has a meaning: without causality
+    (all queries then count as real), or for causal ``none`` and the listing factors (the last query is
+    aligned with the last key).
+    """
+    _check_states(query, key, value)
+    _check_dropout(dropout_p)
+    queries, keys = query.shape[-2], key.shape[-2]
+    if padding_mask is not None:
+        _check_padding(padding_mask, (query.shape[0], keys))
+    _check_lengths(queries, keys, refinement, is_causal)
+    strength = _strength(refinement, strength, query.shape[1], query.device)
+    if backend not in ("auto", "reference", "fused"):
+        raise ValueError(f"unknown backend {backend!r}: choose 'auto', 'reference' or 'fused'")
+    if is_causal and refinement.future == "paper":
+        warn_of_leak()
+    graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device)
+    return reference_attention(
+        query, key, value, refinement, strength, graph, dropout_p=dropout_p, scale=scale
+    ).output
+
+
+def refine(
+    probabilities: Tensor,
+    refinement: Refinement,
+    *,
+    padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+    strength: Tensor | None = None,
+) -> Tensor:
+    """Refine rows of attention that are already there: ``[..., heads, length, length]`` in and out.
+
+    An entry of 0 is a key that the row cannot see. padding_mask ``[batch, length]`` is True for real
+    tokens; for a single map ``[length, length]`` it is ``[length]``.
+    """
+    if probabilities.ndim < 2 or not probabilities.is_floating_point():
+        what = f"{probabilities.dtype} of shape {tuple(probabilities.shape)}"
+        raise ValueError(f"probabilities must be floating point with at least two dimensions, not {what}")
+    queries, keys = probabilities.shape[-2:]
+    if padding_mask is not None:
+        _check_padding(padding_mask, (*probabilities.shape[: min(1, probabilities.ndim - 2)], keys))
+    _check_lengths(queries, keys, refinement, is_causal)
+    if is_causal and refinement.future == "paper":
+        warn_of_leak()
+    heads = probabilities.shape[-3] if probabilities.ndim > 2 else 1
+    strengths = _strength(refinement, strength, heads, probabilities.device)
+    rows = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
+    if padding_mask is not None:
+        padding_mask = padding_mask.view(*padding_mask.shape[:-1], *[1] * (probabilities.ndim - 3), keys)
+    graph = build_graph(queries, keys, refinement, padding_mask, is_causal, rows.device, groups=())
+    seen = rows > 0
+    graph = FactorGraph(
+        seen if graph.visible is None else seen & graph.visible, speaks=graph.speaks, causal=graph.causal
+    )
+    scores = torch.where(seen, rows, 1.0).log()
+    by_head = head_strength(strengths, scores)
+    refined = propagate(
+        scores,
+        get_factor(refinement.factor),
+        by_head if probabilities.ndim > 2 else by_head[0],
+        graph,
+        steps=refinement.steps,
+        damping=refinement.damping,
+    ).rows
+    return refined.to(probabilities.dtype)
+
+
+def build_graph(
+    queries: int,
+    keys: int,
+    refinement: Refinement,
+    padding_mask: Tensor | None,
+    is_causal: bool,
+    device: torch.device,
+    groups: tuple[int, ...] = (1,),
+) -> FactorGraph:
+    """The graph of a plain padded or causal batch; ``groups`` are the dimensions between batch and node."""
+    visible = speaks = None
+    if is_causal:
+        positions = torch.arange(keys - queries, keys, device=device)
+        visible = positions[:, None] >= torch.arange(keys, device=device)
+    if padding_mask is not None:
+        real = padding_mask.view(*padding_mask.shape[:-1], *groups, keys)
+        visible = real.unsqueeze(-2) if visible is None else visible & real.unsqueeze(-2)
+        if queries == keys:
+            speaks = real.unsqueeze(-1)
+    return FactorGraph(visible, speaks, causal=is_causal and refinement.future == "strict")
+
+
+def warn_of_leak() -> None:
+    if not torch.compiler.is_compiling():
+        warnings.warn(LEAK_WARNING, UserWarning, stacklevel=3)
+
+
+def _strength(refinement: Refinement, strength: Tensor | None, heads: int, device: torch.device) -> Tensor:
+    if strength is not None:
+        if strength.shape != (heads,):
+            raise ValueError(
+                f"strength must have shape ({heads},), one per head, not {tuple(strength.shape)}"
+            )
+        return strength
+    if refinement.is_plain:
+        return torch.zeros(heads, device=device)
+    return refinement.layer_strengths(0, 1, heads).to(device)
+
+
+def _check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(f"query, key and value must be [batch, heads, length, dim], not {shapes}")
+    if not (query.dtype == key.dtype == value.dtype and query.is_floating_point()):
+        kinds = f"{query.dtype}, {key.dtype} and {value.dtype}"
+        raise ValueError(f"query, key and value must share one floating-point type, not {kinds}")
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"query, key and value do not fit together: {shapes}")
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"query heads must be a multiple of key heads, not {query.shape[1]} and {key.shape[1]}"
+        )
+
+
+def _check_padding(padding_mask: Tensor, shape: tuple[int, ...]) -> None:
+    if padding_mask.dtype != torch.bool:
+        raise ValueError(f"padding_mask must be bool (True for real tokens), not {padding_mask.dtype}")
+    if tuple(padding_mask.shape) != shape:
+        raise ValueError(f"padding_mask must have shape {shape}, not {tuple(padding_mask.shape)}")
+
+
+def _check_dropout(dropout_p: float) -> None:
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must lie from 0 up to but not including 1, not {dropout_p}")
+
+
+def _check_lengths(queries: int, keys: int, refinement: Refinement, is_causal: bool) -> None:
+    factor = get_factor(refinement.factor)
+    if queries == keys or factor is None or not is_causal:
+        return
+    if factor.remembers:
+        raise ValueError(
+            f"causal {refinement.factor!r} with {queries} queries and {keys} keys lacks the messages of the "
+            "earlier rows: pass all rows, or decode through a model that saobp.apply has prepared"
+        )
+    if queries > keys:
+        raise ValueError(f"causal attention needs at least as many keys as queries, not {keys} and {queries}")

@@ -1,0 +1,56 @@
+"""Belief propagation on the rows of attention, in plain PyTorch: the specification of every faster path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saobp.propagation.factors import Factor
+from saobp.propagation.graph import FactorGraph
+
+
+class Beliefs(NamedTuple):
+    """Refined rows ``[..., node, label]`` and, if asked for, the log messages that later nodes will hear.
+
+    ``messages`` is ``[steps, ..., label]``: for each step the sum over all nodes so far.
+    """
+
+    rows: Tensor
+    messages: Tensor | None
+
+
+def propagate(
+    scores: Tensor,
+    factor: Factor | None,
+    strength: Tensor,
+    graph: FactorGraph,
+    *,
+    steps: int = 1,
+    damping: float = 0.0,
+    past: Tensor | None = None,
+    keep_messages: bool = False,
+) -> Beliefs:
+    """Softmax of ``scores`` refined by ``steps`` of belief propagation.
+
+    scores ``[..., node, label]``, strength broadcastable to it. The prior stays the softmax; messages come
+    from the current beliefs (the dense-graph form of loopy propagation). ``past`` is what
+    ``keep_messages`` returned for earlier nodes, extended with zeros for new labels: ``[steps, ..., label]``.
+    """
+    log_prior = torch.log_softmax(graph.hidden(scores), -1)
+    prior = beliefs = graph.shown(log_prior.exp())
+    if factor is None:
+        return Beliefs(prior, None)
+    totals = []
+    for step in range(steps):
+        heard_before = None if past is None else past[step].unsqueeze(-2)
+        if keep_messages:
+            spoken = graph.spoken(factor.log_messages(beliefs, strength)).sum(-2)
+            totals.append(spoken if past is None else spoken + past[step])
+        here = replace(graph, past=heard_before)
+        log_belief = factor.log_belief(log_prior, beliefs, strength, here)
+        updated = graph.shown(torch.softmax(graph.hidden(log_belief), -1))
+        beliefs = updated if damping == 0 or steps == 1 else torch.lerp(updated, beliefs, damping)
+    return Beliefs(beliefs, torch.stack(totals) if keep_messages else None)

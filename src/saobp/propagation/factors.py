@@ -1,0 +1,109 @@
+"""Pairwise factors: what a row of attention tells the other rows about each key.
+
+A factor is a small object with ``log_messages``. Leaving out the own message, the prior, padding, the
+order of causal rows and further steps are shared and live in ``beliefs.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from saobp.propagation.graph import FactorGraph
+
+
+class Factor(ABC):
+    """A pairwise potential between rows, given by the message that one row's belief sends."""
+
+    remembers: bool = True
+    """Whether rows hear earlier rows, so that cached decoding must carry the sum of their messages."""
+
+    @abstractmethod
+    def log_messages(self, beliefs: Tensor, strength: Tensor) -> Tensor:
+        """Log message of every node about every label.
+
+        beliefs ``[..., node, label]``, strength broadcastable to it; the result has the shape of beliefs.
+        A node that is indifferent to a label sends 0.
+        """
+
+    def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
+        """Unnormalised log belief of every node: its prior and what it hears. ``[..., node, label]``"""
+        return log_prior + graph.heard(self.log_messages(beliefs, strength))
+
+
+class Potts(Factor):
+    """Potts factor: weight e^strength for two rows on different keys, 1 for two rows on the same key.
+
+    Divided by e^strength, which cancels, the message of row i about key k is 1 - gamma A_ik with
+    gamma = 1 - e^(-strength). ``sign=-1`` turns repulsion (high) into attraction (low).
+    """
+
+    def __init__(self, sign: int = 1) -> None:
+        self.sign = sign
+
+    def log_messages(self, beliefs: Tensor, strength: Tensor) -> Tensor:
+        return torch.log1p(beliefs * torch.expm1(-self.sign * strength))
+
+
+class PottsListing(Potts):
+    """The paper's Algorithm 1: its product over labels cancels, so a row hears only its own message, inverted."""
+
+    remembers = False
+
+    def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
+        return log_prior - graph.spoken(self.log_messages(beliefs, strength))
+
+
+class Similarity(Factor):
+    """ElemMul: rows attend to tokens whose rows look alike, A A^T. With ``prior``, A o (A A^T)."""
+
+    def __init__(self, prior: bool = False) -> None:
+        self.prior = prior
+
+    def log_messages(self, beliefs: Tensor, strength: Tensor) -> Tensor:  # noqa: ARG002
+        return torch.log(_floored(beliefs @ beliefs.transpose(-1, -2)))
+
+    def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
+        graph.require_square(beliefs, "ElemMul compares every row with every other")
+        alike = self.log_messages(beliefs, strength)
+        return alike + log_prior if self.prior else alike
+
+
+def _floored(values: Tensor) -> Tensor:
+    """Keeps log finite with a zero gradient where two rows share no key."""
+    return values.clamp(min=torch.finfo(values.dtype).tiny)
+
+
+_FACTORS: dict[str, Factor | None] = {
+    "none": None,
+    "high": Potts(+1),
+    "low": Potts(-1),
+    "elemmul": Similarity(),
+    "high-listing": PottsListing(+1),
+    "low-listing": PottsListing(-1),
+    "elemmul-prior": Similarity(prior=True),
+}
+_BUILT_IN = frozenset(_FACTORS)
+
+
+def factor_names() -> tuple[str, ...]:
+    return tuple(_FACTORS)
+
+
+def get_factor(name: str) -> Factor | None:
+    """The factor of that name; ``none`` has none."""
+    return _FACTORS[name]
+
+
+def register_factor(name: str, factor: Factor) -> Factor:
+    """Make a new factor available by name wherever a refinement is: functions, plug-in, training, metrics."""
+    if name in _BUILT_IN:
+        raise ValueError(f"{name!r} is a built-in factor: register yours under another name")
+    if not isinstance(factor, Factor):
+        raise TypeError(f"a factor must be an instance of saobp.Factor, not {factor!r}")
+    _FACTORS[name] = factor
+    return factor

@@ -1,0 +1,53 @@
+"""Who speaks to whom: the rows of one attention head as nodes of a factor graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class FactorGraph:
+    """The nodes and labels that take part, and the order in which nodes hear each other.
+
+    visible: bool, broadcastable to ``[..., node, label]``: keys a row may attend to; None means all
+    speaks:  bool, broadcastable to ``[..., node, 1]``: False for padding, which is no node; None means all
+    causal:  a node hears earlier nodes alone, instead of all the others
+    past:    ``[..., 1, label]``: summed log messages of nodes before the first one here (cached decoding)
+    """
+
+    visible: Tensor | None = None
+    speaks: Tensor | None = None
+    causal: bool = False
+    past: Tensor | None = None
+
+    def spoken(self, messages: Tensor) -> Tensor:
+        """Log messages with padding made silent. ``[..., node, label]``"""
+        return messages if self.speaks is None else messages.masked_fill(~self.speaks, 0.0)
+
+    def heard(self, messages: Tensor) -> Tensor:
+        """Sum of the log messages that reach each node, its own left out. ``[..., node, label]``"""
+        messages = self.spoken(messages)
+        if not self.causal:
+            return messages.sum(-2, keepdim=True) - messages
+        earlier = functional.pad(messages.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))
+        return earlier if self.past is None else earlier + self.past
+
+    def hidden(self, log_values: Tensor) -> Tensor:
+        """Minus infinity where a row cannot see; rows that see nothing become 0, which keeps softmax finite."""
+        if self.visible is None:
+            return log_values
+        log_values = log_values.masked_fill(~self.visible, float("-inf"))
+        return log_values.masked_fill(~self.visible.any(-1, keepdim=True), 0.0)
+
+    def shown(self, probabilities: Tensor) -> Tensor:
+        """Zero where a row cannot see; rows that see nothing become all zero."""
+        return probabilities if self.visible is None else probabilities.masked_fill(~self.visible, 0.0)
+
+    @staticmethod
+    def require_square(beliefs: Tensor, why: str) -> None:
+        rows, labels = beliefs.shape[-2:]
+        if rows != labels:
+            raise ValueError(f"{why}: it needs as many queries as keys, not {rows} and {labels}")

@@ -1,0 +1,173 @@
+"""The one noun of the project: how the rows of attention are refined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saobp.propagation.factors import factor_names
+
+MAX_STRENGTH = 16.0
+"""Beyond e^16 single precision no longer tells gamma = 1 - e^(-strength) from 1."""
+
+Strength = float | str | tuple[float | tuple[float, ...], ...]
+
+_AUTO_STRENGTH, _AUTO_PARAMETERS = 0.2, 11.2e6
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """How attention rows are refined; the same object in a call, a config, a command line and a record.
+
+    factor:   ``none``, ``high``, ``low``, ``elemmul``, ``high-listing``, ``low-listing``, ``elemmul-prior``
+              or a name given to :func:`saobp.register_factor`
+    strength: lambda >= 0 as a number, one per layer, a list per layer of one per head, ``"auto"`` (from the
+              model's parameter count) or ``"learned"`` (per head, trained, either sign, starts at 0)
+    steps:    belief-propagation steps
+    damping:  share of the old belief kept at each of several steps (no effect on a single step)
+    future:   causal attention only. ``strict``: a row hears earlier rows alone. ``paper``: it hears all
+              rows, which leaks the future and serves only to reproduce the paper's decoder table.
+    """
+
+    factor: str = "high"
+    strength: Strength = "auto"
+    steps: int = 1
+    damping: float = 0.0
+    future: str = "strict"
+
+    def __post_init__(self) -> None:
+        if self.factor not in factor_names():
+            raise ValueError(f"unknown factor {self.factor!r}: choose one of {', '.join(factor_names())}")
+        object.__setattr__(self, "strength", _checked_strength(self.strength))
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"steps must be a whole number of at least 1, not {self.steps!r}")
+        if not isinstance(self.damping, Real) or not 0 <= self.damping < 1:
+            raise ValueError(
+                f"damping must be a number from 0 up to but not including 1, not {self.damping!r}"
+            )
+        if self.future not in ("strict", "paper"):
+            raise ValueError(f"future must be 'strict' or 'paper', not {self.future!r}")
+
+    @property
+    def is_learned(self) -> bool:
+        return self.strength == "learned"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is ordinary softmax attention by name (a strength of zero is not looked at)."""
+        return self.factor == "none"
+
+    @classmethod
+    def parse(cls, text: str) -> Refinement:
+        """Read the command-line form: ``high``, ``high:0.2`` or ``high,strength=learned,steps=2``."""
+        head, *rest = [part.strip() for part in text.split(",")]
+        factor, _, strength = head.partition(":")
+        options: dict[str, Any] = {"factor": factor}
+        if strength:
+            options["strength"] = _parsed_strength(strength)
+        kinds: dict[str, Callable[[str], Any]] = {
+            "strength": _parsed_strength,
+            "steps": int,
+            "damping": float,
+            "future": str,
+        }
+        for part in rest:
+            name, equals, value = part.partition("=")
+            if not equals or name not in kinds:
+                raise ValueError(
+                    f"cannot read {part!r} in {text!r}: write {' or '.join(f'{k}=...' for k in kinds)}"
+                )
+            try:
+                options[name] = kinds[name](value)
+            except ValueError:
+                raise ValueError(f"{name} cannot be {value!r} in {text!r}") from None
+        return cls(**options)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Refinement:
+        """Read the plain form that travels in ``config.saobp``."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(
+                f"unknown refinement field {', '.join(unknown)}: the fields are {', '.join(sorted(known))}"
+            )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plain form, ready for JSON: tuples become lists."""
+        plain = asdict(self)
+        if isinstance(self.strength, tuple):
+            plain["strength"] = [list(s) if isinstance(s, tuple) else s for s in self.strength]
+        return plain
+
+    def resolved(self, parameters: int) -> Refinement:
+        """The same refinement with ``auto`` replaced by lambda for a model of that many parameters."""
+        if self.strength != "auto":
+            return self
+        if parameters < 1:
+            raise ValueError(f"strength 'auto' needs a model with parameters, not {parameters}")
+        strength = min(_AUTO_STRENGTH * _AUTO_PARAMETERS / parameters, MAX_STRENGTH)
+        return replace(self, strength=strength)
+
+    def layer_strengths(self, layer: int, layers: int, heads: int) -> Tensor:
+        """Strength of each head of one layer, ``[heads]`` in float64."""
+        if isinstance(self.strength, str):
+            what = "saobp.apply(model, ...) resolves it, or pass a number"
+            raise ValueError(f"strength {self.strength!r} has no value outside a model: {what}")
+        if isinstance(self.strength, float):
+            return torch.full((heads,), self.strength, dtype=torch.float64)
+        if len(self.strength) != layers:
+            raise ValueError(
+                f"strength lists {len(self.strength)} layers but there are {layers} attention layers"
+            )
+        own = self.strength[layer]
+        if isinstance(own, float):
+            return torch.full((heads,), own, dtype=torch.float64)
+        if len(own) != heads:
+            raise ValueError(f"strength lists {len(own)} heads for layer {layer} but it has {heads}")
+        return torch.tensor(own, dtype=torch.float64)
+
+
+def _checked_strength(strength: Any) -> Strength:
+    if isinstance(strength, str):
+        if strength not in ("auto", "learned"):
+            raise ValueError(f"strength must be a number, a list, 'auto' or 'learned', not {strength!r}")
+        return strength
+    if isinstance(strength, list | tuple):
+        if not strength:
+            raise ValueError("strength is an empty list: give one entry per attention layer")
+        return tuple(
+            tuple(_checked_number(s) for s in entry)
+            if isinstance(entry, list | tuple)
+            else _checked_number(entry)
+            for entry in strength
+        )
+    return _checked_number(strength)
+
+
+def _checked_number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"a strength must be a number, not {value!r} of type {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number) or not 0 <= number <= MAX_STRENGTH:
+        hint = " ('low' is the factor for attraction)" if number < 0 else ""
+        raise ValueError(f"a strength must lie from 0 to {MAX_STRENGTH:g}, not {number:g}{hint}")
+    return number
+
+
+def _parsed_strength(text: str) -> Strength:
+    """``0.2``, ``auto``, ``learned`` or one number per layer joined by ``/``."""
+    if text in ("auto", "learned"):
+        return text
+    try:
+        numbers = [float(part) for part in text.split("/")]
+    except ValueError:
+        raise ValueError(f"strength must be a number, 'auto' or 'learned', not {text!r}") from None
+    return numbers[0] if len(numbers) == 1 else tuple(numbers)
