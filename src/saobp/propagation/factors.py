@@ -50,7 +50,7 @@ class Potts(Factor):
 
 
 class PottsListing(Potts):
-    """The paper's Algorithm 1: its product over labels cancels, so a row hears only its own message, inverted."""
+    """The paper's Algorithm 1: its product over labels cancels, so a row hears its own message, inverted."""
 
     remembers = False
 

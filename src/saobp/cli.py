@@ -1,0 +1,19 @@
+"""The command ``saobp``: one file of ``saobp/commands`` per subcommand."""
+
+from __future__ import annotations
+
+import typer
+
+from saobp.commands.quickstart import quickstart
+
+app = typer.Typer(
+    help="Attention refined by belief propagation, and instruments for attention health.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+app.command()(quickstart)
+
+
+@app.callback()
+def main() -> None:
+    """Attention refined by belief propagation, and instruments for attention health."""
