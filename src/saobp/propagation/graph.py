@@ -36,7 +36,7 @@ class FactorGraph:
         return earlier if self.past is None else earlier + self.past
 
     def hidden(self, log_values: Tensor) -> Tensor:
-        """Minus infinity where a row cannot see; rows that see nothing become 0, so that softmax is finite."""
+        """Minus infinity where a row cannot see; rows that see nothing become 0, so softmax is finite."""
         if self.visible is None:
             return log_values
         log_values = log_values.masked_fill(~self.visible, float("-inf"))
