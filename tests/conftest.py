@@ -12,7 +12,7 @@ from hypothesis import settings
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-settings.register_profile("saobp", deadline=None, derandomize=True, database=None, max_examples=25)
+settings.register_profile("saobp", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("saobp")
 
 torch.set_num_threads(1)
