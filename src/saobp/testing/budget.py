@@ -8,39 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saobp.attention import attention
+from saobp.propagation.reference import share_heads
 from saobp.refinement import Refinement
 from saobp.testing.inputs import AttentionInputs
 
 Operation = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """query, key, value, strength to output."""
 
-TIMES = 2.0
-ROUNDINGS = 2.0
+
+class Distance(NamedTuple):
+    """Largest and root-mean-square difference."""
+
+    worst: float
+    typical: float
 
 
 @dataclass(frozen=True)
 class Error:
-    """Errors of one result: worst entry and root mean square, and what they may be."""
+    """Error of one result and what it may be."""
 
     name: str
-    worst: float
-    worst_allowed: float
-    typical: float
-    typical_allowed: float
+    found: Distance
+    allowed: Distance
 
     @property
     def within(self) -> bool:
-        return self.worst <= self.worst_allowed and self.typical <= self.typical_allowed
+        return self.found.worst <= self.allowed.worst and self.found.typical <= self.allowed.typical
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: worst {self.worst:.2e} (allowed {self.worst_allowed:.2e}), "
-            f"typical {self.typical:.2e} (allowed {self.typical_allowed:.2e})"
+            f"{self.name}: worst {self.found.worst:.2e} (allowed {self.allowed.worst:.2e}), "
+            f"typical {self.found.typical:.2e} (allowed {self.allowed.typical:.2e})"
         )
 
 
@@ -52,12 +56,15 @@ def assert_within_budget(
     is_causal: bool = False,
     scale: float | None = None,
     gradients: bool = True,
+    times: float = 2.0,
 ) -> list[Error]:
     """Hold output and gradients of query, key, value and strength to the budget; returns what was measured.
 
-    The device is that of ``inputs``. Each result may be off by twice the plain path's error, plus a few
-    roundings of its largest entry. A strength has too few entries for one error to be a fair sample, so
-    there the plain path's error also counts as no less than what rounding the inputs once more would do.
+    The device is that of ``inputs``. Each result may be off by ``times`` the plain path's error, plus
+    rounding the result once and the terms it sums up twice. Where the plain path is right by luck, its
+    error counts as no less than what moving the inputs by a rounding of the arithmetic (float32 or better)
+    would do; for a strength, which has too few entries for one error to be a fair sample, a rounding of the
+    inputs' own precision.
     """
 
     def specification(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
@@ -74,18 +81,19 @@ def assert_within_budget(
         )
 
     double = inputs.to(torch.float64)
+    arithmetic = torch.promote_types(inputs.dtype, torch.float32)
     exact = run(specification, double, gradients)
     plain = run(specification, inputs, gradients)
     found = run(candidate, inputs, gradients)
-    wobble = 0.0
-    if gradients:
-        wobble = max(
-            _worst(
-                run(specification, _jittered(double, inputs.dtype, seed), True)["strength"], exact["strength"]
-            )
-            for seed in range(3)
-        )
-    rounding = torch.finfo(inputs.dtype).eps
+    expected = {name: distance(plain[name], truth) for name, truth in exact.items()}
+    for seed in range(3):
+        moved = run(specification, _jittered(double, arithmetic, seed), gradients)
+        if gradients and inputs.dtype != arithmetic:
+            moved["strength"] = run(specification, _jittered(double, inputs.dtype, seed))["strength"]
+        for name, truth in exact.items():
+            expected[name] = Distance(*map(max, expected[name], distance(moved[name], truth)))
+    sizes = _sizes_before_cancellation(double, scale)
+    result_step, term_step = torch.finfo(inputs.dtype).eps / 2, 2 * torch.finfo(arithmetic).eps
     errors = []
     for name, truth in exact.items():
         got = found[name]
@@ -93,17 +101,13 @@ def assert_within_budget(
             raise AssertionError(f"{name} has shape {tuple(got.shape)} instead of {tuple(truth.shape)}")
         if not torch.isfinite(got).all():
             raise AssertionError(f"{name} has entries that are not finite")
-        slack = ROUNDINGS * rounding * float(truth.abs().max()) if truth.numel() else 0.0
-        floor = wobble if name == "strength" else 0.0
-        errors.append(
-            Error(
-                name,
-                _worst(got, truth),
-                TIMES * max(_worst(plain[name], truth), floor) + slack,
-                _typical(got, truth),
-                TIMES * max(_typical(plain[name], truth), floor) + slack,
+        allowed = Distance(
+            *(
+                times * error + result_step * size + term_step * terms
+                for error, size, terms in zip(expected[name], _size(truth), sizes[name], strict=True)
             )
         )
+        errors.append(Error(name, distance(got, truth), allowed))
     outside = [str(error) for error in errors if not error.within]
     if outside:
         raise AssertionError("outside the error budget: " + "; ".join(outside))
@@ -122,13 +126,18 @@ def run(operation: Operation, inputs: AttentionInputs, gradients: bool = True) -
     return results
 
 
+def distance(got: Tensor, truth: Tensor) -> Distance:
+    """How far apart two results are, in double precision."""
+    return _size(got.double() - truth.double())
+
+
 def _jittered(inputs: AttentionInputs, precision: torch.dtype, seed: int) -> AttentionInputs:
-    """Every number moved by up to half a rounding step of ``precision``, at random."""
+    """Every number moved by up to one rounding step of ``precision``, at random."""
     random = torch.Generator().manual_seed(seed)
     step = torch.finfo(precision).eps
 
     def moved(states: Tensor) -> Tensor:
-        noise = torch.rand(states.shape, generator=random, dtype=torch.float64) - 0.5
+        noise = 2 * torch.rand(states.shape, generator=random, dtype=torch.float64) - 1
         return states * (1 + step * noise.to(states.device))
 
     return replace(
@@ -140,9 +149,25 @@ def _jittered(inputs: AttentionInputs, precision: torch.dtype, seed: int) -> Att
     )
 
 
-def _worst(got: Tensor, truth: Tensor) -> float:
-    return float((got.double() - truth.double()).abs().max()) if truth.numel() else 0.0
+def _sizes_before_cancellation(inputs: AttentionInputs, scale: float | None) -> dict[str, Distance]:
+    """Size of the terms that each result sums up; a collapsed head's gradient is 0 as their difference."""
+    scale = inputs.query.shape[-1] ** -0.5 if scale is None else scale
+    value = share_heads(inputs.value, inputs.query.shape[1])
+    pull = _size(inputs.output_gradient @ value.transpose(-1, -2))
+
+    def pulled(states: Tensor) -> Distance:
+        return Distance(*(abs(scale) * force * _size(states).worst for force in pull))
+
+    return {
+        "output": _size(inputs.value),
+        "query": pulled(inputs.key),
+        "key": pulled(inputs.query),
+        "value": _size(inputs.output_gradient),
+        "strength": pull,
+    }
 
 
-def _typical(got: Tensor, truth: Tensor) -> float:
-    return float((got.double() - truth.double()).pow(2).mean().sqrt()) if truth.numel() else 0.0
+def _size(values: Tensor) -> Distance:
+    if not values.numel():
+        return Distance(0.0, 0.0)
+    return Distance(float(values.abs().max()), float(values.double().pow(2).mean().sqrt()))
