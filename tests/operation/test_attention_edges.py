@@ -171,6 +171,38 @@ def test_strides_do_not_matter(dtype: torch.dtype, causal: bool) -> None:
     assert_within_budget(contiguous, inputs, refinement, is_causal=causal)
 
 
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_messages_keep_full_precision_under_autocast(factor: str, dtype: torch.dtype) -> None:
+    """Also where a factor multiplies matrices, which autocast would do in half precision."""
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 40, 40, generator=random).softmax(-1)
+    refinement = saobp.Refinement(factor, 1.0)
+    expected = saobp.refine(rows, refinement)
+    with torch.autocast("cpu", dtype):
+        found = saobp.refine(rows, refinement)
+    assert torch.equal(found, expected)
+
+
+def test_shapes_are_known_without_numbers() -> None:
+    inputs = attention_inputs(2, 4, 6, 8, key_heads=2, device="meta")
+    found = saobp.attention(inputs.query, inputs.key, inputs.value, saobp.Refinement("high", 0.2))
+    assert found.shape == (2, 4, 6, 8)
+
+
+@pytest.mark.filterwarnings("ignore:future='paper'")
+@pytest.mark.parametrize("factor", FACTORS)
+def test_compiles_without_a_graph_break(factor: str) -> None:
+    inputs = attention_inputs(2, 4, 6, 8, key_heads=2, padding="left", transposed=True)
+    for options in ({"steps": 2, "damping": 0.25}, {"future": "paper"}):
+        attend = operation(saobp.Refinement(factor, **options), inputs, True)
+        expected = run(attend, inputs)
+        torch.compiler.reset()
+        found = run(torch.compile(attend, fullgraph=True, backend="aot_eager"), inputs)
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], msg=name)
+
+
 class TestDropout:
     def attend(self, dropout_p: float, seed: int = 0, factor: str = "high") -> Tensor:
         inputs = attention_inputs(1, 1, 8, 8, dtype=torch.float64)

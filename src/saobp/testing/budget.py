@@ -163,7 +163,7 @@ def _sizes_before_cancellation(inputs: AttentionInputs, scale: float | None) -> 
         "query": pulled(inputs.key),
         "key": pulled(inputs.query),
         "value": _size(inputs.output_gradient),
-        "strength": pull,
+        "strength": Distance(pull.worst, pull.worst),
     }
 
 
