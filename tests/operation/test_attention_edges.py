@@ -76,13 +76,14 @@ def test_elemmul_gradient_does_not_overflow_for_nearly_disjoint_rows() -> None:
         assert torch.isfinite(gradient).all()
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_with_no_visible_key_are_zero(factor: str, dtype: torch.dtype, causal: bool) -> None:
     inputs = attention_inputs(3, 2, 8, 4, padding="left", strength=1.0, dtype=dtype)
-    refinement = saobp.Refinement(factor)
-    results = run(operation(refinement, inputs, causal), inputs)
+    with torch.autograd.detect_anomaly():  # no NaN on the way either
+        results = run(operation(saobp.Refinement(factor), inputs, causal), inputs)
     assert inputs.padding_mask is not None
     blind = ~inputs.padding_mask.any(-1)
     assert blind.any()

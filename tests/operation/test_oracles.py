@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -118,6 +120,36 @@ def test_strict_causal_steps_are_exact(
     exact, _ = oracles.loopy_propagation(prior, oracles.potential_matrix(psi, length), steps, hears)
     found = saobp.refine(prior, saobp.Refinement(factor, strength, steps=steps), is_causal=True)
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
+
+
+@given(
+    seed=seeds,
+    length=st.integers(1, 5),
+    strength=strengths,
+    damping=st.floats(0, 0.9),
+    steps=st.integers(2, 3),
+)
+def test_damped_steps_as_loops(seed: int, length: int, strength: float, damping: float, steps: int) -> None:
+    """Each step: prior times the messages of the current beliefs, then a share of the old belief kept."""
+    prior = scores_of(seed, length).softmax(-1)
+    gamma = 1 - math.exp(-strength)
+    beliefs = prior
+    for _ in range(steps):
+        updated = prior.clone()
+        for j in range(length):
+            for i in range(length):
+                if i != j:
+                    updated[j] *= 1 - gamma * beliefs[i]
+        updated = updated / updated.sum(-1, keepdim=True)
+        beliefs = (1 - damping) * updated + damping * beliefs
+    found = saobp.refine(prior, saobp.Refinement("high", strength, steps=steps, damping=damping))
+    torch.testing.assert_close(found, beliefs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_single_step_is_never_damped() -> None:
+    prior = scores_of(0, 4).softmax(-1)
+    damped = saobp.refine(prior, saobp.Refinement("high", 1.0, damping=0.5))
+    assert torch.equal(damped, saobp.refine(prior, saobp.Refinement("high", 1.0)))
 
 
 def test_dense_steps_approach_exact_ones_for_weak_factors() -> None:
