@@ -75,14 +75,16 @@ def refine(
     """Refine rows of attention that are already there: ``[..., heads, length, length]`` in and out.
 
     An entry of 0 is a key that the row cannot see. padding_mask ``[batch, length]`` is True for real
-    tokens; for a single map ``[length, length]`` it is ``[length]``.
+    tokens; for maps without a batch, ``[heads, length, length]`` or ``[length, length]``, it is ``[length]``.
+    Entries that are no probability (negative, NaN) give NaN rows.
     """
     if probabilities.ndim < 2 or not probabilities.is_floating_point():
         what = f"{probabilities.dtype} of shape {tuple(probabilities.shape)}"
         raise ValueError(f"probabilities must be floating point with at least two dimensions, not {what}")
     queries, keys = probabilities.shape[-2:]
     if padding_mask is not None:
-        _check_padding(padding_mask, (*probabilities.shape[: min(1, probabilities.ndim - 2)], keys))
+        batch = probabilities.shape[:1] if probabilities.ndim > 3 else ()
+        _check_padding(padding_mask, (*batch, keys))
     _check_lengths(queries, keys, refinement, is_causal)
     if is_causal and refinement.future == "paper":
         warn_of_leak()
@@ -90,9 +92,9 @@ def refine(
     strengths = _strength(refinement, strength, heads, probabilities.device)
     rows = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
     if padding_mask is not None:
-        padding_mask = padding_mask.view(*padding_mask.shape[:-1], *[1] * (probabilities.ndim - 3), keys)
+        padding_mask = padding_mask.view(*batch, *[1] * (probabilities.ndim - 3), keys)
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, rows.device, groups=())
-    seen = rows > 0
+    seen = rows != 0
     graph = FactorGraph(
         seen if graph.visible is None else seen & graph.visible, speaks=graph.speaks, causal=graph.causal
     )
@@ -143,7 +145,8 @@ def _strength(refinement: Refinement, strength: Tensor | None, heads: int, devic
                 f"strength must have shape ({heads},), one per head, not {tuple(strength.shape)}"
             )
         return strength
-    if refinement.is_plain:
+    factor = get_factor(refinement.factor)
+    if factor is None or not factor.has_strength:
         return torch.zeros(heads, device=device)
     return refinement.layer_strengths(0, 1, heads).to(device)
 
@@ -177,9 +180,9 @@ def _check_dropout(dropout_p: float) -> None:
 
 def _check_lengths(queries: int, keys: int, refinement: Refinement, is_causal: bool) -> None:
     factor = get_factor(refinement.factor)
-    if queries == keys or factor is None or not is_causal:
+    if queries == keys or not is_causal:
         return
-    if factor.remembers:
+    if factor is not None and factor.remembers:
         raise ValueError(
             f"causal {refinement.factor!r} with {queries} queries and {keys} keys lacks the messages of the "
             "earlier rows: pass all rows, or decode through a model that saobp.apply has prepared"

@@ -51,6 +51,7 @@ class Refinement:
             raise ValueError(
                 f"damping must be a number from 0 up to but not including 1, not {self.damping!r}"
             )
+        object.__setattr__(self, "damping", float(self.damping))
         if self.future not in ("strict", "paper"):
             raise ValueError(f"future must be 'strict' or 'paper', not {self.future!r}")
 
@@ -67,9 +68,9 @@ class Refinement:
     def parse(cls, text: str) -> Refinement:
         """Read the command-line form: ``high``, ``high:0.2`` or ``high,strength=learned,steps=2``."""
         head, *rest = [part.strip() for part in text.split(",")]
-        factor, _, strength = head.partition(":")
+        factor, colon, strength = head.partition(":")
         options: dict[str, Any] = {"factor": factor}
-        if strength:
+        if colon:
             options["strength"] = _parsed_strength(strength)
         kinds: dict[str, Callable[[str], Any]] = {
             "strength": _parsed_strength,

@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: oracles, input makers and error budgets."""
