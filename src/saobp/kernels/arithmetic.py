@@ -5,8 +5,31 @@ Everything is in base-2 logarithms, because the hardware's exponential is 2^x.
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Triton's interpreter has no inline assembly."""
+
+
+@triton.jit
+def _hardware_log2(x):
+    """One instruction; tl.log2 spends several more on subnormal numbers, which messages never are."""
+    if INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def _hardware_inverse(x):
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
 
 @triton.jit
 def head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2):
@@ -23,9 +46,7 @@ def log2_message(a, message, PRECISE: tl.constexpr):
     if PRECISE == 0:
         return a * (l0 + a * (l1 + a * l2))
     elif PRECISE == 1:
-        x = gamma * a
-        series = x * (-1.4426950408889634 + x * (-0.7213475204444817 - 0.4808983469629878 * x))
-        return tl.where(tl.abs(x) < 0.004, series, tl.log2(1.0 - x))
+        return _hardware_log2(1.0 - gamma * a)
     else:
         # 1 - x is rounded; scaling by the true x over the rounded one takes that error back.
         x = gamma * a
@@ -40,6 +61,8 @@ def inverse_message(a, message, PRECISE: tl.constexpr):
     gamma, r0, r1, r2, l0, l1, l2 = message
     if PRECISE == 0:
         return r0 + a * (r1 + a * r2)
+    elif PRECISE == 1:
+        return _hardware_inverse(1.0 - gamma * a)
     else:
         return 1.0 / (1.0 - gamma * a)
 

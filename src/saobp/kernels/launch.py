@@ -12,10 +12,10 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from saobp.kernels import backward, forward, tile
+from saobp.kernels import backward, forward, short
 
-TILE_LENGTH = 128
-"""Longest sequence whose whole map one program holds."""
+SHORT = 128
+"""Longest sequence whose keys one program holds at once."""
 
 
 WEAKEST, STRONGEST = -0.25, 0.21
@@ -24,12 +24,13 @@ WEAKEST, STRONGEST = -0.25, 0.21
 
 @dataclass(frozen=True)
 class Block:
-    """Tile of a sweep: rows x keys, and how many warps and pipeline stages work on it."""
+    """Tile of a sweep: rows x keys, how many warps and pipeline stages work on it, and a cap on registers."""
 
     rows: int
     keys: int
     warps: int = 4
     stages: int = 3
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,13 @@ class Problem:
         return (2 if self.precise == 2 else 1, self.batch, self.heads, self.length)
 
     @property
-    def one_tile(self) -> bool:
-        return self.longest <= TILE_LENGTH and self.dim <= 128
+    def lowest_blocks(self) -> int:
+        """How many blocks of rows of a head note their smallest normaliser."""
+        return 1 if self.is_short else triton.cdiv(self.longest, sweep_block(self, "refined_output").rows)
+
+    @property
+    def is_short(self) -> bool:
+        return self.longest <= SHORT and self.dim <= 128 and self.dtype != torch.float32
 
     @property
     def lowest_sum(self) -> float:
@@ -186,27 +192,29 @@ def run_forward(
     output["lowest_sum"] = problem.lowest_sum
     flags = {"HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0}
     floats = {"dtype": torch.float32, "device": query.device}
-    if problem.one_tile:
-        side = max(16, triton.next_power_of_2(problem.longest))
-        wrap_triton(tile.tile_forward)[(problem.programs(problem.longest),)](
-            **tensors, **output, **flags, **problem.numbers(), **problem.constants(),
-            BLOCK=side, num_warps=tile_warps(problem, side), num_stages=1,
-        )  # fmt: skip
-        lse, heard, weight, belief, lowest = (torch.empty(0, **floats) for _ in range(5))
-        return out, lse, heard, weight, belief, lowest
-
     rows_shape = (problem.batch, problem.heads, problem.length)
     lse, belief = torch.empty(problem.lse_shape, **floats), torch.empty(rows_shape, **floats)
+    lowest = torch.empty(problem.sequences * problem.heads * problem.lowest_blocks, **floats)
+    heard, weight = (torch.empty(rows_shape if problem.hears else 0, **floats) for _ in range(2))
+    rows_parts = {"lse_ptr": lse, "low_plane": problem.low_plane, "heard_ptr": heard, "weight_ptr": weight}
+    rows_parts |= {"belief_ptr": belief, "lowest_ptr": lowest}
+    if problem.is_short:
+        block = short_block(problem)
+        whole = problem.longest == block.keys and not problem.packed and not problem.masked
+        wrap_triton(short.short_forward)[(problem.sequences * problem.heads,)](
+            **tensors, **output, **flags, **problem.numbers(), **problem.constants(), **rows_parts,
+            TAIL=not whole, ROWS=block.rows, KEYS=block.keys, **resources(block),
+        )  # fmt: skip
+        return out, lse, heard, weight, belief, lowest
+
     block = sweep_block(problem, "row_sums")
     wrap_triton(forward.row_sums)[(problem.programs(block.rows),)](
         **tensors, **problem.numbers(), **problem.constants(), **blocks(problem, block, block.rows),
         lse_ptr=lse, low_plane=problem.low_plane, PRECISE=problem.precise,
     )
-    heard, weight = torch.empty(0, **floats), torch.empty(0, **floats)
     if problem.hears:
         block = sweep_block(problem, "column_messages")
         count = triton.cdiv(problem.longest, block.keys)
-        heard, weight = torch.empty(rows_shape, **floats), torch.empty(rows_shape, **floats)
         peak = torch.empty(problem.programs(block.keys), **floats)
         wrap_triton(forward.column_messages)[(problem.programs(block.keys),)](
             **tensors, **problem.numbers(), **problem.constants(), **blocks(problem, block, block.keys), **messages,
@@ -219,11 +227,9 @@ def run_forward(
             PACKED=problem.packed,
         )  # fmt: skip
     block = sweep_block(problem, "refined_output")
-    lowest = torch.empty(problem.programs(block.rows), **floats)
     wrap_triton(forward.refined_output)[(problem.programs(block.rows),)](
         **tensors, **output, **flags, **problem.numbers(), **problem.constants(), **blocks(problem, block, block.rows),
-        lse_ptr=lse, low_plane=problem.low_plane, heard_ptr=heard, weight_ptr=weight, belief_ptr=belief,
-        lowest_ptr=lowest,
+        **rows_parts,
     )  # fmt: skip
     return out, lse, heard, weight, belief, lowest
 
@@ -243,15 +249,6 @@ def run_backward(
         **problem.numbers(), **problem.constants(), **problem.drop_numbers(), **problem.message_numbers(),
         "scale": problem.scale, "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
     }  # fmt: skip
-    if problem.one_tile:
-        side = max(16, triton.next_power_of_2(problem.longest))
-        dgamma = torch.empty((problem.sequences, problem.heads, 1), **floats)
-        wrap_triton(tile.tile_backward)[(problem.programs(problem.longest),)](
-            **common, out_ptr=out, **strides("o", out), dq_ptr=dq, dk_ptr=dk, dv_ptr=dv, dgamma_ptr=dgamma,
-            lowest_sum=problem.lowest_sum, BLOCK=side, num_warps=tile_warps(problem, side), num_stages=1,
-        )  # fmt: skip
-        return dq, dk, dv, dgamma
-
     rows_shape = (problem.batch, problem.heads, problem.length)
     delta, inverse, heard_grad, dgamma = (torch.empty(rows_shape, **floats) for _ in range(4))
     constants = problem.constants()
@@ -263,7 +260,8 @@ def run_backward(
     )  # fmt: skip
     common |= {
         "lse_ptr": lse, "low_plane": problem.low_plane, "heard_ptr": heard, "weight_ptr": weight, "belief_ptr": belief,
-        "inverse_ptr": inverse, "lowest_ptr": lowest, "delta_ptr": delta, **lowests(problem), "log2_lowest": math.log2(problem.lowest_sum),
+        "inverse_ptr": inverse, "lowest_ptr": lowest, "delta_ptr": delta, "lowest_blocks": problem.lowest_blocks,
+        "LOWEST_BLOCKS": triton.next_power_of_2(problem.lowest_blocks), "log2_lowest": math.log2(problem.lowest_sum),
     }  # fmt: skip
     block = sweep_block(problem, "value_gradient")
     wrap_triton(backward.value_gradient)[(problem.programs(block.keys),)](
@@ -286,10 +284,14 @@ def given(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if tensor is None else tensor
 
 
-def tile_warps(problem: Problem, side: int) -> int:
-    if side <= 32:
-        return 1 if problem.dim <= 64 else 2
-    return 4 if side <= 64 else 8
+def short_block(problem: Problem) -> Block:
+    """All keys at once, 64 rows at a time."""
+    keys = max(16, triton.next_power_of_2(problem.longest))
+    return Block(min(keys, 64), keys, warps=4, stages=1)
+
+
+def resources(block: Block) -> dict[str, Any]:
+    return {"num_warps": block.warps, "num_stages": block.stages, "maxnreg": block.registers}
 
 
 def blocks(problem: Problem, block: Block, gridded: int) -> dict[str, Any]:
@@ -297,11 +299,5 @@ def blocks(problem: Problem, block: Block, gridded: int) -> dict[str, Any]:
         "blocks": triton.cdiv(problem.longest, gridded),
         "ROWS": block.rows,
         "KEYS": block.keys,
-        "num_warps": block.warps,
-        "num_stages": block.stages,
+        **resources(block),
     }
-
-
-def lowests(problem: Problem) -> dict[str, int]:
-    count = triton.cdiv(problem.longest, sweep_block(problem, "refined_output").rows)
-    return {"lowest_blocks": count, "LOWEST_BLOCKS": triton.next_power_of_2(count)}

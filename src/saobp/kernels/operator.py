@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, triton_op
 
-from saobp.kernels.launch import Problem, empty_states, lowests, run_backward, run_forward
+from saobp.kernels.launch import Problem, empty_states, run_backward, run_forward
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs the kernels on the CPU, which is how they are tested without a GPU."""
@@ -35,12 +35,9 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
     out, floats = empty_states(problem, query), {"dtype": torch.float32, "device": query.device}
-    if problem.one_tile:
-        lse, heard, weight, belief, lowest = (torch.empty(0, **floats) for _ in range(5))
-        return out, lse, heard, weight, belief, lowest
     rows = (problem.batch, problem.heads, problem.length)
     heard, weight = (torch.empty(rows if hears else 0, **floats) for _ in range(2))
-    lowest = torch.empty(problem.sequences * problem.heads * lowests(problem)["lowest_blocks"], **floats)
+    lowest = torch.empty(problem.sequences * problem.heads * problem.lowest_blocks, **floats)
     return out, torch.empty(problem.lse_shape, **floats), heard, weight, torch.empty(rows, **floats), lowest
 
 
@@ -58,9 +55,8 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamm
     lowest: Tensor, longest: int, scale: float, dropout: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
-    parts = (problem.sequences, problem.heads, 1) if problem.one_tile else (problem.batch, problem.heads, problem.length)
     dq, dk, dv = (empty_states(problem, query) for _ in range(3))
-    return dq, dk, dv, query.new_empty(parts, dtype=torch.float32)
+    return dq, dk, dv, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @_operator("saobp::refined_attention_backward", _fake_backward)
