@@ -109,6 +109,8 @@ def attention_modules(model: nn.Module) -> Modules:
 
 def uses_registry(kind: type) -> bool:
     """Whether a module's own code looks its attention function up in the registry."""
+    if issubclass(kind, PreTrainedModel):
+        return False
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for member in vars(base).values():
             function = inspect.unwrap(member) if isinstance(member, FunctionType) else None
