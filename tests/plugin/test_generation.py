@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
 import saobp
@@ -109,7 +109,7 @@ def test_assisted_generation_gives_the_greedy_tokens(family, monkeypatch):
     model = saobp.apply(tiny_model(family), STRONG)
     assistant = saobp.apply(tiny_model(family, seed=1), "high:0.3")
     weights = model.state_dict()
-    near = {name: torch.lerp(values, weights[name], 0.9) for name, values in assistant.state_dict().items()}
+    near = {name: torch.lerp(values, weights[name], 0.7) for name, values in assistant.state_dict().items()}
     assistant.load_state_dict(near)
     crops = []
     original = GrowingMemory.crop
@@ -125,6 +125,8 @@ def test_assisted_generation_gives_the_greedy_tokens(family, monkeypatch):
 @pytest.mark.parametrize("family", DECODERS)
 def test_a_recording_cache_gives_rows_back(family):
     model, (ids, mask) = saobp.apply(tiny_model(family), STRONG), prompt()
+    if family == "mistral" and not hasattr(Cache, "is_recording_past"):
+        pytest.skip("this version of Transformers builds a wrong mask for a recording window")
     expected = whole(model, ids, mask)
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()

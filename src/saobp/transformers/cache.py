@@ -92,6 +92,8 @@ class GrowingMemory(Memory):
     """For layers that grow by concatenation, whole or as a window."""
 
     front: Tensor | None = None
+    values: Tensor | None
+    is_initialized: bool
 
     def _align(self, before: int, new: int, returned: int) -> None:  # noqa: ARG002
         if self.totals is None:
@@ -146,6 +148,8 @@ class GrowingMemory(Memory):
     def reset(self) -> None:
         super().reset()
         self.totals = self.front = None
+        self.keys = self.values = None  # older versions of Transformers leave zeros in their place
+        self.is_initialized = False
 
 
 class FixedMemory(Memory):
