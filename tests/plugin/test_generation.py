@@ -74,6 +74,7 @@ def test_the_messages_matter(family):
     cache = DynamicCache(config=model.config)
     piece(model, ids, mask, cache, 0, 11)
     for layer in cache.layers:
+        layer.settle()
         layer.totals.zero_()
     deaf = piece(model, ids, mask, cache, 11, 12)
     assert (deaf[:, 0] - whole(model, ids, mask)[:, -1]).abs().max() > 0.01
@@ -280,11 +281,25 @@ def test_a_cache_filled_by_another_attention_is_refused():
         piece(model, ids, mask, cache, 5, 6)
 
 
-def test_a_cache_filled_while_training_is_refused():
+def test_messages_of_a_first_call_wait_until_they_are_needed():
     model, (ids, mask) = saobp.apply(tiny_model("llama"), STRONG).train(), prompt()
-    cache = model(ids, attention_mask=mask).past_key_values
+    cache = model(ids[:, :8], attention_mask=mask[:, :8], position_ids=positions(mask)[:, :8]).past_key_values
+    assert all(layer.totals is None for layer in cache.layers)
+    step = piece(model, ids, mask, cache, 8, 9)
+    assert all(layer.totals.shape[-1] == 9 for layer in cache.layers)
+    torch.testing.assert_close(step[:, 0], whole(model, ids, mask)[:, 8], **ROUNDING)
+
+
+def test_a_cache_that_another_attention_went_on_with_is_refused():
+    model, (ids, mask) = saobp.apply(tiny_model("llama"), STRONG), prompt()
+    cache = DynamicCache()
+    piece(model, ids, mask, cache, 0, 5)
+    model.set_attn_implementation("eager")
+    piece(model, ids, mask, cache, 5, 6)
+    piece(model, ids, mask, cache, 6, 7)
+    model.set_attn_implementation("saobp")
     with pytest.raises(ValueError, match="messages are unknown"):
-        piece(model, ids, mask, cache, 12, 12)
+        piece(model, ids, mask, cache, 7, 8)
 
 
 def test_another_attention_may_generate_while_a_refinement_is_attached():

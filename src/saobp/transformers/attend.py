@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -63,12 +64,13 @@ def saobp_attention(
     causal = is_causal_call(module, is_causal)
     queries, keys = query.shape[-2], key.shape[-2]
     _check_lengths(refinement, queries, keys, causal, memory)
-    if memory is not None and memory.heard is None and module.training and torch.is_grad_enabled():
-        memory = None  # a cache that training makes and throws away: its layer will refuse to be read
     padded = attention_mask is None or attention_mask.ndim == 2
     windowed = padded and sliding_window is not None and sliding_window < keys
     wants_rows = rows_wanted(kwargs)
-    if padded and queries == keys and not windowed and memory is None and not wants_rows:
+    first = memory is None or memory.heard is None
+    if padded and queries == keys and not windowed and first and not wants_rows:
+        if memory is not None:
+            memory.defer(SquarePrompt(query, key, refinement, strength, attention_mask, scaling))
         output = attention(
             query,
             key,
@@ -108,6 +110,25 @@ def graph_of(
     else:
         view = read_mask(mask, queries, keys)
     return FactorGraph(view.visible, view.speaks, causal=strict), view.bias
+
+
+@dataclass(frozen=True)
+class SquarePrompt:
+    """A plain causal call on an empty cache: its output needs nothing from the cache, a later call's does."""
+
+    query: Tensor
+    key: Tensor
+    refinement: Refinement
+    strength: Tensor
+    padding: Tensor | None
+    scaling: float | None
+
+    def send(self, memory: Memory) -> None:
+        keys = self.key.shape[-2]
+        graph, _ = graph_of(self.padding, self.query, keys, self.refinement, True, None)
+        options: dict[str, Any] = {"bias": None, "scale": self.scaling}
+        states = self.query, self.key, self.key
+        _with_memory(*states, self.refinement, self.strength, graph, memory, False, **options)
 
 
 def _with_memory(
