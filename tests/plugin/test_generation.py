@@ -257,6 +257,14 @@ def test_elemmul_generates_only_without_a_cache():
     assert generated(model, ids, mask, use_cache=False).shape == (3, 20)
 
 
+def test_a_bidirectional_model_does_not_decode_from_a_cache():
+    model, (ids, mask) = saobp.apply(tiny_model("llama", is_causal=False), STRONG), prompt()
+    cache = DynamicCache()
+    piece(model, ids, mask, cache, 0, 5)
+    with pytest.raises(ValueError, match=r"not causal .* use_cache=False"):
+        piece(model, ids, mask, cache, 5, 6)
+
+
 def test_a_quantised_cache_is_refused():
     class Quantised(QuantizedLayer):
         def _quantize(self, tensor, axis):  # noqa: ARG002

@@ -80,6 +80,7 @@ def test_the_window_argument_is_honoured_when_the_mask_lacks_it(causal):
         (torch.ones(2, 7, 7), "not \\(2, 7, 7\\)"),
         (torch.ones(2, 1, 7, 7, dtype=torch.long), "bool or floating point"),
         (torch.ones(2, 1, 7, 5, dtype=torch.bool), "does not fit"),
+        ("a block mask", "not str"),
     ],
 )
 def test_a_mask_that_cannot_be_read_is_refused(mask, message):

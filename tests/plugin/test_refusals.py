@@ -95,6 +95,14 @@ def test_cross_attention(make):
         saobp.apply(make(), "high:0.5")
 
 
+def test_cross_attention_reached_without_apply():
+    model = bert_with_cross_attention().eval()
+    model.config.saobp = {"factor": "high", "strength": 0.5}
+    model.set_attn_implementation("saobp")
+    with pytest.raises(ValueError, match="BertCrossAttention is cross-attention"):
+        model(tiny_batch()["input_ids"], encoder_hidden_states=torch.randn(2, 9, 32), use_cache=False)
+
+
 def test_part_of_the_attention_without_the_registry():
     model = tiny_model("bert")
     model.bert.pooling_attention = torch.nn.MultiheadAttention(32, 4)
