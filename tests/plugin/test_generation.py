@@ -182,6 +182,18 @@ def test_a_cache_that_does_not_record_refuses_to_give_rows_back():
         piece(model, ids, mask, cache, 4, 5)
 
 
+def test_rows_that_came_after_recording_stopped_are_not_given_back():
+    model, (ids, mask) = saobp.apply(tiny_model("llama"), STRONG), prompt()
+    cache = DynamicCache()
+    cache.activate_past_recording()
+    pieces(model, ids, mask, cache, [5, 1])
+    for layer in cache.layers:
+        layer.record_past = False
+    piece(model, ids, mask, cache, 6, 7)
+    with pytest.raises(ValueError, match="cannot take back 1 rows"):
+        cache.crop(-1)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "mistral"])
 def test_messages_follow_the_batch_of_the_cache(family):
     model, (ids, mask) = saobp.apply(tiny_model(family), STRONG), prompt()

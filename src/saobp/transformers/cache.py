@@ -129,9 +129,8 @@ class GrowingMemory(Memory):
         self.front = self.heard = None
         if front is not None and front.shape[-1]:
             history = [torch.cat([front, totals], -1) for totals in history]
-        if self.record_past:
-            recorded = (self.snapshots or (self.totals,)) + _row_totals(history)
-            self.snapshots = recorded[-UNDOABLE_ROWS - 1 :]
+        recorded = (self.snapshots or (self.totals,)) + _row_totals(history)
+        self.snapshots = recorded[-UNDOABLE_ROWS - 1 :] if self.record_past else ()
         self.totals = history[-1][..., -self.keys.shape[-2] :]
         self.waiting = False
 
