@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import saobp
-from saobp.testing.models import tiny_batch, tiny_model
+from saobp.testing.models import FAMILIES, tiny_batch, tiny_model
 from saobp.transformers import strength_parameters
 
 
@@ -44,7 +44,7 @@ def fresh(family, strength):
 
 
 @pytest.mark.parametrize("strength", ["0.5", "learned"])
-@pytest.mark.parametrize("family", ["bert", "albert", "modernbert", "gpt2", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_three_steps_and_a_resumed_run_give_the_same_numbers(family, strength, tmp_path):
     model = fresh(family, strength)
     start = {name: values.clone() for name, values in model.state_dict().items()}
