@@ -1,4 +1,4 @@
-"""Find tile sizes for the sweeps on this GPU: python benchmarks/tune_sweeps.py --sweeps row_sums refined_output
+"""Find tile sizes for the sweeps on this GPU: python benchmarks/tune_sweeps.py --sweeps row_sums
 
 Compiles every candidate in parallel processes (Triton's disk cache is shared), then times them one by
 one inside the whole forward or forward + backward, each against scaled_dot_product_attention.
@@ -14,6 +14,7 @@ import os
 import torch
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from saobp.kernels import launch
 from saobp.kernels.operator import refined_attention
@@ -30,7 +31,9 @@ def states(batch: int, heads: int, length: int, dim: int) -> list[torch.Tensor]:
 def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     gamma = torch.full((query.shape[1],), 0.18, device="cuda")
     length, dim = query.shape[2:]
-    return refined_attention(query, key, value, gamma, None, None, None, length, dim**-0.5, 0.0, True, 0.18)[0]
+    return refined_attention(query, key, value, gamma, None, None, None, length, dim**-0.5, 0.0, True, 0.18)[
+        0
+    ]
 
 
 def once(arguments: tuple) -> str | None:
@@ -49,19 +52,20 @@ def once(arguments: tuple) -> str | None:
     return None
 
 
-def milliseconds(call) -> float:  # noqa: ANN001
+def milliseconds(call) -> float:
     return triton.testing.do_bench(call, warmup=10, rep=60, return_mode="median")
 
 
-def sdpa_times(q, k, v, g) -> tuple[float, float, str]:  # noqa: ANN001
+def sdpa_times(q, k, v, g) -> tuple[float, float, str]:
     """Fastest backend's forward and forward + backward."""
     best: dict[str, tuple[float, float]] = {}
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
         with sdpa_kernel(backend):
-            attend = torch.nn.functional.scaled_dot_product_attention
             with torch.no_grad():
-                forward = milliseconds(lambda: attend(q, k, v))
-            both = milliseconds(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), g))
+                forward = milliseconds(lambda: scaled_dot_product_attention(q, k, v))
+            both = milliseconds(
+                lambda: torch.autograd.grad(scaled_dot_product_attention(q, k, v), (q, k, v), g)
+            )
         best[backend.name] = (forward, both)
         print(f"  sdpa {backend.name}: forward {forward:.3f} ms, forward + backward {both:.3f} ms")
     name = min(best, key=lambda n: best[n][0])
@@ -71,7 +75,9 @@ def sdpa_times(q, k, v, g) -> tuple[float, float, str]:  # noqa: ANN001
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweeps", nargs="+", required=True)
-    parser.add_argument("--shape", nargs=4, type=int, default=[4, 16, 4096, 64], help="batch heads length dim")
+    parser.add_argument(
+        "--shape", nargs=4, type=int, default=[4, 16, 4096, 64], help="batch heads length dim"
+    )
     parser.add_argument("--sides", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--warps", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3, 4])
@@ -80,10 +86,15 @@ def main() -> None:
     grid = itertools.product(options.sides, options.sides, options.warps, options.stages)
     candidates = [(s, launch.Block(r, k, w, n), shape) for r, k, w, n in grid for s in options.sweeps]
     with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
-        failures = dict(zip([c[:2] for c in candidates], pool.map(once, candidates, chunksize=1), strict=True))
+        failures = dict(
+            zip([c[:2] for c in candidates], pool.map(once, candidates, chunksize=1), strict=True)
+        )
     q, k, v, g = states(*shape)
     sdpa_forward, sdpa_both, name = sdpa_times(q, k, v, g)
-    print(f"{torch.cuda.get_device_name()}, {shape}, bfloat16; sdpa ({name}) {sdpa_forward:.3f} / {sdpa_both:.3f} ms")
+    print(
+        f"{torch.cuda.get_device_name()}, {shape}, bfloat16; "
+        f"sdpa ({name}) {sdpa_forward:.3f} / {sdpa_both:.3f} ms"
+    )
     plain = launch.sweep_block
     results = []
     for sweep, block, _ in candidates:

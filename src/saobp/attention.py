@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from saobp.kernels.fused import fused_attention, unsupported
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
@@ -35,6 +37,7 @@ def attention(
     scale: float | None = None,
     backend: Backend = "auto",
     strength: Tensor | None = None,
+    strongest: float | None = None,
 ) -> Tensor:
     """Scaled dot-product attention whose rows are refined by belief propagation.
 
@@ -43,9 +46,12 @@ def attention(
     ``[batch, heads, queries, dim]``. Padding rows send no message; rows that see no key give zeros.
 
     strength ``[heads]``, of either sign, takes the place of ``refinement.strength``: the way in for
-    trained values. Queries may differ in number from keys where that has a meaning: without causality
-    (all queries then count as real), or for causal ``none`` and the listing factors (the last query is
-    aligned with the last key).
+    trained values; ``strongest``, an upper bound on it if one is known, makes the kernels faster.
+
+    backend ``auto`` takes the fused kernels on a CUDA GPU where they support the call and says once why
+    where they do not; ``fused`` insists on them. Queries may differ in number from keys where that has a
+    meaning: without causality (all queries then count as real), or for causal ``none`` and the listing
+    factors (the last query is aligned with the last key).
     """
     _check_states(query, key, value)
     _check_dropout(dropout_p)
@@ -53,11 +59,24 @@ def attention(
     if padding_mask is not None:
         _check_padding(padding_mask, (query.shape[0], keys))
     _check_lengths(queries, keys, refinement, is_causal)
+    if strength is None:
+        strongest = refinement.strongest
     strength = _strength(refinement, strength, query.shape[1], query.device)
     if backend not in ("auto", "reference", "fused"):
         raise ValueError(f"unknown backend {backend!r}: choose 'auto', 'reference' or 'fused'")
     if is_causal and refinement.future == "paper":
         warn_of_leak()
+    if backend != "reference":
+        obstacle = unsupported(query, key, value, refinement, is_causal, scale)
+        if obstacle is None:
+            return fused_attention(
+                query, key, value, refinement, strength,
+                strongest=strongest, padding_mask=padding_mask, dropout_p=dropout_p, scale=scale,
+            )  # fmt: skip
+        if backend == "fused":
+            raise ValueError(f"the fused backend cannot do this call because {obstacle}")
+        if query.is_cuda:
+            _say_once(obstacle)
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device)
     return reference_attention(
         query, key, value, refinement, strength, graph, dropout_p=dropout_p, scale=scale
@@ -136,6 +155,18 @@ def build_graph(
 def warn_of_leak() -> None:
     if not torch.compiler.is_compiling():
         warnings.warn(LEAK_WARNING, UserWarning, stacklevel=3)
+
+
+@functools.cache
+def _warn_of_fallback(obstacle: str) -> None:
+    warnings.warn(
+        f"attention is refined by the slower reference path because {obstacle}", UserWarning, stacklevel=4
+    )
+
+
+def _say_once(obstacle: str) -> None:
+    if not torch.compiler.is_compiling():
+        _warn_of_fallback(obstacle)
 
 
 def _strength(refinement: Refinement, strength: Tensor | None, heads: int, device: torch.device) -> Tensor:

@@ -64,6 +64,14 @@ class Refinement:
         """Whether this is ordinary softmax attention by name (a strength of zero is not looked at)."""
         return self.factor == "none"
 
+    @property
+    def strongest(self) -> float | None:
+        """Largest strength of any head, or None where it is not a fixed number."""
+        if isinstance(self.strength, str):
+            return None
+        entries = (self.strength,) if isinstance(self.strength, float) else self.strength
+        return max(max(entry) if isinstance(entry, tuple) else entry for entry in entries)
+
     @classmethod
     def parse(cls, text: str) -> Refinement:
         """Read the command-line form: ``high``, ``high:0.2`` or ``high,strength=learned,steps=2``."""

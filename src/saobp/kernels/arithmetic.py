@@ -19,16 +19,14 @@ def _hardware_log2(x):
     """One instruction; tl.log2 spends several more on subnormal numbers, which messages never are."""
     if INTERPRETED:
         return tl.log2(x)
-    else:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
 @triton.jit
 def _hardware_inverse(x):
     if INTERPRETED:
         return 1.0 / x
-    else:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
 @triton.jit
@@ -45,14 +43,15 @@ def log2_message(a, message, PRECISE: tl.constexpr):
     gamma, r0, r1, r2, l0, l1, l2 = message
     if PRECISE == 0:
         return a * (l0 + a * (l1 + a * l2))
-    elif PRECISE == 1:
+    if PRECISE == 1:
         return _hardware_log2(1.0 - gamma * a)
-    else:
-        # 1 - x is rounded; scaling by the true x over the rounded one takes that error back.
-        x = gamma * a
-        m = 1.0 - x
-        moved = 1.0 - m
-        return tl.where(moved == 0.0, x * -1.4426950408889634, tl.log2(m) * (x / tl.where(moved == 0.0, 1.0, moved)))
+    # 1 - x is rounded; scaling by the true x over the rounded one takes that error back.
+    x = gamma * a
+    m = 1.0 - x
+    moved = 1.0 - m
+    return tl.where(
+        moved == 0.0, x * -1.4426950408889634, tl.log2(m) * (x / tl.where(moved == 0.0, 1.0, moved))
+    )
 
 
 @triton.jit
@@ -61,10 +60,9 @@ def inverse_message(a, message, PRECISE: tl.constexpr):
     gamma, r0, r1, r2, l0, l1, l2 = message
     if PRECISE == 0:
         return r0 + a * (r1 + a * r2)
-    elif PRECISE == 1:
+    if PRECISE == 1:
         return _hardware_inverse(1.0 - gamma * a)
-    else:
-        return 1.0 / (1.0 - gamma * a)
+    return 1.0 / (1.0 - gamma * a)
 
 
 @triton.jit
@@ -76,8 +74,7 @@ def relative(raw, high, low, score_scale, PRECISE: tl.constexpr):
     """
     if PRECISE == 2:
         return (raw - high) * score_scale - low
-    else:
-        return raw * score_scale - high
+    return raw * score_scale - high
 
 
 @triton.jit
@@ -101,13 +98,19 @@ def locate(pid, blocks, heads, length, cu_ptr, PACKED: tl.constexpr):
         first = tl.load(cu_ptr + sequence)
         tokens = tl.load(cu_ptr + sequence + 1) - first
         return block, sequence * 0, head, first, tokens
-    else:
-        return block, sequence, head, sequence * 0, length
+    return block, sequence, head, sequence * 0, length
 
 
 @triton.jit
 def load_rows(
-    base, start, tokens, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr
+    base,
+    start,
+    tokens,
+    stride,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """``[ROWS, BLOCK_DIM]`` from row ``start`` on, zero beyond the head size and, if TAIL, beyond the sequence."""
     local = tl.arange(0, ROWS)[:, None]
@@ -115,16 +118,17 @@ def load_rows(
     pointers = base + stride.to(tl.int64) * start + (local * stride + dims)
     if TAIL and DIM != BLOCK_DIM:
         return tl.load(pointers, mask=(start + local < tokens) & (dims < DIM), other=0.0)
-    elif TAIL:
+    if TAIL:
         return tl.load(pointers, mask=start + local < tokens, other=0.0)
-    elif DIM != BLOCK_DIM:
+    if DIM != BLOCK_DIM:
         return tl.load(pointers, mask=dims < DIM, other=0.0)
-    else:
-        return tl.load(pointers)
+    return tl.load(pointers)
 
 
 @triton.jit
-def store_rows(base, start, tokens, stride, values, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def store_rows(
+    base, start, tokens, stride, values, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
     local = tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
     pointers = base + stride.to(tl.int64) * start + (local * stride + dims)
@@ -136,8 +140,7 @@ def load_vector(base, places, tokens, other, TAIL: tl.constexpr):
     """One number per place, ``other`` beyond the sequence."""
     if TAIL:
         return tl.load(base + places, mask=places < tokens, other=other)
-    else:
-        return tl.load(base + places)
+    return tl.load(base + places)
 
 
 @triton.jit
@@ -145,8 +148,7 @@ def real_tokens(mask_ptr, places, tokens, MASKED: tl.constexpr):
     """Which places hold real tokens: inside the sequence and, if there is a mask, not padding."""
     if MASKED:
         return tl.load(mask_ptr + places, mask=places < tokens, other=0) != 0
-    else:
-        return places < tokens
+    return places < tokens
 
 
 @triton.jit

@@ -140,7 +140,9 @@ def value_gradient(
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
-    lowest = head_lowest(lowest_ptr + tl.program_id(0) // blocks * lowest_blocks, lowest_blocks, LOWEST_BLOCKS)
+    lowest = head_lowest(
+        lowest_ptr + tl.program_id(0) // blocks * lowest_blocks, lowest_blocks, LOWEST_BLOCKS
+    )
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
@@ -240,7 +242,9 @@ def query_gradient(
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
-    lowest = head_lowest(lowest_ptr + tl.program_id(0) // blocks * lowest_blocks, lowest_blocks, LOWEST_BLOCKS)
+    lowest = head_lowest(
+        lowest_ptr + tl.program_id(0) // blocks * lowest_blocks, lowest_blocks, LOWEST_BLOCKS
+    )
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
@@ -342,7 +346,9 @@ def key_gradient(
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
-    lowest = head_lowest(lowest_ptr + tl.program_id(0) // blocks * lowest_blocks, lowest_blocks, LOWEST_BLOCKS)
+    lowest = head_lowest(
+        lowest_ptr + tl.program_id(0) // blocks * lowest_blocks, lowest_blocks, LOWEST_BLOCKS
+    )
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)

@@ -106,7 +106,11 @@ def row_sums(
             reference *= score_scale
     row_base = (batch64 * heads + head) * length + first64
     if PRECISE == 2:
-        tl.store(lse_ptr + low_plane + row_base + rows, tl.where(total > 0, tl.log2(total), 0.0), mask=rows < tokens)
+        tl.store(
+            lse_ptr + low_plane + row_base + rows,
+            tl.where(total > 0, tl.log2(total), 0.0),
+            mask=rows < tokens,
+        )
     else:
         reference += tl.log2(total)
     tl.store(lse_ptr + row_base + rows, tl.where(total > 0, reference, float("inf")), mask=rows < tokens)
@@ -283,7 +287,9 @@ def refined_output(
             refined = tl.exp2(scores - anchor[:, None]) * inverse
             total = total * shrink + tl.sum(refined, 1)
             if DROPS:
-                refined = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined * keep_scale, 0.0)
+                refined = tl.where(
+                    kept(seed, rows[:, None], keys[None, :], drop_threshold), refined * keep_scale, 0.0
+                )
             v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
             out = tl.dot(refined.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
             top = raised

@@ -135,7 +135,10 @@ class Problem:
         return dict(zip(("r0", "r1", "r2", "l0", "l1", "l2"), inverse + logarithm, strict=True))
 
     def drop_numbers(self) -> dict[str, Any]:
-        return {"drop_threshold": min(int(self.dropout * 2**32), 2**32 - 1), "keep_scale": 1 / (1 - self.dropout)}
+        return {
+            "drop_threshold": min(int(self.dropout * 2**32), 2**32 - 1),
+            "keep_scale": 1 / (1 - self.dropout),
+        }
 
 
 def parabola(function: Callable[[float], float], bound: float) -> tuple[float, float, float]:
@@ -149,7 +152,11 @@ def parabola(function: Callable[[float], float], bound: float) -> tuple[float, f
 
 def strides(prefix: str, states: Tensor) -> dict[str, int]:
     """Batch, head and row strides of ``[batch, heads, length, dim]`` under a kernel's argument names."""
-    return {f"{prefix}_batch": states.stride(0), f"{prefix}_head": states.stride(1), f"{prefix}_row": states.stride(2)}
+    return {
+        f"{prefix}_batch": states.stride(0),
+        f"{prefix}_head": states.stride(1),
+        f"{prefix}_row": states.stride(2),
+    }
 
 
 def empty_states(problem: Problem, like: Tensor) -> Tensor:
@@ -187,16 +194,26 @@ def run_forward(
         **strides("q", query), **strides("k", key),
     }  # fmt: skip
     messages = problem.message_numbers()
-    output = {"v_ptr": value, "out_ptr": out, "gamma_ptr": gamma, "seed_ptr": given(seed, gamma)}
+    output: dict[str, Any] = {
+        "v_ptr": value,
+        "out_ptr": out,
+        "gamma_ptr": gamma,
+        "seed_ptr": given(seed, gamma),
+    }
     output |= {**strides("v", value), **strides("o", out), **problem.drop_numbers(), **messages}
     output["lowest_sum"] = problem.lowest_sum
     flags = {"HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0}
-    floats = {"dtype": torch.float32, "device": query.device}
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     rows_shape = (problem.batch, problem.heads, problem.length)
     lse, belief = torch.empty(problem.lse_shape, **floats), torch.empty(rows_shape, **floats)
     lowest = torch.empty(problem.sequences * problem.heads * problem.lowest_blocks, **floats)
     heard, weight = (torch.empty(rows_shape if problem.hears else 0, **floats) for _ in range(2))
-    rows_parts = {"lse_ptr": lse, "low_plane": problem.low_plane, "heard_ptr": heard, "weight_ptr": weight}
+    rows_parts: dict[str, Any] = {
+        "lse_ptr": lse,
+        "low_plane": problem.low_plane,
+        "heard_ptr": heard,
+        "weight_ptr": weight,
+    }
     rows_parts |= {"belief_ptr": belief, "lowest_ptr": lowest}
     if problem.is_short:
         block = short_block(problem)
@@ -209,8 +226,13 @@ def run_forward(
 
     block = sweep_block(problem, "row_sums")
     wrap_triton(forward.row_sums)[(problem.programs(block.rows),)](
-        **tensors, **problem.numbers(), **problem.constants(), **blocks(problem, block, block.rows),
-        lse_ptr=lse, low_plane=problem.low_plane, PRECISE=problem.precise,
+        **tensors,
+        **problem.numbers(),
+        **problem.constants(),
+        **blocks(problem, block, block.rows),
+        lse_ptr=lse,
+        low_plane=problem.low_plane,
+        PRECISE=problem.precise,
     )
     if problem.hears:
         block = sweep_block(problem, "column_messages")
@@ -241,7 +263,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv with one key head per query head, and the gradient of gamma in parts ``[..., heads, ...]``."""
     dq, dk, dv = (empty_states(problem, query) for _ in range(3))
-    floats = {"dtype": torch.float32, "device": query.device}
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     common: dict[str, Any] = {
         "q_ptr": query, "k_ptr": key, "v_ptr": value, "grad_ptr": grad, "gamma_ptr": gamma,
         "mask_ptr": given(mask, gamma), "cu_ptr": given(cu, gamma), "seed_ptr": given(seed, gamma),

@@ -34,7 +34,8 @@ def _fake_forward(
     seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
-    out, floats = empty_states(problem, query), {"dtype": torch.float32, "device": query.device}
+    out = empty_states(problem, query)
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     rows = (problem.batch, problem.heads, problem.length)
     heard, weight = (torch.empty(rows if hears else 0, **floats) for _ in range(2))
     lowest = torch.empty(problem.sequences * problem.heads * problem.lowest_blocks, **floats)

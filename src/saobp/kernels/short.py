@@ -62,7 +62,11 @@ def short_forward(
         a = tl.exp2(relative(raw, high[:, None], 0.0, score_scale, PRECISE))
         total = tl.sum(a, 1)
         if PRECISE == 2:
-            tl.store(lse_ptr + low_plane + row_base + rows, tl.where(total > 0, tl.log2(total), 0.0), mask=rows < tokens)
+            tl.store(
+                lse_ptr + low_plane + row_base + rows,
+                tl.where(total > 0, tl.log2(total), 0.0),
+                mask=rows < tokens,
+            )
         else:
             high += tl.log2(total)
         tl.store(lse_ptr + row_base + rows, tl.where(total > 0, high, float("inf")), mask=rows < tokens)
