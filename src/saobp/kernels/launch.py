@@ -176,10 +176,10 @@ def sweep_block(problem: Problem, sweep: str) -> Block:
     return {
         "row_sums": Block(64, 64, 4, 3),
         "column_messages": Block(64, 128, 4, 3),
-        "refined_output": Block(64, 128, 4, 3),
-        "value_gradient": Block(64, 128, 4, 2),
-        "query_gradient": Block(128, 64, 8, 3),
-        "key_gradient": Block(128, 128, 8, 2),
+        "refined_output": Block(64, 64, 4, 3, 168),
+        "value_gradient": Block(64, 128, 8, 2, 128),
+        "query_gradient": Block(64, 32, 4, 3, 168),
+        "key_gradient": Block(64, 128, 8, 2, 128),
     }[sweep]
 
 
@@ -309,7 +309,7 @@ def given(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
 def short_block(problem: Problem) -> Block:
     """All keys at once, 64 rows at a time."""
     keys = max(16, triton.next_power_of_2(problem.longest))
-    return Block(min(keys, 64), keys, warps=4, stages=1)
+    return Block(min(keys, 64), keys, warps=4, stages=1, registers=128)
 
 
 def resources(block: Block) -> dict[str, Any]:
