@@ -95,7 +95,8 @@ class Problem:
     @property
     def lowest_blocks(self) -> int:
         """How many blocks of rows of a head note their smallest normaliser."""
-        return 1 if self.is_short else triton.cdiv(self.longest, sweep_block(self, "refined_output").rows)
+        block = short_block(self) if self.is_short else sweep_block(self, "refined_output")
+        return triton.cdiv(self.longest, block.rows)
 
     @property
     def is_short(self) -> bool:
@@ -105,6 +106,14 @@ class Problem:
     def lowest_sum(self) -> float:
         """Below this normaliser a row is computed with logarithms; float16 weights have far less range."""
         return 2.0**-6 if self.dtype == torch.float16 else 2.0**-80
+
+    @property
+    def may_underflow(self) -> bool:
+        """Whether a row's normaliser can fall below ``lowest_sum``: it is at least e^(-strength length)."""
+        if not self.hears:
+            return False
+        strongest = abs(math.log1p(-self.bound)) if self.bound else math.inf
+        return strongest * self.longest * math.log2(math.e) > -math.log2(self.lowest_sum) - 2
 
     def programs(self, block: int) -> int:
         return triton.cdiv(self.longest, block) * self.sequences * self.heads
@@ -201,7 +210,6 @@ def run_forward(
         "seed_ptr": given(seed, gamma),
     }
     output |= {**strides("v", value), **strides("o", out), **problem.drop_numbers(), **messages}
-    output["lowest_sum"] = problem.lowest_sum
     flags = {"HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0}
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     rows_shape = (problem.batch, problem.heads, problem.length)
@@ -217,11 +225,11 @@ def run_forward(
     rows_parts |= {"belief_ptr": belief, "lowest_ptr": lowest}
     if problem.is_short:
         block = short_block(problem)
-        whole = problem.longest == block.keys and not problem.packed and not problem.masked
         wrap_triton(short.short_forward)[(problem.sequences * problem.heads,)](
             **tensors, **output, **flags, **problem.numbers(), **problem.constants(), **rows_parts,
-            TAIL=not whole, ROWS=block.rows, KEYS=block.keys, **resources(block),
+            **blocks(problem, block, block.rows, block.keys),
         )  # fmt: skip
+        run_careful(problem, block.rows, tensors | output | rows_parts)
         return out, lse, heard, weight, belief, lowest
 
     block = sweep_block(problem, "row_sums")
@@ -229,7 +237,7 @@ def run_forward(
         **tensors,
         **problem.numbers(),
         **problem.constants(),
-        **blocks(problem, block, block.rows),
+        **blocks(problem, block, block.rows, block.keys),
         lse_ptr=lse,
         low_plane=problem.low_plane,
         PRECISE=problem.precise,
@@ -239,7 +247,7 @@ def run_forward(
         count = triton.cdiv(problem.longest, block.keys)
         peak = torch.empty(problem.programs(block.keys), **floats)
         wrap_triton(forward.column_messages)[(problem.programs(block.keys),)](
-            **tensors, **problem.numbers(), **problem.constants(), **blocks(problem, block, block.keys), **messages,
+            **tensors, **problem.numbers(), **problem.constants(), **blocks(problem, block, block.keys, block.rows), **messages,
             lse_ptr=lse, low_plane=problem.low_plane, gamma_ptr=gamma, heard_ptr=heard, peak_ptr=peak,
             PRECISE=problem.precise,
         )  # fmt: skip
@@ -250,10 +258,21 @@ def run_forward(
         )  # fmt: skip
     block = sweep_block(problem, "refined_output")
     wrap_triton(forward.refined_output)[(problem.programs(block.rows),)](
-        **tensors, **output, **flags, **problem.numbers(), **problem.constants(), **blocks(problem, block, block.rows),
-        **rows_parts,
+        **tensors, **output, **flags, **problem.numbers(), **problem.constants(),
+        **blocks(problem, block, block.rows, block.keys), **rows_parts,
     )  # fmt: skip
+    run_careful(problem, block.rows, tensors | output | rows_parts)
     return out, lse, heard, weight, belief, lowest
+
+
+def run_careful(problem: Problem, rows: int, arguments: dict[str, Any]) -> None:
+    """Repeats what underflowed."""
+    if problem.may_underflow:
+        block = Block(rows, 32, stages=1)
+        wrap_triton(forward.careful_output)[(problem.programs(rows),)](
+            **arguments, **problem.numbers(), **problem.constants(), **blocks(problem, block, rows, 32),
+            log2_lowest=math.log2(problem.lowest_sum), PRECISE=problem.precise, DROPS=problem.dropout > 0,
+        )  # fmt: skip
 
 
 def run_backward(
@@ -281,23 +300,32 @@ def run_backward(
         DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,
     )  # fmt: skip
     common |= {
-        "lse_ptr": lse, "low_plane": problem.low_plane, "heard_ptr": heard, "weight_ptr": weight, "belief_ptr": belief,
-        "inverse_ptr": inverse, "lowest_ptr": lowest, "delta_ptr": delta, "scaled_ptr": scaled, "lowest_blocks": problem.lowest_blocks,
+        "lse_ptr": lse, "low_plane": problem.low_plane, "lowest_ptr": lowest, "lowest_blocks": problem.lowest_blocks,
         "LOWEST_BLOCKS": triton.next_power_of_2(problem.lowest_blocks), "log2_lowest": math.log2(problem.lowest_sum),
+        "CHECKED": problem.may_underflow,
     }  # fmt: skip
+    fast = {"normaliser_ptr": inverse, "key_part_ptr": weight, "CAREFUL": False}
+    careful = {"normaliser_ptr": belief, "key_part_ptr": heard, "CAREFUL": True}
+    ways = (fast, careful) if problem.may_underflow else (fast,)
     block = sweep_block(problem, "value_gradient")
-    wrap_triton(backward.value_gradient)[(problem.programs(block.keys),)](
-        **common, **blocks(problem, block, block.keys), dv_ptr=dv, heard_grad_ptr=heard_grad
-    )
-    block = sweep_block(problem, "query_gradient")
+    for way in ways:
+        wrap_triton(backward.value_gradient)[(problem.programs(block.keys),)](
+            **common, **way, **blocks(problem, block, block.keys, block.rows),
+            delta_ptr=delta, dv_ptr=dv, heard_grad_ptr=heard_grad,
+        )  # fmt: skip
     common |= {"heard_grad_ptr": heard_grad, "strength_grad_ptr": dgamma}
-    wrap_triton(backward.query_gradient)[(problem.programs(block.rows),)](
-        **common, **blocks(problem, block, block.rows), dq_ptr=dq
-    )
+    block = sweep_block(problem, "query_gradient")
+    for way in ways:
+        wrap_triton(backward.query_gradient)[(problem.programs(block.rows),)](
+            **common, **way, **blocks(problem, block, block.rows, block.keys),
+            delta_ptr=delta if way is careful else scaled, dq_ptr=dq,
+        )  # fmt: skip
     block = sweep_block(problem, "key_gradient")
-    wrap_triton(backward.key_gradient)[(problem.programs(block.keys),)](
-        **common, **blocks(problem, block, block.keys), dk_ptr=dk
-    )
+    for way in ways:
+        wrap_triton(backward.key_gradient)[(problem.programs(block.keys),)](
+            **common, **way, **blocks(problem, block, block.keys, block.rows),
+            delta_ptr=delta if way is careful else scaled, dk_ptr=dk,
+        )  # fmt: skip
     return dq, dk, dv, dgamma
 
 
@@ -316,8 +344,10 @@ def resources(block: Block) -> dict[str, Any]:
     return {"num_warps": block.warps, "num_stages": block.stages, "maxnreg": block.registers}
 
 
-def blocks(problem: Problem, block: Block, gridded: int) -> dict[str, Any]:
+def blocks(problem: Problem, block: Block, gridded: int, walked: int) -> dict[str, Any]:
+    """Sizes of a sweep with a program per ``gridded`` tokens, each walking over all in steps of ``walked``."""
     return {
+        "TAIL": problem.packed or problem.length % walked != 0,
         "blocks": triton.cdiv(problem.longest, gridded),
         "ROWS": block.rows,
         "KEYS": block.keys,
