@@ -30,7 +30,7 @@ from saobp.kernels.arithmetic import (
     relative,
     store_rows,
 )
-from saobp.kernels.forward import head_lowest
+from saobp.kernels.forward import is_careful
 
 
 @triton.jit
@@ -115,6 +115,10 @@ def value_gradient(
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
+    if CHECKED:
+        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
+        if is_careful(lowest_base, lowest_blocks, log2_lowest, LOWEST_BLOCKS) != (1 if CAREFUL else 0):
+            return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
@@ -127,9 +131,6 @@ def value_gradient(
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
-    lowest = head_lowest(
-        lowest_ptr + tl.program_id(0) // blocks * lowest_blocks, lowest_blocks, LOWEST_BLOCKS
-    )
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     key_part = load_vector(key_part_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
@@ -182,6 +183,10 @@ def query_gradient(
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * ROWS >= tokens:
         return
+    if CHECKED:
+        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
+        if is_careful(lowest_base, lowest_blocks, log2_lowest, LOWEST_BLOCKS) != (1 if CAREFUL else 0):
+            return
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
@@ -194,9 +199,6 @@ def query_gradient(
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
-    lowest = head_lowest(
-        lowest_ptr + tl.program_id(0) // blocks * lowest_blocks, lowest_blocks, LOWEST_BLOCKS
-    )
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
@@ -258,6 +260,10 @@ def key_gradient(
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
+    if CHECKED:
+        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
+        if is_careful(lowest_base, lowest_blocks, log2_lowest, LOWEST_BLOCKS) != (1 if CAREFUL else 0):
+            return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
@@ -270,9 +276,6 @@ def key_gradient(
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
-    lowest = head_lowest(
-        lowest_ptr + tl.program_id(0) // blocks * lowest_blocks, lowest_blocks, LOWEST_BLOCKS
-    )
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)

@@ -56,7 +56,6 @@ def row_sums(
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
 
     # A score of the first tile serves as reference for the whole row: no running maximum is needed.
-    last = (tokens - 1) // KEYS * KEYS
     real = real_tokens(mask_base, tl.arange(0, KEYS), tokens, MASKED)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     reference = tl.max(raw_scores(q, k, real, True, PRECISION), 1)
@@ -64,15 +63,10 @@ def row_sums(
     if PRECISE != 2:
         reference *= score_scale
     total = tl.zeros([ROWS], tl.float32)
-    # Each product is begun one tile ahead, so that the tensor cores work while exponentials are taken.
-    later_raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     for start in tl.range(0, tokens, KEYS):
-        raw = later_raw
-        k = load_rows(k_base, tl.minimum(start + KEYS, last), tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
-        later_raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if TAIL or MASKED:
-            real = real_tokens(mask_base, start + tl.arange(0, KEYS), tokens, MASKED)
-            raw = tl.where(real[None, :], raw, float("-inf"))
+        real = real_tokens(mask_base, start + tl.arange(0, KEYS), tokens, MASKED)
+        k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
         total += tl.sum(tl.exp2(relative(raw, reference[:, None], 0.0, score_scale, PRECISE)), 1)
 
     # A later score far above the reference overflows, or one far below it vanishes: keep a running maximum.
@@ -126,14 +120,10 @@ def column_messages(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
     heard = tl.zeros([KEYS], tl.float32)
-    last = (tokens - 1) // ROWS * ROWS
-    q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
-    later_raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     for start in tl.range(0, tokens, ROWS):
-        raw = later_raw
-        q = load_rows(q_base, tl.minimum(start + ROWS, last), tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        later_raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         rows = start + tl.arange(0, ROWS)
+        q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, TAIL)
         if MASKED:
             high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
@@ -196,16 +186,10 @@ def refined_output(
         seed = head_seed(seed_ptr, row_base)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    last = (tokens - 1) // KEYS * KEYS
-    k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
-    later_raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     for start in tl.range(0, tokens, KEYS):
-        raw = later_raw
-        k = load_rows(k_base, tl.minimum(start + KEYS, last), tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
-        later_raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         keys = start + tl.arange(0, KEYS)
-        if TAIL or MASKED:
-            raw = tl.where(real_tokens(mask_base, keys, tokens, MASKED)[None, :], raw, float("-inf"))
+        k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        raw = raw_scores(q, k, real_tokens(mask_base, keys, tokens, MASKED), TAIL or MASKED, PRECISION)
         # Refined weights as a product, a * weight / message: one exponential per entry.
         a = tl.exp2(relative(raw, high[:, None], low[:, None], score_scale, PRECISE))
         refined = inverse_message(a, message, PRECISE)
@@ -297,7 +281,8 @@ def careful_output(
 
 
 @triton.jit
-def head_lowest(lowest_ptr, blocks, BLOCKS: tl.constexpr):
-    """Smallest log normaliser of a head's refined rows: far below 0, a product of weights may underflow."""
+def is_careful(lowest_base, blocks, log2_lowest, BLOCKS: tl.constexpr):
+    """1 if some refined row of the head has a normaliser so small that a product of weights may underflow."""
     places = tl.arange(0, BLOCKS)
-    return tl.min(tl.load(lowest_ptr + places, mask=places < blocks, other=0.0), 0)
+    lowest = tl.min(tl.load(lowest_base + places, mask=places < blocks, other=0.0), 0)
+    return tl.where(lowest < log2_lowest, 1, 0)

@@ -185,10 +185,10 @@ def sweep_block(problem: Problem, sweep: str) -> Block:
     return {
         "row_sums": Block(64, 64, 4, 3),
         "column_messages": Block(64, 128, 4, 3),
-        "refined_output": Block(64, 64, 4, 3, 168),
-        "value_gradient": Block(64, 128, 8, 2, 128),
-        "query_gradient": Block(64, 32, 4, 3, 168),
-        "key_gradient": Block(64, 128, 8, 2, 128),
+        "refined_output": Block(64, 128, 4, 2, 168),
+        "value_gradient": Block(64, 64, 4, 3, 168),
+        "query_gradient": Block(64, 64, 4, 3),
+        "key_gradient": Block(64, 64, 4, 3),
     }[sweep]
 
 
