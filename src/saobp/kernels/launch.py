@@ -186,9 +186,9 @@ def sweep_block(problem: Problem, sweep: str) -> Block:
         "row_sums": Block(64, 64, 4, 3),
         "column_messages": Block(64, 128, 4, 3),
         "refined_output": Block(64, 128, 4, 2, 168),
-        "value_gradient": Block(64, 64, 4, 3, 168),
-        "query_gradient": Block(64, 64, 4, 3),
-        "key_gradient": Block(64, 64, 4, 3),
+        "value_gradient": Block(32, 128, 4, 3, 168),
+        "query_gradient": Block(128, 64, 8, 3),
+        "key_gradient": Block(64, 64, 4, 3, 168),
     }[sweep]
 
 
