@@ -1,17 +1,24 @@
 """Attention health: which heads collapse, from maps, or from queries and keys alone on long inputs."""
 
 from saobp.metrics.entropy import attention_entropy, indirect_entropy, sink_mass, sparsity
+from saobp.metrics.estimates import Estimate
 from saobp.metrics.graph import betweenness, clustering
 from saobp.metrics.gtd import cross_layer_gtd, gtd
+from saobp.metrics.methods import STATISTICS, measure
 from saobp.metrics.rollout import rollout
+from saobp.metrics.sampled import Sampling
 
 __all__ = [
+    "STATISTICS",
+    "Estimate",
+    "Sampling",
     "attention_entropy",
     "betweenness",
     "clustering",
     "cross_layer_gtd",
     "gtd",
     "indirect_entropy",
+    "measure",
     "rollout",
     "sink_mass",
     "sparsity",
