@@ -3,7 +3,17 @@
 from saobp.attention import attention, refine
 from saobp.propagation import Factor, register_factor
 from saobp.refinement import Refinement
+from saobp.transformers import apply, load, remove
 
 __version__ = "0.1.0"
 
-__all__ = ["Factor", "Refinement", "attention", "refine", "register_factor"]
+__all__ = [
+    "Factor",
+    "Refinement",
+    "apply",
+    "attention",
+    "load",
+    "refine",
+    "register_factor",
+    "remove",
+]

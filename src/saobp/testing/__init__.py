@@ -1,0 +1,1 @@
+"""Oracles, input makers and error budgets that tests and benchmarks share."""

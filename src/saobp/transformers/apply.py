@@ -1,0 +1,188 @@
+"""Switch a refinement on in a model, and off again."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NoReturn, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from saobp.attention import LEAK_WARNING
+from saobp.propagation.factors import Similarity, get_factor
+from saobp.refinement import Refinement
+from saobp.transformers.attached import (
+    ATTACHED,
+    IMPLEMENTATION,
+    LayerRefinement,
+    attached,
+    forget_cache_of,
+    is_causal_call,
+    note_cache_of,
+    strength_parameters,
+)
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+Modules = list[tuple[str, nn.Module]]
+
+_BEFORE = "_saobp_before"
+
+
+@dataclass
+class Before:
+    """What a model used before: each config with its attention implementation."""
+
+    implementations: list[tuple[Any, str | None]]
+
+
+def apply(model: Model, refinement: Refinement | str) -> Model:
+    """Refine the attention rows of a Transformers model, in place, and return it.
+
+    ``refinement`` may be in text form, for instance ``"high:0.2"``. It is written to ``config.saobp`` and is
+    saved with the model, learned strengths with the weights. Applying again replaces what was there.
+    """
+    if isinstance(refinement, str):
+        refinement = Refinement.parse(refinement)
+    check_model(model)
+    modules = attention_modules(model)
+    parameters = model.num_parameters() - sum(p.numel() for p in strength_parameters(model))
+    refinement = refinement.resolved(parameters)
+    owns = build(modules, refinement)
+    remove(model)
+    attach(modules, owns)
+    switch_on(model, modules, refinement)
+    return model
+
+
+def remove(model: Model) -> Model:
+    """Take a refinement off again, in place: the model is as it was before :func:`apply`."""
+    for name, _ in list(attached(model)):
+        module = model.get_submodule(name)
+        forget_cache_of(module)
+        delattr(module, ATTACHED)
+    before = model.__dict__.pop(_BEFORE, None)
+    if before is not None:
+        for config, implementation in before.implementations:
+            config._attn_implementation_internal = implementation
+    if hasattr(model.config, ATTACHED):
+        delattr(model.config, ATTACHED)
+    if model.__dict__.get("generate") is refuse_to_generate:
+        del model.__dict__["generate"]
+    return model
+
+
+def check_model(model: Any) -> None:
+    """Refuse what cannot be refined as a whole."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"saobp.apply takes a Transformers model, not {type(model).__name__}: give it the model inside, "
+            "before it is compiled or wrapped"
+        )
+    if getattr(model.config, "is_encoder_decoder", False) or getattr(
+        model.config, "add_cross_attention", False
+    ):
+        raise ValueError(
+            f"{type(model).__name__} has cross-attention, whose rows and keys are different tokens: "
+            "saobp refines models with self-attention only"
+        )
+
+
+def attention_modules(model: nn.Module) -> Modules:
+    """The attention modules of a model that ask the attention registry, with names, first layer first."""
+    found = [(name, module) for name, module in model.named_modules() if uses_registry(type(module))]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} computes its attention without Transformers' attention registry, "
+            "so saobp cannot reach it"
+        )
+    others = _other_attention(model, [name for name, _ in found])
+    if others:
+        raise ValueError(
+            f"{type(model).__name__} computes part of its attention without Transformers' attention registry "
+            f"({', '.join(others)}), so saobp cannot reach all of it"
+        )
+    return found
+
+
+def uses_registry(kind: type) -> bool:
+    """Whether a module's own code looks its attention function up in the registry."""
+    if issubclass(kind, PreTrainedModel):
+        return False
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for member in vars(base).values():
+            function = inspect.unwrap(member) if isinstance(member, FunctionType) else None
+            if isinstance(function, FunctionType) and "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names:
+                return True
+    return False
+
+
+def build(modules: Modules, refinement: Refinement) -> list[LayerRefinement]:
+    """One refinement per attention module, ready to be attached; nothing is changed yet."""
+    if refinement.is_learned and (
+        refinement.is_plain or isinstance(get_factor(refinement.factor), Similarity)
+    ):
+        raise ValueError(f"factor {refinement.factor!r} has no strength that could be learned")
+    return [
+        LayerRefinement(refinement, layer, len(modules), _heads(module), next(module.parameters()))
+        for layer, (_, module) in enumerate(modules)
+    ]
+
+
+def attach(modules: Modules, owns: list[LayerRefinement]) -> None:
+    for (_, module), own in zip(modules, owns, strict=True):
+        module.add_module(ATTACHED, own.train(module.training))
+        note_cache_of(module)
+
+
+def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) -> None:
+    """Write the refinement to the config and select the implementation, remembering the earlier one."""
+    configs = _configs(model, modules)
+    setattr(model, _BEFORE, Before([(config, config._attn_implementation) for config in configs]))
+    setattr(model.config, ATTACHED, refinement.to_dict())
+    for config in configs:
+        config._attn_implementation_internal = IMPLEMENTATION
+    if refinement.future == "paper" and any(is_causal_call(module) for _, module in modules):
+        warnings.warn(LEAK_WARNING, UserWarning, stacklevel=3)
+        model.__dict__["generate"] = refuse_to_generate
+
+
+def refuse_to_generate(*_: Any, **__: Any) -> NoReturn:
+    """Stands in for ``generate`` of a model that sees the future."""
+    raise ValueError(
+        "future='paper' lets rows hear later rows, which do not exist yet while a text is generated: "
+        "apply a refinement with future='strict'"
+    )
+
+
+def _heads(module: nn.Module) -> int:
+    for owner in (module, getattr(module, "config", None)):
+        for name in ("num_attention_heads", "num_heads", "n_heads", "n_head"):
+            heads = getattr(owner, name, None)
+            if isinstance(heads, int):
+                return heads
+    raise ValueError(f"{type(module).__name__} does not tell its number of heads")
+
+
+def _configs(model: PreTrainedModel, modules: Modules) -> list[Any]:
+    """The configs that name the implementation, for attention modules and for the masks of their models."""
+    owners = [model, *(module for _, module in modules)]
+    owners += [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = [owner.config for owner in owners if hasattr(owner, "config")]
+    return list({id(config): config for config in configs}.values())
+
+
+def _other_attention(model: nn.Module, found: list[str]) -> list[str]:
+    """Classes of attention modules that neither use the registry nor hold or belong to one that does."""
+    kinds = []
+    for name, module in model.named_modules():
+        if "attention" not in type(module).__name__.lower() or not any(True for _ in module.parameters()):
+            continue
+        related = any(
+            name == one or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in found
+        )
+        if not related:
+            kinds.append(type(module).__name__)
+    return sorted(set(kinds))

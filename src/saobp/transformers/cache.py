@@ -1,0 +1,271 @@
+"""Cached decoding: the summed log messages of earlier rows live in the key-value cache, beside the keys.
+
+Each cache layer becomes one that also carries ``[steps, batch, heads, keys]`` and treats it as it treats its
+keys: beam reordering, repeating, selecting, cropping, resetting and the eviction of a sliding window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+UNDOABLE_ROWS = 128
+"""Rows that a cache which records its past can give back to ``crop``."""
+ROWS_AT_ONCE = 1024
+"""Rows of a prompt that are refined together, to bound memory by this many rows of the map."""
+
+
+class Memory:
+    """Mixin for a cache layer: the messages that all rows so far have sent about each key.
+
+    totals:    ``[steps, batch, heads, keys]`` for the keys that the layer holds
+    heard:     the same for the keys of the call under way, zero for its new keys; None in the first call
+    waiting:   keys came in and their rows' messages did not, so ``totals`` is out of date
+    snapshots: with ``record_past``, totals before and after each of the last rows, for ``crop``
+    """
+
+    totals: Tensor | None = None
+    heard: Tensor | None = None
+    snapshots: tuple[Tensor | None, ...] = ()
+    record_past: bool = False
+    waiting: bool = False
+    keys: Tensor | None
+    get_seq_length: Callable[[], int]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        before = self._length_before()
+        states = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+        if not self.waiting:
+            self._align(before, key_states.shape[-2], states[0].shape[-2])
+        self.waiting = True
+        return states
+
+    def spans(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Pieces in which the rows of a call are refined: single rows where ``crop`` may need them back."""
+        single = min(rows, UNDOABLE_ROWS) if self.record_past else 0
+        start = 0
+        while start < rows:
+            stop = min(start + ROWS_AT_ONCE, rows - single) if start < rows - single else start + 1
+            yield start, stop
+            start = stop
+
+    def keep(self, history: list[Tensor]) -> None:
+        """Take over the totals after each piece of the call's rows; the last of them counts."""
+        raise NotImplementedError
+
+    def _length_before(self) -> int:
+        return 0
+
+    def _align(self, before: int, new: int, returned: int) -> None:
+        raise NotImplementedError
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change the totals and their snapshots alike."""
+        if self.totals is not None:
+            self.totals = change(self.totals)
+        self.snapshots = tuple(None if past is None else change(past) for past in self.snapshots)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._each(lambda totals: totals.index_select(1, beam_idx.to(totals.device)))
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.waiting = False
+        self.heard = None
+        self.snapshots = ()
+
+
+class GrowingMemory(Memory):
+    """For layers that grow by concatenation, whole or as a window."""
+
+    front: Tensor | None = None
+
+    def _align(self, before: int, new: int, returned: int) -> None:  # noqa: ARG002
+        if self.totals is None:
+            return
+        extended = functional.pad(self.totals, (0, new))
+        unseen = extended.shape[-1] - returned
+        self.front, self.heard = extended[..., :unseen], extended[..., unseen:]
+
+    def keep(self, history: list[Tensor]) -> None:
+        assert self.keys is not None
+        front = self.front
+        self.front = self.heard = None
+        if front is not None and front.shape[-1]:
+            history = [torch.cat([front, totals], -1) for totals in history]
+        if self.record_past:
+            recorded = (self.snapshots or (self.totals,)) + _row_totals(history)
+            self.snapshots = recorded[-UNDOABLE_ROWS - 1 :]
+        self.totals = history[-1][..., -self.keys.shape[-2] :]
+        self.waiting = False
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        before = self.get_seq_length()
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        after = self.get_seq_length()
+        removed = before - after
+        if after == 0:
+            self.totals, self.snapshots = None, ()
+            return
+        if removed:
+            if removed >= len(self.snapshots):
+                self.waiting = True
+                raise ValueError(
+                    f"cannot take back {removed} rows: only a cache on which activate_past_recording() "
+                    f"was called remembers how, for up to {UNDOABLE_ROWS} rows; run the prompt again instead"
+                )
+            self.snapshots = self.snapshots[:-removed]
+            self.totals = self.snapshots[-1]
+        if self.totals is not None and self.keys is not None:
+            self.totals = self.totals[..., -self.keys.shape[-2] :]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self._each(lambda totals: totals.repeat_interleave(repeats, dim=1))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self._each(lambda totals: totals[:, indices])
+
+    def reset(self) -> None:
+        super().reset()
+        self.totals = self.front = None
+
+
+class FixedMemory(Memory):
+    """For preallocated layers: one tensor, changed in place, so that compiled steps find it where it was."""
+
+    def _align(self, before: int, new: int, returned: int) -> None:  # noqa: ARG002
+        self.heard = self.totals
+
+    def keep(self, history: list[Tensor]) -> None:
+        assert self.keys is not None
+        updated = history[-1][..., -self.keys.shape[-2] :]
+        if self.totals is None:
+            self.totals = updated.clone()
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.totals)
+        else:
+            self.totals.copy_(updated)
+        self.heard = None
+        self.waiting = False
+
+    def reset(self) -> None:
+        super().reset()
+        if self.totals is not None:
+            self.totals.zero_()
+
+
+class RememberingDynamicLayer(GrowingMemory, DynamicLayer):
+    pass
+
+
+class RememberingSlidingLayer(GrowingMemory, DynamicSlidingWindowLayer):
+    pass
+
+
+class RememberingStaticLayer(FixedMemory, StaticLayer):
+    pass
+
+
+class RememberingStaticSlidingLayer(FixedMemory, StaticSlidingWindowLayer):
+    def _length_before(self) -> int:
+        return self.cumulative_length_int
+
+    def _align(self, before: int, new: int, returned: int) -> None:
+        if self.totals is None or before + new <= self.max_cache_len:
+            self.heard = self.totals
+        elif before >= self.max_cache_len:
+            self.heard = functional.pad(self.totals[..., 1:], (0, new))
+        else:
+            self.heard = functional.pad(self.totals[..., :before], (0, returned - before))
+
+
+_REMEMBERING: dict[type, Any] = {
+    DynamicLayer: RememberingDynamicLayer,
+    DynamicSlidingWindowLayer: RememberingSlidingLayer,
+    StaticLayer: RememberingStaticLayer,
+    StaticSlidingWindowLayer: RememberingStaticSlidingLayer,
+}
+
+
+def self_attention_cache(cache: Cache) -> Cache:
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def cache_layer(cache: Cache, index: int) -> Any:
+    """The cache's layer of that index, made if the cache makes its layers as they are needed."""
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= index:
+            cache.layers.append(cache.layer_class_to_replicate())
+    return cache.layers[index]
+
+
+def remembering_layer(cache: Cache, index: int) -> Memory:
+    """The cache's layer of that index, exchanged at its first use for one that carries messages too."""
+    layer = cache_layer(cache, index)
+    if isinstance(layer, Memory):
+        return layer
+    kind = _REMEMBERING.get(type(layer))
+    if kind is None:
+        raise ValueError(
+            f"saobp cannot carry its messages in a {type(layer).__name__} of a {type(cache).__name__}: use a "
+            "DynamicCache or StaticCache, or generate with use_cache=False"
+        )
+    if holds_keys(layer):
+        raise ValueError(
+            "this cache was filled by another attention implementation, so the messages of its rows are "
+            "unknown: start from an empty cache, or generate with use_cache=False"
+        )
+    replacement = kind.__new__(kind)
+    replacement.__dict__.update(layer.__dict__)
+    if getattr(cache, "saobp_records_past", False):
+        replacement.record_past = True
+    cache.layers[index] = replacement
+    return replacement
+
+
+def holds_keys(layer: Any) -> bool:
+    """Whether a cache layer has been filled; a compiled call cannot look into a static one and assumes so."""
+    if not layer.is_initialized:
+        return False
+    if isinstance(layer, StaticLayer) and torch.compiler.is_compiling():
+        return True
+    return bool(layer.get_seq_length() > 0)
+
+
+def note_past_recording() -> None:
+    """Let caches remember that their past is to be recorded, for layers that come later or ignore it."""
+    activate = Cache.activate_past_recording
+    if hasattr(activate, "saobp"):
+        return
+
+    def activate_past_recording(self: Cache) -> None:
+        self.saobp_records_past = True  # type: ignore[attr-defined]
+        activate(self)
+
+    activate_past_recording.saobp = True  # type: ignore[attr-defined]
+    activate_past_recording.__doc__ = activate.__doc__
+    Cache.activate_past_recording = activate_past_recording  # type: ignore[method-assign]
+
+
+def _row_totals(history: list[Tensor]) -> tuple[Tensor, ...]:
+    """Totals after each single row, cut at that row's own key, newest last."""
+    last = len(history) - 1
+    return tuple(totals[..., : totals.shape[-1] - (last - row)] for row, totals in enumerate(history))

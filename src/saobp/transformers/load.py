@@ -1,0 +1,115 @@
+"""Load a saved model with its refinement, and warn about one that is loaded without."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from os import PathLike
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from saobp.refinement import Refinement
+from saobp.transformers.apply import (
+    attach,
+    attention_modules,
+    build,
+    check_model,
+    switch_on,
+)
+from saobp.transformers.attached import ATTACHED, IMPLEMENTATION, attached
+
+_loading: ContextVar[bool] = ContextVar("saobp_loading", default=False)
+
+
+def load(path: str | PathLike[str], auto_class: Any, **kwargs: Any) -> Any:
+    """Load a model saved after :func:`saobp.apply`, with its refinement and learned strengths.
+
+    ``auto_class`` is a model class or an auto class such as ``AutoModelForMaskedLM``; other arguments go to
+    its ``from_pretrained``.
+    """
+    if kwargs.pop("output_loading_info", False):
+        raise ValueError("saobp.load returns the model alone: leave output_loading_info out")
+    if kwargs.get("attn_implementation") == IMPLEMENTATION:
+        del kwargs["attn_implementation"]
+    with _prepared():
+        model, info = auto_class.from_pretrained(path, output_loading_info=True, **kwargs)
+    lost = [key for key in info["missing_keys"] if f".{ATTACHED}." in key]
+    if lost:
+        raise ValueError(f"the checkpoint at {str(path)!r} lacks its learned strengths ({lost[0]}, ...)")
+    return model
+
+
+def warn_without_refinement() -> None:
+    """Wrap ``from_pretrained`` so that a refined checkpoint is not silently loaded as a plain model."""
+    original = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+    if hasattr(original, "saobp"):
+        return
+
+    @wraps(original)
+    def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+        if _loading.get():
+            with _prepared(False):
+                return _load_refined(original, cls, args, kwargs)
+        loaded = original(cls, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        config = model.config
+        if getattr(config, ATTACHED, None) is not None and config._attn_implementation != IMPLEMENTATION:
+            warnings.warn(
+                "this checkpoint was saved with refined attention (config.saobp) but runs without it here: "
+                f"load it with saobp.load(path, {cls.__name__})",
+                UserWarning,
+                stacklevel=2,
+            )
+        return loaded
+
+    from_pretrained.saobp = True  # type: ignore[attr-defined]
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+
+
+def _load_refined(original: Any, cls: type[PreTrainedModel], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Load with a class that attaches the refinement as it is built, so that strengths load like weights."""
+
+    def init(self: PreTrainedModel, config: Any, *inputs: Any, **options: Any) -> None:
+        cls.__init__(self, config, *inputs, **options)
+        check_model(self)
+        modules = attention_modules(self)
+        attach(modules, build(modules, _written(config).resolved(self.num_parameters())))
+
+    names = {
+        "__init__": init,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    refined = type(cls.__name__, (cls,), names)
+    loaded = original(refined, *args, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    model.__class__ = cls
+    owns = [own for _, own in attached(model)]
+    for own in owns:
+        own.fill_fixed()
+    switch_on(model, attention_modules(model), owns[0].refinement)
+    return loaded
+
+
+def _written(config: Any) -> Refinement:
+    written = getattr(config, ATTACHED, None)
+    if written is None:
+        raise ValueError(
+            "this checkpoint has no config.saobp, so it was not saved with refined attention: load it with "
+            "from_pretrained and call saobp.apply(model, refinement)"
+        )
+    return Refinement.from_dict(written)
+
+
+@contextmanager
+def _prepared(value: bool = True) -> Iterator[None]:
+    token = _loading.set(value)
+    try:
+        yield
+    finally:
+        _loading.reset(token)

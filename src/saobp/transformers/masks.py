@@ -1,0 +1,125 @@
+"""Masks: what Transformers' mask creation hands to the attention function, and how it is read there.
+
+A plain causal or bidirectional square batch keeps its 2-D padding mask, so that no map is built for it.
+Everything else becomes a 4-D mask that also tells which query rows are padding, for those send no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+HIDDEN, SEEN, SEEN_BY_PADDING = 0, 1, 2
+"""Entries of the int8 mask ``[batch, 1, queries, keys]``."""
+
+
+class View(NamedTuple):
+    """Who sees what in one attention call.
+
+    visible: bool, broadcastable to ``[batch, heads, queries, keys]``; None means every key
+    speaks:  bool, broadcastable to ``[batch, heads, queries, 1]``: False for padding rows; None means all
+    bias:    added to the scores, from a mask of numbers; None for most
+    """
+
+    visible: Tensor | None = None
+    speaks: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def saobp_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask that the model carries to each attention layer.
+
+    None or bool ``[batch, keys]`` (True for real tokens) for a plain causal or bidirectional batch without
+    earlier keys; otherwise ``[batch, 1, queries, keys]``, bool without padding, int8 with.
+    """
+    may_skip = (mask_function is causal_mask_function and allow_is_causal_skip) or (
+        mask_function is bidirectional_mask_function and allow_is_bidirectional_skip
+    )
+    starts = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0
+    covered = attention_mask is None or attention_mask.shape[-1] == kv_length
+    if may_skip and starts and covered and q_length == kv_length:
+        if attention_mask is None or is_tracing(attention_mask) or not bool(attention_mask.all()):
+            return attention_mask
+        return None
+    seen: Any = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,  # type: ignore[arg-type]
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=kwargs.get("use_vmap", False),
+        device=kwargs.get("device", "cpu"),
+    )
+    if attention_mask is None:
+        return seen
+    missing = max(kv_length + kv_offset - attention_mask.shape[-1], 0)
+    rows = torch.arange(q_length, device=attention_mask.device) + q_offset
+    real = functional.pad(attention_mask, (0, missing)).index_select(1, rows)
+    return seen.to(torch.int8) * torch.where(real, SEEN, SEEN_BY_PADDING).to(torch.int8)[:, None, :, None]
+
+
+def read_mask(mask: Tensor, queries: int, keys: int) -> View:
+    """What a 4-D mask says: ours (int8), or one of the user's own (bool, or numbers to add to the scores)."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
+        what = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"saobp reads masks [batch, keys] or [batch, heads, queries, keys], not {what}")
+    mask = mask[..., :keys]
+    if mask.shape[-1] != keys or mask.shape[-2] not in (1, queries):
+        raise ValueError(
+            f"a mask of shape {tuple(mask.shape)} does not fit {queries} queries and {keys} keys"
+        )
+    if mask.dtype == torch.int8:
+        return View(mask != HIDDEN, ~(mask == SEEN_BY_PADDING).any(-1, keepdim=True))
+    if mask.dtype == torch.bool:
+        return View(mask, _rows_that_are_keys(mask, queries, keys))
+    if mask.is_floating_point():
+        seen = mask > torch.finfo(mask.dtype).min / 2
+        return View(seen, _rows_that_are_keys(seen, queries, keys), mask.masked_fill(~seen, 0.0))
+    raise ValueError(f"a 4-D attention mask must be bool or floating point, not {mask.dtype}")
+
+
+def window_view(
+    window: int, queries: int, keys: int, is_causal: bool, padding: Tensor | None, device: torch.device
+) -> View:
+    """A sliding window, the last query aligned with the last key: a row sees fewer than ``window`` keys back,
+    and as many forward if not causal."""
+    positions = torch.arange(keys, device=device)
+    distance = positions[keys - queries :, None] - positions
+    visible = distance.abs() < window
+    if is_causal:
+        visible = visible & (distance >= 0)
+    return padded_view(visible, padding)
+
+
+def padded_view(visible: Tensor | None, padding: Tensor | None) -> View:
+    """Add a padding mask ``[batch, keys]`` to what a square batch sees."""
+    if padding is None:
+        return View(visible)
+    real = padding[:, None, None, :]
+    return View(real if visible is None else visible & real, padding[:, None, :, None])
+
+
+def _rows_that_are_keys(seen: Tensor, queries: int, keys: int) -> Tensor | None:
+    """A key that no row sees is padding, and so is its row: ``[..., queries, 1]``, or None if not square."""
+    return seen.any(-2).unsqueeze(-1) if queries == keys == seen.shape[-2] else None
