@@ -12,6 +12,7 @@ from saobp.metrics.estimates import balanced_signs, draw_rows
 from saobp.metrics.methods import Heads
 from saobp.metrics.operators import PlainOperator
 from saobp.metrics.sampled import SAMPLED, Sampling, operator_for
+from saobp.metrics.tiles import Mask
 
 REFINEMENTS = {
     "plain": Refinement("none"),
@@ -52,7 +53,7 @@ def test_products_equal_those_with_the_map(name: str, causal: bool, monkeypatch:
     refinement, strength = REFINEMENTS[name], torch.tensor([0.7, 0.2])
     query, key = states(1, 2, 53, 8), states(1, 2, 53, 8, seed=1)
     maps = Heads(query, key, strength, refinement, causal, 0.3).maps().rows[0]
-    operator = operator_for(query[0], key[0], refinement, strength, causal=causal, scale=0.3)
+    operator = operator_for(query[0], key[0], refinement, strength, Mask(causal), scale=0.3)
     forward, backward = states(2, 53, 5, seed=2), states(2, 53, 4, seed=3)
     out, gathered = operator.sweep(forward, backward)
     torch.testing.assert_close(out, maps @ forward)
@@ -60,6 +61,35 @@ def test_products_equal_those_with_the_map(name: str, causal: bool, monkeypatch:
     torch.testing.assert_close(operator.sweep(forward, None)[0], maps @ forward)
     places = torch.tensor([0, 7, 30, 52])
     torch.testing.assert_close(operator.rows(places), maps[:, places])
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["plain", "high", "damped low"])
+def test_windows_and_other_masks(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saobp.metrics.tiles.TILE_BYTES", 20_000)
+    query, key = states(1, 2, 40, 8), states(1, 2, 40, 8, seed=1)
+    holes = torch.rand(1, 1, 40, 40, generator=torch.Generator().manual_seed(5)) < 0.8
+    holes |= torch.eye(40, dtype=torch.bool)
+    heads = Heads(
+        query,
+        key,
+        torch.tensor([0.3, 0.6]),
+        REFINEMENTS[name],
+        causal,
+        0.3,
+        None,
+        9,
+        holes,
+        states(1, 2, 40, 40),
+    )
+    maps = heads.maps().rows[0]
+    assert (maps[:, 20, :12] == 0).all()
+    operator = operator_for(query[0], key[0], heads.refinement, heads.strength, heads.mask(), scale=0.3)
+    forward, backward = states(2, 40, 5, seed=2), states(2, 40, 4, seed=3)
+    out, gathered = operator.sweep(forward, backward)
+    torch.testing.assert_close(out, maps @ forward)
+    torch.testing.assert_close(gathered, maps.transpose(-1, -2) @ backward)
+    torch.testing.assert_close(operator.rows(torch.tensor([3, 39])), maps[:, [3, 39]])
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -49,9 +49,7 @@ def test_padding_beside_a_sentence_changes_nothing(family, refinement):
     model = saobp.apply(tiny_model(family), refinement)
     batch = tiny_batch(padding=3)
     short = {name: values[1:, :-3] for name, values in batch.items()}
-    torch.testing.assert_close(
-        logits(model, **batch)[1:, :-3], logits(model, **short), rtol=1e-4, atol=1e-3
-    )
+    torch.testing.assert_close(logits(model, **batch)[1:, :-3], logits(model, **short), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("refinement", [STRONG, "low,strength=0.5,steps=3,damping=0.3", "elemmul-prior"])
@@ -104,7 +102,9 @@ def test_gradient_checkpointing_gives_equal_gradients(family):
     model.train()
     checkpointed = gradients(model, batch)
     assert expected.keys() == checkpointed.keys()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in saobp.transformers.strength_parameters(model))
+    assert all(
+        p.grad is not None and p.grad.abs().max() > 0 for p in saobp.transformers.strength_parameters(model)
+    )
     for name, gradient in checkpointed.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-4, msg=name)
 

@@ -16,6 +16,7 @@ from saobp.metrics.graph import betweenness_of, clustering_of
 from saobp.metrics.gtd import BETA, HOPS, check_path, gtd_of, indirect_paths
 from saobp.metrics.maps import Maps, unchecked_maps
 from saobp.metrics.sampled import SAMPLED, Sampling, estimate_text, operator_for
+from saobp.metrics.tiles import Mask
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.reference import head_strength
@@ -46,8 +47,9 @@ class Heads:
     """The attention of some heads, before it is formed.
 
     query ``[batch, heads, length, dim]``, key ``[batch, heads or fewer, length, dim]``, strength ``[heads]``,
-    padding_mask ``[batch, length]``, True for real tokens. For masks of other shapes, visible (bool) and bias
-    (added to scores) are broadcastable to ``[batch, heads, length, length]``.
+    padding_mask ``[batch, length]``, True for real tokens. With a window a row sees fewer than so many keys
+    back (and forward, if not causal). For masks of other shapes, visible (bool) and bias (added to scores)
+    are ``[batch or 1, heads or 1, length, length]``.
     """
 
     query: Tensor
@@ -57,6 +59,7 @@ class Heads:
     causal: bool
     scale: float
     padding_mask: Tensor | None = None
+    window: int | None = None
     visible: Tensor | None = None
     bias: Tensor | None = None
 
@@ -80,7 +83,20 @@ class Heads:
         if self.padding_mask is None:
             return one
         real = self.padding_mask[item].nonzero()[:, 0]
-        return replace(one, query=one.query[:, :, real], key=one.key[:, :, real], padding_mask=None)
+        return replace(
+            one,
+            query=one.query[:, :, real],
+            key=one.key[:, :, real],
+            padding_mask=None,
+            visible=None if one.visible is None else one.visible[..., real, :][..., real],
+            bias=None if one.bias is None else one.bias[..., real, :][..., real],
+        )
+
+    def mask(self) -> Mask:
+        """The mask of a single text."""
+        visible = None if self.visible is None else self.visible[0]
+        bias = None if self.bias is None else self.bias[0]
+        return Mask(self.causal, self.window, visible, bias)
 
     def maps(self) -> Maps:
         """The maps themselves, ``[batch, heads, length, length]``."""
@@ -90,9 +106,9 @@ class Heads:
             scores = scores + self.bias
         length = scores.shape[-1]
         graph = build_graph(length, length, self.refinement, self.padding_mask, self.causal, scores.device)
-        if self.visible is not None:
-            seen = self.visible if graph.visible is None else self.visible & graph.visible
-            graph = replace(graph, visible=seen)
+        for seen in (self.visible, self._near(length)):
+            if seen is not None:
+                graph = replace(graph, visible=seen if graph.visible is None else seen & graph.visible)
         rows = propagate(
             scores,
             get_factor(self.refinement.factor),
@@ -102,6 +118,12 @@ class Heads:
             damping=self.refinement.damping,
         ).rows
         return unchecked_maps(rows, self.padding_mask)
+
+    def _near(self, length: int) -> Tensor | None:
+        if self.window is None:
+            return None
+        places = torch.arange(length, device=self.query.device)
+        return (places[:, None] - places).abs() < self.window
 
 
 def measure(
@@ -206,8 +228,6 @@ def _exact(heads: Heads, wanted: tuple[str, ...], beta: float, hops: int) -> dic
 def _sampled(
     heads: Heads, wanted: tuple[str, ...], beta: float, hops: int, sampling: Sampling
 ) -> dict[str, Estimate]:
-    if heads.visible is not None or heads.bias is not None:
-        raise ValueError("the sampled method knows padding and causal masks only: use method='exact'")
     generator = torch.Generator(heads.query.device).manual_seed(sampling.seed)
     texts = []
     for item in range(len(heads.query)):
@@ -218,9 +238,7 @@ def _sampled(
             generator.set_state(state)
             part = text.some(slice(0, 1), some)
             query, key = _computable(part.query[0]), _computable(part.key[0])
-            operator = operator_for(
-                query, key, part.refinement, part.strength, causal=part.causal, scale=part.scale
-            )
+            operator = operator_for(query, key, part.refinement, part.strength, part.mask(), scale=part.scale)
             parts.append(estimate_text(operator, query, wanted, beta, hops, sampling, generator))
         texts.append({name: Estimate.joined([part[name] for part in parts], torch.cat) for name in wanted})
     return {name: Estimate.joined([text[name] for text in texts], torch.stack) for name in wanted}

@@ -16,7 +16,7 @@ from torch import Tensor
 from saobp.metrics.entropy import normalised_rows, row_entropy
 from saobp.metrics.estimates import Estimate, balanced_signs, draw_rows, exactly, share_of
 from saobp.metrics.operators import AttentionOperator, PlainOperator, SimilarityOperator
-from saobp.metrics.tiles import RefinedOperator
+from saobp.metrics.tiles import Mask, TiledOperator
 from saobp.refinement import Refinement
 
 SAMPLED = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
@@ -38,14 +38,14 @@ class Sampling:
 
 
 def operator_for(
-    query: Tensor, key: Tensor, refinement: Refinement, strength: Tensor, *, causal: bool, scale: float
+    query: Tensor, key: Tensor, refinement: Refinement, strength: Tensor, mask: Mask, *, scale: float
 ) -> AttentionOperator:
     """Products with the maps of some heads of one text: query and key ``[heads, tokens, dim]``."""
-    if refinement.is_plain:
-        return PlainOperator(query, key, causal=causal, scale=scale)
-    if refinement.factor == "elemmul" and not causal and refinement.steps == 1:
+    if refinement.is_plain and mask.is_plain:
+        return PlainOperator(query, key, causal=mask.causal, scale=scale)
+    if refinement.factor == "elemmul" and mask.is_plain and not mask.causal and refinement.steps == 1:
         return SimilarityOperator(PlainOperator(query, key, causal=False, scale=scale))
-    return RefinedOperator(query, key, refinement, strength, causal=causal, scale=scale)
+    return TiledOperator(query, key, refinement, strength, mask, scale=scale)
 
 
 def estimate_text(

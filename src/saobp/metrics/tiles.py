@@ -1,4 +1,4 @@
-"""Refined attention as an operator: pieces of the map are recomputed, used and dropped."""
+"""Refined or oddly masked attention as an operator: pieces of the map are recomputed, used and dropped."""
 
 from __future__ import annotations
 
@@ -27,8 +27,34 @@ class PieceOfGraph(FactorGraph):
         return self.past - self.spoken(messages)
 
 
-class RefinedOperator:
-    """Rows refined by a factor whose messages depend on one row each.
+@dataclass(frozen=True)
+class Mask:
+    """What the rows of one text see: ``[heads or 1, tokens, tokens]`` each, None where it says nothing."""
+
+    causal: bool = False
+    window: int | None = None
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether fused kernels know this mask."""
+        return self.window is None and self.visible is None and self.bias is None
+
+    def rows(self, places: Tensor, tokens: int) -> Tensor | None:
+        """Visible keys of the rows at ``places``, broadcastable to ``[heads, places, tokens]``."""
+        seen = None if self.visible is None else self.visible[:, places]
+        distance = places[:, None] - torch.arange(tokens, device=places.device)
+        if self.causal:
+            seen = distance >= 0 if seen is None else seen & (distance >= 0)
+        if self.window is not None:
+            near = distance.abs() < self.window
+            seen = near if seen is None else seen & near
+        return seen
+
+
+class TiledOperator:
+    """Rows under any mask, refined by a factor whose messages depend on one row each, or not at all.
 
     Without an order among rows the summed messages per key are found first, in one sweep per step. With
     strict causality they grow from row to row, so every sweep goes through the text in order.
@@ -40,24 +66,25 @@ class RefinedOperator:
         key: Tensor,
         refinement: Refinement,
         strength: Tensor,
+        mask: Mask,
         *,
-        causal: bool,
         scale: float,
     ) -> None:
         """query and key ``[heads, tokens, dim]``; strength ``[heads]``."""
         factor = get_factor(refinement.factor)
-        if factor is None or not speaks_row_by_row(factor):
+        if factor is not None and not speaks_row_by_row(factor):
             raise ValueError(
                 f"the sampled method cannot take {refinement.factor!r} apart row by row"
-                f"{' under a causal mask' if causal else ''}: use method='exact'"
+                f"{' under this mask' if refinement.factor == 'elemmul' else ''}: use method='exact'"
             )
-        self.query, self.key, self.causal, self.scale = query, key, causal, scale
+        self.query, self.key, self.mask, self.scale = query, key, mask, scale
+        self.causal = mask.causal
         self.factor, self.refinement = factor, refinement
         self.precision = torch.promote_types(query.dtype, torch.float32)
         self.strength = strength.to(self.precision)[:, None, None]
-        self.in_order = causal and refinement.future == "strict"
+        self.in_order = factor is not None and mask.causal and refinement.future == "strict"
         self.heard: Tensor | None = None
-        if not self.in_order:
+        if factor is not None and not self.in_order:
             self._listen()
 
     def rows(self, places: Tensor) -> Tensor:
@@ -85,8 +112,7 @@ class RefinedOperator:
             if not self.in_order:
                 yield tile, self._beliefs(tile).rows
                 continue
-            visible = torch.arange(self.key.shape[1], device=tile.device) <= tile[:, None]
-            graph = FactorGraph(visible, causal=True)
+            graph = FactorGraph(self._visible(tile), causal=True)
             rows, past = propagate(
                 self._scores(tile),
                 self.factor,
@@ -124,12 +150,11 @@ class RefinedOperator:
         )
 
     def _scores(self, places: Tensor) -> Tensor:
-        return score_rows(self.query[:, places], self.key, places, False, self.scale)
+        scores = score_rows(self.query[:, places], self.key, places, False, self.scale)
+        return scores if self.mask.bias is None else scores + self.mask.bias[:, places]
 
     def _visible(self, places: Tensor) -> Tensor | None:
-        return (
-            torch.arange(self.key.shape[1], device=places.device) <= places[:, None] if self.causal else None
-        )
+        return self.mask.rows(places, self.key.shape[1])
 
     def _places(self) -> tuple[Tensor, ...]:
         heads, tokens = self.key.shape[:2]
