@@ -12,7 +12,6 @@ from saobp.metrics.estimates import balanced_signs, draw_rows
 from saobp.metrics.methods import Heads
 from saobp.metrics.operators import PlainOperator
 from saobp.metrics.sampled import SAMPLED, Sampling, operator_for
-from saobp.metrics.tiles import Mask
 
 REFINEMENTS = {
     "plain": Refinement("none"),
@@ -52,8 +51,9 @@ def test_products_equal_those_with_the_map(name: str, causal: bool, monkeypatch:
     monkeypatch.setattr("saobp.metrics.tiles.TILE_BYTES", 40_000)
     refinement, strength = REFINEMENTS[name], torch.tensor([0.7, 0.2])
     query, key = states(1, 2, 53, 8), states(1, 2, 53, 8, seed=1)
-    maps = Heads(query, key, strength, refinement, causal, 0.3).maps().rows[0]
-    operator = operator_for(query[0], key[0], refinement, strength, Mask(causal), scale=0.3)
+    heads = Heads(query, key, strength, refinement, causal, 0.3)
+    maps = heads.maps().rows[0]
+    operator = operator_for(query[0], key[0], refinement, strength, heads.mask(), scale=0.3)
     forward, backward = states(2, 53, 5, seed=2), states(2, 53, 4, seed=3)
     out, gathered = operator.sweep(forward, backward)
     torch.testing.assert_close(out, maps @ forward)

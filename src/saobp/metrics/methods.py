@@ -49,7 +49,7 @@ class Heads:
     query ``[batch, heads, length, dim]``, key ``[batch, heads or fewer, length, dim]``, strength ``[heads]``,
     padding_mask ``[batch, length]``, True for real tokens. With a window a row sees fewer than so many keys
     back (and forward, if not causal). For masks of other shapes, visible (bool) and bias (added to scores)
-    are ``[batch or 1, heads or 1, length, length]``.
+    are ``[batch or 1, heads or 1, length, length]``; a row may then still hear earlier rows alone (in_order).
     """
 
     query: Tensor
@@ -62,6 +62,13 @@ class Heads:
     window: int | None = None
     visible: Tensor | None = None
     bias: Tensor | None = None
+    in_order: bool | None = None
+
+    def hears_in_order(self) -> bool:
+        """Whether a row hears earlier rows alone; causal attention decides unless ``in_order`` is given."""
+        return self.refinement.future == "strict" and (
+            self.causal if self.in_order is None else self.in_order
+        )
 
     def some(self, items: slice, heads: slice) -> Heads:
         """The given texts and heads, with keys shared out to the query heads."""
@@ -96,7 +103,7 @@ class Heads:
         """The mask of a single text."""
         visible = None if self.visible is None else self.visible[0]
         bias = None if self.bias is None else self.bias[0]
-        return Mask(self.causal, self.window, visible, bias)
+        return Mask(self.causal, self.window, visible, bias, self.hears_in_order())
 
     def maps(self) -> Maps:
         """The maps themselves, ``[batch, heads, length, length]``."""
@@ -106,6 +113,7 @@ class Heads:
             scores = scores + self.bias
         length = scores.shape[-1]
         graph = build_graph(length, length, self.refinement, self.padding_mask, self.causal, scores.device)
+        graph = replace(graph, causal=self.hears_in_order())
         for seen in (self.visible, self._near(length)):
             if seen is not None:
                 graph = replace(graph, visible=seen if graph.visible is None else seen & graph.visible)

@@ -29,12 +29,16 @@ class PieceOfGraph(FactorGraph):
 
 @dataclass(frozen=True)
 class Mask:
-    """What the rows of one text see: ``[heads or 1, tokens, tokens]`` each, None where it says nothing."""
+    """What the rows of one text see, and whether they hear earlier rows alone.
+
+    visible and bias are ``[heads or 1, tokens, tokens]``; None says nothing.
+    """
 
     causal: bool = False
     window: int | None = None
     visible: Tensor | None = None
     bias: Tensor | None = None
+    in_order: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -82,7 +86,7 @@ class TiledOperator:
         self.factor, self.refinement = factor, refinement
         self.precision = torch.promote_types(query.dtype, torch.float32)
         self.strength = strength.to(self.precision)[:, None, None]
-        self.in_order = factor is not None and mask.causal and refinement.future == "strict"
+        self.in_order = factor is not None and mask.in_order
         self.heard: Tensor | None = None
         if factor is not None and not self.in_order:
             self._listen()
