@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.columns import Columns
 from rich.console import Console
 from rich.markup import escape
@@ -156,7 +157,7 @@ def _table(diagnosis: Diagnosis, first: int) -> Table | None:
     if first >= last:
         return None
     title = Text(f"GTD by layer and head: {diagnosis.subject}", overflow="ellipsis", no_wrap=True)
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("layer", justify="right")
     for head in range(first, last):
         table.add_column(str(head), justify="right")

@@ -9,6 +9,7 @@ import numpy
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from saobp.metrics.diagnosis import Diagnosis
 from saobp.metrics.verdict import DIFFUSE_ABOVE, HEALTHY_FROM, HEALTHY_TO, LOCALISED_BELOW
@@ -56,8 +57,10 @@ def heat_map(diagnoses: Sequence[Diagnosis], statistic: str) -> Figure:
         _whole_numbers(panel, *grid.shape)
         for head in diagnosis.heads:
             if head.verdict in MARKS:
-                panel.text(head.head, head.layer, MARKS[head.verdict], ha="center", va="center", fontsize=7)
+                mark = panel.text(head.head, head.layer, MARKS[head.verdict], ha="center", va="center")
+                mark.set(fontsize=7, path_effects=[withStroke(linewidth=1.5, foreground="white")])
     panels[0].set_ylabel("layer")
+    figure.supxlabel("   ".join(f"{mark} {word}" for word, mark in MARKS.items() if mark != "?"), fontsize=7)
     assert image is not None
     figure.colorbar(image, ax=list(panels), label=TITLES[statistic], shrink=0.9)
     return figure
@@ -103,6 +106,7 @@ def _curve(panel: Axes, diagnosis: Diagnosis, name: str, colour: str) -> None:
             "o-",
             color=colour,
             label=label,
+            markersize=3,
         )
         return
     layers = range(diagnosis.layers)
