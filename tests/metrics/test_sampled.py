@@ -107,6 +107,18 @@ def test_a_collapsed_head_with_wide_gaps_stays_right(causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shift", [-300.0, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_far_from_zero_change_nothing(dtype: torch.dtype, shift: float, causal: bool) -> None:
+    query, key = states(1, 2, 70, 8, dtype=dtype), states(1, 2, 70, 8, seed=1, dtype=dtype)
+    query[..., 0], key[..., 0] = shift, 1.0
+    exact = metrics.measure(query.float(), key.float(), statistics=SAMPLED, is_causal=causal)
+    found = metrics.measure(query, key, method="sampled", is_causal=causal, sampling=Sampling(rows=70))
+    for name in ("indirect_entropy", "sink_mass"):
+        torch.testing.assert_close(found[name].value, exact[name].value, atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_with_all_rows_only_the_norms_are_sampled(dtype: torch.dtype, causal: bool) -> None:
     query, key = states(2, 4, 90, 16, dtype=dtype), states(2, 2, 90, 16, seed=1, dtype=dtype)

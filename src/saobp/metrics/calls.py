@@ -19,7 +19,7 @@ def heads_of(call: AttentionCall, texts: int | None = None, *, linear: bool = Fa
     kernels.
     """
     length = call.query.shape[-2]
-    if length != call.key.shape[-2] or getattr(call.module, "is_cross_attention", False):
+    if length != call.key.shape[-2] or _is_cross_attention(call):
         return None
     _refuse_unknown(call)
     refinement, strength = call.refinement()
@@ -74,6 +74,13 @@ def _kind_of(visible: Tensor, padding: Tensor | None) -> str | None:
                 differs = differs & padding[:, None, places, None]
             fits[kind] = fits[kind] and not bool(differs.any())
     return next((kind for kind, fit in fits.items() if fit), None)
+
+
+def _is_cross_attention(call: AttentionCall) -> bool:
+    """Whether keys come from another text, which equal lengths do not rule out."""
+    own = call.name.rpartition(".")[2].lower()
+    named = any(word in own for word in ("cross", "encoder_attn", "encdecattention"))
+    return named or ".crossattention" in call.name or bool(getattr(call.module, "is_cross_attention", False))
 
 
 def _refuse_unknown(call: AttentionCall) -> None:

@@ -15,7 +15,7 @@ from saobp.metrics.estimates import Estimate, exactly
 from saobp.metrics.graph import betweenness_of, clustering_of
 from saobp.metrics.gtd import BETA, HOPS, check_path, gtd_of, indirect_paths
 from saobp.metrics.maps import Maps, unchecked_maps
-from saobp.metrics.sampled import SAMPLED, Sampling, estimate_text, operator_for
+from saobp.metrics.sampled import SAMPLED, Draws, Sampling, estimate_text, operator_for
 from saobp.metrics.tiles import Mask
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
@@ -240,14 +240,13 @@ def _sampled(
     texts = []
     for item in range(len(heads.query)):
         text = heads.text(item)
-        state, parts = generator.get_state(), []
+        draws, parts = Draws.of(text.query.shape[-2], sampling, generator, text.causal), []
         per_head = STATES_HELD * 4 * text.query.shape[-2] * max(sampling.probes, text.query.shape[-1])
         for _, some in _blocks(1, text.query.shape[1], per_head):
-            generator.set_state(state)
             part = text.some(slice(0, 1), some)
             query, key = _computable(part.query[0]), _computable(part.key[0])
             operator = operator_for(query, key, part.refinement, part.strength, part.mask(), scale=part.scale)
-            parts.append(estimate_text(operator, query, wanted, beta, hops, sampling, generator))
+            parts.append(estimate_text(operator, query, wanted, beta, hops, draws))
         texts.append({name: Estimate.joined([part[name] for part in parts], torch.cat) for name in wanted})
     return {name: Estimate.joined([text[name] for text in texts], torch.stack) for name in wanted}
 

@@ -6,6 +6,7 @@ text's length.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -31,16 +32,19 @@ class AttentionOperator(Protocol):
 class PlainOperator:
     """Softmax attention by fused kernels in both directions.
 
-    A^T X is attention with queries and keys exchanged, once each row's log-sum-exp is subtracted from its
-    scores as a further coordinate of the states. The kernel's own normalisation is undone by an anchor: one
-    more key of known weight with a value channel of its own, whose share every row reports. The log-sum-exp
-    comes from such an anchor too, in the first forward product that needs it.
+    A^T X is attention with queries and keys exchanged and each row of X divided by its own normaliser. The
+    kernel's normalisation is undone by an anchor: one more key whose score is known, with a value channel of
+    its own, so that every row reports the anchor's share. The rows' normalisers, as log-sum-exp, come from an
+    anchor in the first forward product. Heads with scores too far apart for that take a longer way, where the
+    anchor's score or the normaliser is a further coordinate of the states.
     """
 
     def __init__(self, query: Tensor, key: Tensor, *, causal: bool, scale: float) -> None:
         """query and key ``[heads, tokens, dim]`` of one type."""
         self.query, self.key, self.causal, self.scale = query, key, causal, scale
+        self.precision = torch.promote_types(query.dtype, torch.float32)
         self._partition: Tensor | None = None
+        self._tame = False
 
     def rows(self, places: Tensor) -> Tensor:
         return score_rows(self.query[:, places], self.key, places, self.causal, self.scale).softmax(-1)
@@ -48,47 +52,53 @@ class PlainOperator:
     def sweep(self, forward: Tensor | None, backward: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         output = None
         if backward is not None and self._partition is None:
-            output, self._partition = self._anchored_forward(forward)
+            output = self._first_forward(forward)
         elif forward is not None:
             output = _fused(self.query, self.key, forward, self.causal, self.scale)
         return output, None if backward is None else self._backward(backward)
 
-    def _anchored_forward(self, values: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """``A @ values`` and each row's log-sum-exp ``[heads, tokens]``.
+    def _first_forward(self, values: Tensor | None) -> Tensor | None:
+        """``A @ values``, and each row's log-sum-exp ``[heads, tokens]`` on the way."""
+        query = self.query
+        if values is None:
+            values = query.new_zeros(*query.shape[:2], 0)
+        output, share = self._anchored(query, self.key.new_zeros(len(query), 1, query.shape[2]), values)
+        partition = torch.log1p(-share) - share.log()
+        low, high = partition.amin(), partition.amax()
+        self._tame = bool((share.amax() < 0.9) & (low > -50) & (high < 60) & (high - low < 50))
+        if not self._tame:
+            bound = self._lower_bounds().to(query.dtype)
+            asking = torch.cat([query, bound[..., None]], -1)
+            anchor = functional.pad(query.new_zeros(len(query), 1, query.shape[2]), (0, 1), value=1.0)
+            output, share = self._anchored(asking, anchor, values)
+            partition = bound.to(share.dtype) * self.scale + torch.log1p(-share) - share.log()
+            self._repair(partition, share)
+        self._partition = partition
+        return output / (1 - share[..., None]).to(output.dtype) if values.shape[-1] else None
 
-        The anchor's score is at most the log-sum-exp (Jensen's inequality), so its share loses no digits;
-        where it underflows, the rows are computed directly.
-        """
-        query, key = self.query, self.key
-        lengths = torch.arange(1, key.shape[1] + 1, device=key.device) if self.causal else key.shape[1]
-        keys = key.to(torch.promote_types(key.dtype, torch.float32))
-        if self.causal:
-            mean_key = keys.cumsum(1) / torch.as_tensor(lengths)[:, None]
-        else:
-            mean_key = keys.mean(1, keepdim=True)
-        bound = (query * mean_key).sum(-1) + torch.as_tensor(lengths).log() / self.scale
-        bound = bound.to(query.dtype)
-        anchor = functional.pad(key.new_zeros(len(key), 1, key.shape[2]), (0, 1), value=1.0)
-        width = 0 if values is None else values.shape[-1]
-        stacked = functional.pad(
-            key.new_zeros(len(key), key.shape[1], 0) if values is None else values, (0, 1, 1, 0)
-        )
-        stacked[:, 0, width] = 1.0
+    def _anchored(self, query: Tensor, anchor: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention with the anchor ``[heads, 1, dim]`` as the first key, and the share that it takes."""
+        key = functional.pad(self.key, (0, query.shape[-1] - self.key.shape[-1]))
         output = _fused(
-            functional.pad(torch.cat([query, bound[..., None]], -1), (0, 0, 1, 0)),
-            torch.cat([anchor, functional.pad(key, (0, 1))], 1),
-            stacked,
+            functional.pad(query, (0, 0, 1, 0)),
+            torch.cat([anchor, key], 1),
+            _with_anchor_channel(values),
             self.causal,
             self.scale,
         )[:, 1:]
-        share = output[..., width].to(mean_key.dtype)
-        partition = bound.to(share.dtype) * self.scale + torch.log1p(-share) - share.log()
-        self._repair(partition, share)
-        if values is None:
-            return None, partition
-        return output[..., :width] / (1 - share[..., None]).to(output.dtype), partition
+        return output[..., :-1], output[..., -1].to(self.precision)
+
+    def _lower_bounds(self) -> Tensor:
+        """Per row a bound on the log-sum-exp from the mean score (Jensen's inequality), over the scale."""
+        keys = self.key.to(self.precision)
+        tokens = keys.shape[1]
+        if self.causal:
+            seen = torch.arange(1, tokens + 1, device=keys.device, dtype=keys.dtype)
+            return (self.query * (keys.cumsum(1) / seen[:, None])).sum(-1) + seen.log() / self.scale
+        return (self.query * keys.mean(1, keepdim=True)).sum(-1) + math.log(tokens) / self.scale
 
     def _repair(self, partition: Tensor, share: Tensor) -> None:
+        """Compute rows directly where the anchor's share has underflown."""
         lost = (share <= torch.finfo(self.query.dtype).tiny * 16).any(0).nonzero()[:, 0]
         step = max(1, TILE_BYTES // (4 * self.key.shape[0] * self.key.shape[1]))
         for places in lost.split(step):
@@ -97,23 +107,27 @@ class PlainOperator:
 
     def _backward(self, states: Tensor) -> Tensor:
         assert self._partition is not None
-        query, key = self.query, self.key
-        parts = _split(-self._partition / self.scale, query.dtype)
-        askers = functional.pad(key, (0, len(parts)), value=1.0)
-        speakers = torch.cat([query, torch.stack(parts, -1)], -1)
+        asking, speaking = self.key, self.query
+        if self._tame:
+            lowest = self._partition.amin(-1, keepdim=True)
+            states = (states * (lowest - self._partition).exp()[..., None]).to(speaking.dtype)
+        else:
+            parts = _split(-self._partition / self.scale, speaking.dtype)
+            asking = functional.pad(asking, (0, len(parts)), value=1.0)
+            speaking = torch.cat([speaking, torch.stack(parts, -1)], -1)
         if self.causal:
-            askers, speakers, states = askers.flip(1), speakers.flip(1), states.flip(1)
-        channels = states.shape[-1]
-        stacked = functional.pad(states, (0, 1, 1, 0))
-        stacked[:, 0, channels] = 1.0
+            asking, speaking, states = asking.flip(1), speaking.flip(1), states.flip(1)
         output = _fused(
-            functional.pad(askers, (0, 0, 1, 0)),
-            functional.pad(speakers, (0, 0, 1, 0)),
-            stacked,
+            functional.pad(asking, (0, 0, 1, 0)),
+            functional.pad(speaking, (0, 0, 1, 0)),
+            _with_anchor_channel(states),
             self.causal,
             self.scale,
-        )[:, 1:]
-        result = output[..., :channels] / output[..., channels:]
+        )[:, 1:].to(self.precision)
+        result = output[..., :-1] / output[..., -1:]
+        if self._tame:
+            result = result * (-lowest).exp()[..., None]
+        result = result.to(states.dtype)
         return result.flip(1) if self.causal else result
 
 
@@ -152,6 +166,13 @@ def score_rows(query: Tensor, key: Tensor, places: Tensor, causal: bool, scale: 
         hidden = torch.arange(key.shape[1], device=key.device) > places[:, None]
         scores = scores.masked_fill(hidden, float("-inf"))
     return scores
+
+
+def _with_anchor_channel(values: Tensor) -> Tensor:
+    """Values with a first row for the anchor, which alone has 1 in a new last channel."""
+    values = functional.pad(values, (0, 1, 1, 0))
+    values[:, 0, -1] = 1.0
+    return values
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saobp.metrics.entropy import normalised_rows, row_entropy
-from saobp.metrics.estimates import Estimate, balanced_signs, draw_rows, exactly, share_of
+from saobp.metrics.estimates import Estimate, Strata, balanced_signs, draw_rows, exactly, share_of
 from saobp.metrics.operators import AttentionOperator, PlainOperator, SimilarityOperator
 from saobp.metrics.tiles import Mask, TiledOperator
 from saobp.refinement import Refinement
@@ -24,10 +25,13 @@ SAMPLED = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How much is drawn: random signs for the norms, queries for the entropies, and the seed of both."""
+    """How much is drawn: random signs for the norms, queries for the entropies, and the seed of both.
 
-    probes: int = 64
-    rows: int = 64
+    With two more channels, for anchor and column sums, 62 fill the width of a usual head.
+    """
+
+    probes: int = 62
+    rows: int = 62
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -35,6 +39,19 @@ class Sampling:
             raise ValueError(
                 f"sampling needs at least 2 probes and 4 rows, not {self.probes} and {self.rows}"
             )
+
+
+class Draws(NamedTuple):
+    """The random part of an estimate, drawn once for all heads of a text."""
+
+    rows: Strata
+    signs: Tensor
+    signs_scale: float
+
+    @classmethod
+    def of(cls, tokens: int, sampling: Sampling, generator: torch.Generator, causal: bool) -> Draws:
+        rows = draw_rows(tokens, sampling.rows, generator, causal=causal)
+        return cls(rows, *balanced_signs(tokens, sampling.probes, generator))
 
 
 def operator_for(
@@ -54,18 +71,16 @@ def estimate_text(
     wanted: Collection[str],
     beta: float,
     hops: int,
-    sampling: Sampling,
-    generator: torch.Generator,
+    draws: Draws,
 ) -> dict[str, Estimate]:
     """Estimates ``[heads]`` of the maps that ``operator`` stands for; states ``[heads, tokens, dim]``."""
     heads, tokens, _ = states.shape
     found: dict[str, Estimate] = {}
-    drawn = draw_rows(tokens, sampling.rows, generator, causal=operator.causal)
+    drawn = draws.rows
     forward = backward = None
     if "gtd" in wanted:
-        signs, signs_scale = balanced_signs(tokens, sampling.probes, generator)
-        forward = signs.to(states.dtype).expand(heads, -1, -1)
-        norms = RunningNorms(signs_scale, beta, hops)
+        forward = draws.signs.to(states.dtype).expand(heads, -1, -1)
+        norms = RunningNorms(draws.signs_scale, beta, hops)
     if "attention_entropy" in wanted or "indirect_entropy" in wanted:
         direct = operator.rows(drawn.places)
         if "attention_entropy" in wanted:
