@@ -33,7 +33,8 @@ class LayerRefinement(nn.Module):
         self.refinement, self.layer, self.layers, self.heads = refinement, layer, layers, heads
         self.memory: Memory | None = None
         if refinement.is_learned:
-            self.strength_bias = nn.Parameter(torch.zeros(heads, dtype=like.dtype, device=like.device))
+            dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+            self.strength_bias = nn.Parameter(torch.zeros(heads, dtype=dtype, device=like.device))
         else:
             self.register_buffer("fixed", self.fixed_strengths(like.device), persistent=False)
 
@@ -91,8 +92,8 @@ def note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     own.memory = remembering_layer(cache, index)
     if own.memory.waiting:
         raise ValueError(
-            "this cache holds keys whose rows saobp did not see, or saw while training with gradients, "
-            "so their messages are unknown: start from an empty cache, under torch.no_grad() or model.eval()"
+            "this cache holds keys whose rows saobp did not see, so their messages are unknown: start from "
+            "an empty cache, or generate with use_cache=False"
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from saobp.attention import attention, build_graph
 from saobp.propagation.factors import Similarity, get_factor
 from saobp.propagation.graph import FactorGraph
-from saobp.propagation.reference import Attended, reference_attention
+from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
 from saobp.transformers.attached import ATTACHED, LayerRefinement, is_causal_call
 from saobp.transformers.cache import Memory
@@ -63,12 +64,15 @@ def saobp_attention(
     causal = is_causal_call(module, is_causal)
     queries, keys = query.shape[-2], key.shape[-2]
     _check_lengths(refinement, queries, keys, causal, memory)
-    if memory is not None and memory.heard is None and module.training and torch.is_grad_enabled():
-        memory = None  # a cache that training makes and throws away: its layer will refuse to be read
-    padded = attention_mask is None or attention_mask.ndim == 2
+    if not causal:
+        memory = None  # its layer is left waiting and refuses the next call
+    padded = attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2)
     windowed = padded and sliding_window is not None and sliding_window < keys
     wants_rows = rows_wanted(kwargs)
-    if padded and queries == keys and not windowed and memory is None and not wants_rows:
+    first = memory is None or memory.heard is None
+    if padded and queries == keys and not windowed and first and not wants_rows:
+        if memory is not None:
+            memory.defer(SquarePrompt(query, key, refinement, strength, attention_mask, scaling))
         output = attention(
             query,
             key,
@@ -82,12 +86,15 @@ def saobp_attention(
         )
         return output.transpose(1, 2).contiguous(), None
     graph, bias = graph_of(attention_mask, query, keys, refinement, causal, sliding_window)
-    options: dict[str, Any] = {"bias": bias, "dropout_p": dropout, "scale": scaling}
+    states = query, key, value, refinement, strength, graph
     if memory is None:
-        done = reference_attention(query, key, value, refinement, strength, graph, **options)
+        done = reference_attention(*states, bias=bias, dropout_p=dropout, scale=scaling)
+        output, rows = done.output, done.rows if wants_rows else None
     else:
-        done = _with_memory(query, key, value, refinement, strength, graph, memory, wants_rows, **options)
-    return done.output.transpose(1, 2).contiguous(), done.rows if wants_rows else None
+        output, rows = _with_memory(
+            *states, memory, bias=bias, dropout_p=dropout, scale=scaling, wants_rows=wants_rows
+        )
+    return output.transpose(1, 2).contiguous(), rows
 
 
 def graph_of(
@@ -96,7 +103,7 @@ def graph_of(
     """The factor graph of one call under this implementation's masks, and the bias of a mask of numbers."""
     queries = query.shape[-2]
     strict = causal and refinement.future == "strict"
-    if mask is None or mask.ndim == 2:
+    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         if queries != keys:
             raise ValueError(
                 f"a {'missing' if mask is None else '2-D'} mask does not say which of {keys} keys the "
@@ -110,6 +117,24 @@ def graph_of(
     return FactorGraph(view.visible, view.speaks, causal=strict), view.bias
 
 
+@dataclass(frozen=True)
+class SquarePrompt:
+    """A plain causal call on an empty cache: its output needs nothing from the cache, a later call's does."""
+
+    query: Tensor
+    key: Tensor
+    refinement: Refinement
+    strength: Tensor
+    padding: Tensor | None
+    scaling: float | None
+
+    def send(self, memory: Memory) -> None:
+        keys = self.key.shape[-2]
+        graph, _ = graph_of(self.padding, self.query, keys, self.refinement, True, None)
+        states = self.query, self.key, self.key, self.refinement, self.strength, graph
+        _with_memory(*states, memory, scale=self.scaling)
+
+
 def _with_memory(
     query: Tensor,
     key: Tensor,
@@ -118,11 +143,12 @@ def _with_memory(
     strength: Tensor,
     graph: FactorGraph,
     memory: Memory,
-    wants_rows: bool,
     *,
-    bias: Tensor | None,
-    **options: Any,
-) -> Attended:
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    wants_rows: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """A cached call: rows hear what earlier calls left in the memory, and add to it."""
     past, history, outputs, rows = memory.heard, [], [], []
     for start, stop in memory.spans(query.shape[-2]):
@@ -137,9 +163,10 @@ def _with_memory(
             strength,
             span,
             bias=_rows(bias, start, stop),
+            dropout_p=dropout_p,
+            scale=scale,
             past=past,
             keep_messages=True,
-            **options,
         )
         past = done.messages
         assert past is not None
@@ -148,7 +175,7 @@ def _with_memory(
         if wants_rows:
             rows.append(done.rows)
     memory.keep(history)
-    return Attended(torch.cat(outputs, -2), torch.cat(rows, -2) if wants_rows else query, None)
+    return torch.cat(outputs, -2), torch.cat(rows, -2) if wants_rows else None
 
 
 def rows_wanted(kwargs: dict[str, Any]) -> bool:
@@ -190,8 +217,11 @@ def own_refinement(module: nn.Module, query: Tensor) -> tuple[Refinement, Tensor
 
 def reject(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse an argument that changes attention in a way the refinement knows nothing of."""
-    if getattr(module, "is_cross_attention", False):
-        _refuse_cross(module)
+    if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
+        raise ValueError(
+            f"{type(module).__name__} is cross-attention, whose rows and keys are different tokens: "
+            "saobp refines self-attention only"
+        )
     for name, value in kwargs.items():
         if name in HARMLESS or value is None or value is False:
             continue
@@ -215,13 +245,6 @@ def _check_lengths(
     raise ValueError(
         f"{refinement.factor!r} with {queries} queries and {keys} keys has no meaning: saobp refines "
         "self-attention over one whole sequence, not cross-attention"
-    )
-
-
-def _refuse_cross(module: nn.Module) -> NoReturn:
-    raise ValueError(
-        f"{type(module).__name__} is cross-attention, whose rows and keys are different tokens: "
-        "saobp refines self-attention only"
     )
 
 

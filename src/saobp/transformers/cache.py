@@ -7,7 +7,7 @@ keys: beam reordering, repeating, selecting, cropping, resetting and the evictio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,30 +27,50 @@ ROWS_AT_ONCE = 1024
 """Rows of a prompt that are refined together, to bound memory by this many rows of the map."""
 
 
+class Prompt(Protocol):
+    """A first call, kept to send its messages when they are needed."""
+
+    def send(self, memory: Memory) -> None: ...
+
+
 class Memory:
     """Mixin for a cache layer: the messages that all rows so far have sent about each key.
 
     totals:    ``[steps, batch, heads, keys]`` for the keys that the layer holds
     heard:     the same for the keys of the call under way, zero for its new keys; None in the first call
     waiting:   keys came in and their rows' messages did not, so ``totals`` is out of date
+    prompt:    a first call whose messages are still to be computed, which only a later call needs
     snapshots: with ``record_past``, totals before and after each of the last rows, for ``crop``
     """
 
     totals: Tensor | None = None
     heard: Tensor | None = None
     snapshots: tuple[Tensor | None, ...] = ()
+    prompt: Prompt | None = None
     record_past: bool = False
     waiting: bool = False
     keys: Tensor | None
     get_seq_length: Callable[[], int]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.settle()
         before = self._length_before()
         states = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         if not self.waiting:
             self._align(before, key_states.shape[-2], states[0].shape[-2])
         self.waiting = True
         return states
+
+    def defer(self, prompt: Prompt) -> None:
+        """Leave the messages of a first call for later: training and scoring never come back for them."""
+        self.prompt = prompt
+        self.waiting = False
+
+    def settle(self) -> None:
+        """Compute what was left for later."""
+        prompt, self.prompt = self.prompt, None
+        if prompt is not None:
+            prompt.send(self)
 
     def spans(self, rows: int) -> Iterator[tuple[int, int]]:
         """Pieces in which the rows of a call are refined: single rows where ``crop`` may need them back."""
@@ -78,13 +98,14 @@ class Memory:
         self.snapshots = tuple(None if past is None else change(past) for past in self.snapshots)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.settle()
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self._each(lambda totals: totals.index_select(1, beam_idx.to(totals.device)))
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
         self.waiting = False
-        self.heard = None
+        self.heard = self.prompt = None
         self.snapshots = ()
 
 
@@ -92,6 +113,8 @@ class GrowingMemory(Memory):
     """For layers that grow by concatenation, whole or as a window."""
 
     front: Tensor | None = None
+    values: Tensor | None
+    is_initialized: bool
 
     def _align(self, before: int, new: int, returned: int) -> None:  # noqa: ARG002
         if self.totals is None:
@@ -106,9 +129,8 @@ class GrowingMemory(Memory):
         self.front = self.heard = None
         if front is not None and front.shape[-1]:
             history = [torch.cat([front, totals], -1) for totals in history]
-        if self.record_past:
-            recorded = (self.snapshots or (self.totals,)) + _row_totals(history)
-            self.snapshots = recorded[-UNDOABLE_ROWS - 1 :]
+        recorded = (self.snapshots or (self.totals,)) + _row_totals(history)
+        self.snapshots = recorded[-UNDOABLE_ROWS - 1 :] if self.record_past else ()
         self.totals = history[-1][..., -self.keys.shape[-2] :]
         self.waiting = False
 
@@ -116,6 +138,7 @@ class GrowingMemory(Memory):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
+        self.settle()
         before = self.get_seq_length()
         super().crop(tokens_to_remove)  # type: ignore[misc]
         after = self.get_seq_length()
@@ -136,16 +159,20 @@ class GrowingMemory(Memory):
             self.totals = self.totals[..., -self.keys.shape[-2] :]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self.settle()
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
         self._each(lambda totals: totals.repeat_interleave(repeats, dim=1))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self.settle()
         super().batch_select_indices(indices)  # type: ignore[misc]
         self._each(lambda totals: totals[:, indices])
 
     def reset(self) -> None:
         super().reset()
         self.totals = self.front = None
+        self.keys = self.values = None  # older versions of Transformers leave zeros in their place
+        self.is_initialized = False
 
 
 class FixedMemory(Memory):

@@ -154,20 +154,23 @@ def record_attention(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 _Places = dict[nn.Module, tuple[str, int]]
 _watchers: list[tuple[_Places, Callback]] = []
-_get_interface = AttentionInterface.get_interface
+_original: list[Callable] = []
 
 
 def _install() -> None:
-    AttentionInterface.get_interface = _observed_interface  # type: ignore[method-assign]
+    """Have the registry hand out functions that report their calls, for as long as anyone watches."""
+    if not _original:
+        _original.append(AttentionInterface.get_interface)
+        AttentionInterface.get_interface = _observed_interface  # type: ignore[method-assign]
 
 
 def _uninstall() -> None:
     if not _watchers:
-        AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign]
+        AttentionInterface.get_interface = _original.pop()  # type: ignore[method-assign]
 
 
 def _observed_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
-    function = _get_interface(self, attn_implementation, default)
+    function = _original[0](self, attn_implementation, default)
 
     def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:
