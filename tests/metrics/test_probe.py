@@ -11,9 +11,10 @@ from transformers.modeling_utils import AttentionInterface
 
 import saobp
 from saobp import metrics
+from saobp.metrics.calls import heads_of
 from saobp.metrics.sampled import SAMPLED
 from saobp.testing.models import DECODERS, FAMILIES, tiny_batch, tiny_model
-from saobp.transformers import record_attention
+from saobp.transformers import AttentionCall, record_attention
 
 IMPLEMENTATIONS = ["eager", "sdpa", "saobp"]
 
@@ -247,9 +248,11 @@ def _reduced(rank: int, path: str) -> list[list[float]]:
     share = {name: value[2 * rank : 2 * rank + 2] for name, value in batch.items()}
     with torch.no_grad(), saobp.probe(model) as health:
         model(**share)
-    health.reduce()
+    total = health.reduced()
     torch.distributed.destroy_process_group()
-    return [value.tolist() for value in health.values("gtd").values()]
+    assert {head.texts for head in health.heads()} == {2}
+    assert {head.texts for head in total.heads()} == {4}
+    return [value.tolist() for value in total.values("gtd").values()]
 
 
 def test_data_parallel_takes_one_all_reduce(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
@@ -267,3 +270,56 @@ def test_data_parallel_takes_one_all_reduce(tmp_path, monkeypatch: pytest.Monkey
         model(**batch)
     for one, expected in zip(values, health.values("gtd").values(), strict=True):
         assert one == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("mask", ["none", "padding", "4-D", "window", "holes"])
+def test_every_kind_of_mask_is_read_as_the_model_means_it(
+    mask: str, implementation: str, causal: bool, linear: bool
+) -> None:
+    """What is measured are the rows that the call itself would give, for each form that a mask comes in."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 7, 8, generator=generator)
+    padding = torch.ones(2, 7, dtype=torch.bool)
+    padding[1, 5:] = False
+    given, window = None, None
+    if implementation.startswith("flash"):
+        if mask in ("4-D", "holes"):
+            pytest.skip("flash attention has no such mask")
+        given = None if mask == "none" else padding
+        window = 3 if mask == "window" else None
+    elif mask != "none":
+        given = padding[:, None, None, :].expand(2, 1, 7, 7).clone()
+        if causal:
+            given &= torch.ones(7, 7, dtype=torch.bool).tril()
+        if mask == "window":
+            given &= torch.ones(7, 7, dtype=torch.bool).triu(-2)
+        if mask == "holes":
+            given[:, :, 3, 2] = False
+        if implementation == "eager":
+            given = torch.zeros(2, 1, 7, 7).masked_fill(~given, torch.finfo(torch.float32).min)
+    elif implementation == "eager" and causal:
+        pytest.skip("eager attention is causal by its mask alone")
+    call = AttentionCall(
+        "layer", 0, torch.nn.Identity(), implementation, query, key, value, given, 0.4, 0.0, causal, window
+    )
+    heads = heads_of(call, linear=linear)
+    assert heads is not None
+    real = padding if given is not None else torch.ones_like(padding)
+    expected = call.rows()
+    found = heads.maps().rows
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1][:, real[1]], expected[1][:, real[1]])
+    if linear and mask in ("none", "padding", "4-D"):
+        assert heads.mask().is_plain
+
+
+def test_cross_attention_and_unknown_arguments() -> None:
+    states = torch.randn(3, 1, 2, 5, 4)
+    options = (torch.nn.Identity(), "sdpa", *states, None, 0.5, 0.0, False, None)
+    assert heads_of(AttentionCall("decoder.layers.0.encoder_attn", 0, *options)) is None
+    assert heads_of(AttentionCall("encoder.layer.0.crossattention.self", 0, *options)) is None
+    with pytest.raises(ValueError, match="passes 'softcap' to its attention"):
+        heads_of(AttentionCall("layer", 0, *options, {"softcap": 30.0}))

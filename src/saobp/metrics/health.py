@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,20 +90,21 @@ class Health:
         self.layers = {}
         self.forwards = 0
 
-    def reduce(self) -> Health:
-        """Sum over the processes of a distributed run, in one packed all-reduce; every process must call it.
+    def reduced(self) -> Health:
+        """The sum over the processes of a distributed run, by one packed all-reduce; all must take part.
 
-        All of them must have measured the same layers. Without a process group nothing happens.
+        All of them must have measured the same layers. Without a process group it is this very object.
         """
         distributed = torch.distributed
         if not distributed.is_available() or not distributed.is_initialized() or not self.layers:
             return self
-        parts = [part for totals in self.layers.values() for part in (totals.sums, totals.context)]
+        total = copy.deepcopy(self)
+        parts = [part for totals in total.layers.values() for part in (totals.sums, totals.context)]
         packed = torch.cat([part.flatten() for part in parts])
         distributed.all_reduce(packed)
-        for part, total in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
-            part.copy_(total.view_as(part))
-        return self
+        for part, summed in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
+            part.copy_(summed.view_as(part))
+        return total
 
     def heads(self) -> list[HeadHealth]:
         """Every head measured, first layer first."""

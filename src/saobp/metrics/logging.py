@@ -48,13 +48,14 @@ class HealthLog:
 
     def __call__(self, health: Health, step: int) -> None:
         """Sum over processes, log, warn, and start afresh; all processes of a run must call it together."""
-        if not health.reduce():
+        if not health:
             return
-        heads = health.heads()
+        total = health.reduced()
+        heads = total.heads()
         line = self._warning(heads, step)
         if line and _is_main_process():
             logger.warning(line)
-        self.log(health_metrics(health, self.prefix), step)
+        self.log(health_metrics(total, self.prefix), step)
         health.reset()
 
     def _warning(self, heads: list[HeadHealth], step: int) -> str:
