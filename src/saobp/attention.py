@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from saobp.kernels.fused import fused_attention, unsupported
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
@@ -35,6 +37,7 @@ def attention(
     scale: float | None = None,
     backend: Backend = "auto",
     strength: Tensor | None = None,
+    strongest: float | None = None,
 ) -> Tensor:
     """Scaled dot-product attention whose rows are refined by belief propagation.
 
@@ -43,9 +46,12 @@ def attention(
     ``[batch, heads, queries, dim]``. Padding rows send no message; rows that see no key give zeros.
 
     strength ``[heads]``, of either sign, takes the place of ``refinement.strength``: the way in for
-    trained values. Queries may differ in number from keys where that has a meaning: without causality
-    (all queries then count as real), or for causal ``none`` and the listing factors (the last query is
-    aligned with the last key).
+    trained values; ``strongest``, an upper bound on it if one is known, makes the kernels faster.
+
+    backend ``auto`` takes the fused kernels on a CUDA GPU where they support the call and says once why
+    where they do not; ``fused`` insists on them. Queries may differ in number from keys where that has a
+    meaning: without causality (all queries then count as real), or for causal ``none`` and the listing
+    factors (the last query is aligned with the last key).
     """
     _check_states(query, key, value)
     _check_dropout(dropout_p)
@@ -53,11 +59,24 @@ def attention(
     if padding_mask is not None:
         _check_padding(padding_mask, (query.shape[0], keys))
     _check_lengths(queries, keys, refinement, is_causal)
+    if strength is None:
+        strongest = refinement.strongest
     strength = _strength(refinement, strength, query.shape[1], query.device)
     if backend not in ("auto", "reference", "fused"):
         raise ValueError(f"unknown backend {backend!r}: choose 'auto', 'reference' or 'fused'")
     if is_causal and refinement.future == "paper":
         warn_of_leak()
+    if backend != "reference":
+        obstacle = unsupported(query, key, value, refinement, is_causal, scale)
+        if obstacle is None:
+            return fused_attention(
+                query, key, value, refinement, strength,
+                strongest=strongest, padding_mask=padding_mask, dropout_p=dropout_p, scale=scale,
+            )  # fmt: skip
+        if backend == "fused":
+            raise ValueError(f"the fused backend cannot do this call because {obstacle}")
+        if query.is_cuda:
+            _say_once(obstacle)
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device)
     return reference_attention(
         query, key, value, refinement, strength, graph, dropout_p=dropout_p, scale=scale
@@ -75,14 +94,16 @@ def refine(
     """Refine rows of attention that are already there: ``[..., heads, length, length]`` in and out.
 
     An entry of 0 is a key that the row cannot see. padding_mask ``[batch, length]`` is True for real
-    tokens; for a single map ``[length, length]`` it is ``[length]``.
+    tokens; for maps without a batch, ``[heads, length, length]`` or ``[length, length]``, it is ``[length]``.
+    Entries that are no probability (negative, NaN) give NaN rows.
     """
     if probabilities.ndim < 2 or not probabilities.is_floating_point():
         what = f"{probabilities.dtype} of shape {tuple(probabilities.shape)}"
         raise ValueError(f"probabilities must be floating point with at least two dimensions, not {what}")
     queries, keys = probabilities.shape[-2:]
     if padding_mask is not None:
-        _check_padding(padding_mask, (*probabilities.shape[: min(1, probabilities.ndim - 2)], keys))
+        batch = probabilities.shape[:1] if probabilities.ndim > 3 else ()
+        _check_padding(padding_mask, (*batch, keys))
     _check_lengths(queries, keys, refinement, is_causal)
     if is_causal and refinement.future == "paper":
         warn_of_leak()
@@ -90,9 +111,9 @@ def refine(
     strengths = _strength(refinement, strength, heads, probabilities.device)
     rows = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
     if padding_mask is not None:
-        padding_mask = padding_mask.view(*padding_mask.shape[:-1], *[1] * (probabilities.ndim - 3), keys)
+        padding_mask = padding_mask.view(*batch, *[1] * (probabilities.ndim - 3), keys)
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, rows.device, groups=())
-    seen = rows > 0
+    seen = rows != 0
     graph = FactorGraph(
         seen if graph.visible is None else seen & graph.visible, speaks=graph.speaks, causal=graph.causal
     )
@@ -136,6 +157,18 @@ def warn_of_leak() -> None:
         warnings.warn(LEAK_WARNING, UserWarning, stacklevel=3)
 
 
+@functools.cache
+def _warn_of_fallback(obstacle: str) -> None:
+    warnings.warn(
+        f"attention is refined by the slower reference path because {obstacle}", UserWarning, stacklevel=4
+    )
+
+
+def _say_once(obstacle: str) -> None:
+    if not torch.compiler.is_compiling():
+        _warn_of_fallback(obstacle)
+
+
 def _strength(refinement: Refinement, strength: Tensor | None, heads: int, device: torch.device) -> Tensor:
     if strength is not None:
         if strength.shape != (heads,):
@@ -143,7 +176,8 @@ def _strength(refinement: Refinement, strength: Tensor | None, heads: int, devic
                 f"strength must have shape ({heads},), one per head, not {tuple(strength.shape)}"
             )
         return strength
-    if refinement.is_plain:
+    factor = get_factor(refinement.factor)
+    if factor is None or not factor.has_strength:
         return torch.zeros(heads, device=device)
     return refinement.layer_strengths(0, 1, heads).to(device)
 
@@ -177,9 +211,9 @@ def _check_dropout(dropout_p: float) -> None:
 
 def _check_lengths(queries: int, keys: int, refinement: Refinement, is_causal: bool) -> None:
     factor = get_factor(refinement.factor)
-    if queries == keys or factor is None or not is_causal:
+    if queries == keys or not is_causal:
         return
-    if factor.remembers:
+    if factor is not None and factor.remembers:
         raise ValueError(
             f"causal {refinement.factor!r} with {queries} queries and {keys} keys lacks the messages of the "
             "earlier rows: pass all rows, or decode through a model that saobp.apply has prepared"

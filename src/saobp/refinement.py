@@ -51,6 +51,7 @@ class Refinement:
             raise ValueError(
                 f"damping must be a number from 0 up to but not including 1, not {self.damping!r}"
             )
+        object.__setattr__(self, "damping", float(self.damping))
         if self.future not in ("strict", "paper"):
             raise ValueError(f"future must be 'strict' or 'paper', not {self.future!r}")
 
@@ -63,13 +64,21 @@ class Refinement:
         """Whether this is ordinary softmax attention by name (a strength of zero is not looked at)."""
         return self.factor == "none"
 
+    @property
+    def strongest(self) -> float | None:
+        """Largest strength of any head, or None where it is not a fixed number."""
+        if isinstance(self.strength, str):
+            return None
+        entries = (self.strength,) if isinstance(self.strength, float) else self.strength
+        return max(max(entry) if isinstance(entry, tuple) else entry for entry in entries)
+
     @classmethod
     def parse(cls, text: str) -> Refinement:
         """Read the command-line form: ``high``, ``high:0.2`` or ``high,strength=learned,steps=2``."""
         head, *rest = [part.strip() for part in text.split(",")]
-        factor, _, strength = head.partition(":")
+        factor, colon, strength = head.partition(":")
         options: dict[str, Any] = {"factor": factor}
-        if strength:
+        if colon:
             options["strength"] = _parsed_strength(strength)
         kinds: dict[str, Callable[[str], Any]] = {
             "strength": _parsed_strength,

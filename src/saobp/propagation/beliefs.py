@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -38,19 +39,27 @@ def propagate(
     scores ``[..., node, label]``, strength broadcastable to it. The prior stays the softmax; messages come
     from the current beliefs (the dense-graph form of loopy propagation). ``past`` is what
     ``keep_messages`` returned for earlier nodes, extended with zeros for new labels: ``[steps, ..., label]``.
+    Everything stays in the precision of ``scores``, also under autocast.
     """
-    log_prior = torch.log_softmax(graph.hidden(scores), -1)
-    prior = beliefs = graph.shown(log_prior.exp())
-    if factor is None:
-        return Beliefs(prior, None)
-    totals = []
-    for step in range(steps):
-        heard_before = None if past is None else past[step].unsqueeze(-2)
-        if keep_messages:
-            spoken = graph.spoken(factor.log_messages(beliefs, strength)).sum(-2)
-            totals.append(spoken if past is None else spoken + past[step])
-        here = replace(graph, past=heard_before)
-        log_belief = factor.log_belief(log_prior, beliefs, strength, here)
-        updated = graph.shown(torch.softmax(graph.hidden(log_belief), -1))
-        beliefs = updated if damping == 0 or steps == 1 else torch.lerp(updated, beliefs, damping)
-    return Beliefs(beliefs, torch.stack(totals) if keep_messages else None)
+    with _without_autocast(scores):
+        log_prior = torch.log_softmax(graph.hidden(scores), -1)
+        prior = beliefs = graph.shown(log_prior.exp())
+        if factor is None:
+            return Beliefs(prior, None)
+        totals = []
+        for step in range(steps):
+            heard_before = None if past is None else past[step].unsqueeze(-2)
+            if keep_messages:
+                spoken = graph.spoken(factor.log_messages(beliefs, strength)).sum(-2)
+                totals.append(spoken if past is None else spoken + past[step])
+            here = replace(graph, past=heard_before)
+            log_belief = factor.log_belief(log_prior, beliefs, strength, here)
+            updated = graph.shown(torch.softmax(graph.hidden(log_belief), -1))
+            beliefs = updated if damping == 0 or steps == 1 else torch.lerp(updated, beliefs, damping)
+        return Beliefs(beliefs, torch.stack(totals) if keep_messages else None)
+
+
+def _without_autocast(states: Tensor) -> AbstractContextManager[object]:
+    """A factor's matrix products must not fall back to half precision."""
+    device = states.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()

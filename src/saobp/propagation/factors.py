@@ -6,6 +6,7 @@ order of causal rows and further steps are shared and live in ``beliefs.py``.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 class Factor(ABC):
     """A pairwise potential between rows, given by the message that one row's belief sends."""
 
+    has_strength: bool = True
+    """Whether the strength enters; a factor without one needs no value for it."""
+
     remembers: bool = True
     """Whether rows hear earlier rows, so that cached decoding must carry the sum of their messages."""
 
@@ -27,7 +31,8 @@ class Factor(ABC):
         """Log message of every node about every label.
 
         beliefs ``[..., node, label]``, strength broadcastable to it; the result has the shape of beliefs.
-        A node that is indifferent to a label sends 0.
+        A node that is indifferent to a label sends 0. A row that sees no key is all zero: its messages are
+        silenced afterwards, but they and their gradient must be finite.
         """
 
     def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
@@ -61,6 +66,8 @@ class PottsListing(Potts):
 class Similarity(Factor):
     """ElemMul: rows attend to tokens whose rows look alike, A A^T. With ``prior``, A o (A A^T)."""
 
+    has_strength = False
+
     def __init__(self, prior: bool = False) -> None:
         self.prior = prior
 
@@ -74,8 +81,9 @@ class Similarity(Factor):
 
 
 def _floored(values: Tensor) -> Tensor:
-    """Keeps log finite with a zero gradient where two rows share no key."""
-    return values.clamp(min=torch.finfo(values.dtype).tiny)
+    """Keeps log finite with a zero gradient where two rows share no key, and 1 / value far from overflow."""
+    precision = torch.finfo(values.dtype)
+    return values.clamp(min=precision.tiny / precision.eps)
 
 
 _FACTORS: dict[str, Factor | None] = {
@@ -88,6 +96,7 @@ _FACTORS: dict[str, Factor | None] = {
     "elemmul-prior": Similarity(prior=True),
 }
 _BUILT_IN = frozenset(_FACTORS)
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def factor_names() -> tuple[str, ...]:
@@ -101,6 +110,8 @@ def get_factor(name: str) -> Factor | None:
 
 def register_factor(name: str, factor: Factor) -> Factor:
     """Make a new factor available by name wherever a refinement is: functions, plug-in, training, metrics."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"a factor's name is made of letters, digits, '-' and '_', unlike {name!r}")
     if name in _BUILT_IN:
         raise ValueError(f"{name!r} is a built-in factor: register yours under another name")
     if not isinstance(factor, Factor):

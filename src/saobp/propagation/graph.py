@@ -24,7 +24,12 @@ class FactorGraph:
     past: Tensor | None = None
 
     def spoken(self, messages: Tensor) -> Tensor:
-        """Log messages with padding made silent. ``[..., node, label]``"""
+        """Log messages with padding made silent, and neutral about keys their row cannot see.
+
+        ``[..., node, label]``. The second is what lets cached decoding start new labels at 0.
+        """
+        if self.visible is not None:
+            messages = messages.masked_fill(~self.visible, 0.0)
         return messages if self.speaks is None else messages.masked_fill(~self.speaks, 0.0)
 
     def heard(self, messages: Tensor) -> Tensor:

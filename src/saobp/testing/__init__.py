@@ -1,1 +1,1 @@
-"""Oracles, input makers and error budgets that tests and benchmarks share."""
+"""What tests and benchmarks share: oracles, input makers and error budgets."""

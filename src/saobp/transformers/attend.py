@@ -83,6 +83,7 @@ def saobp_attention(
             dropout_p=dropout,
             scale=scaling,
             strength=strength,
+            strongest=refinement.strongest,
         )
         return output.transpose(1, 2).contiguous(), None
     graph, bias = graph_of(attention_mask, query, keys, refinement, causal, sliding_window)

@@ -1,0 +1,171 @@
+"""Device functions shared by the kernels: messages, loads, the place of a sequence, dropout.
+
+Everything is in base-2 logarithms, because the hardware's exponential is 2^x.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Triton's interpreter has no inline assembly."""
+
+
+@triton.jit
+def _hardware_log2(x):
+    """One instruction; tl.log2 spends several more on subnormal numbers, which messages never are."""
+    if INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def _hardware_inverse(x):
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2):
+    """gamma of a head and the polynomials 1 / (1 - x) and log2(1 - x) / x, made polynomials of a = x / gamma."""
+    gamma = tl.load(gamma_ptr + head)
+    square = gamma * gamma
+    return gamma, r0, r1 * gamma, r2 * square, l0 * gamma, l1 * square, l2 * square * gamma
+
+
+@triton.jit
+def log2_message(a, message, PRECISE: tl.constexpr):
+    """log2(1 - gamma a). PRECISE 0: a polynomial, for weak gamma; 1: the hardware's logarithm; 2: full float32."""
+    gamma, r0, r1, r2, l0, l1, l2 = message
+    if PRECISE == 0:
+        return a * (l0 + a * (l1 + a * l2))
+    if PRECISE == 1:
+        return _hardware_log2(1.0 - gamma * a)
+    # 1 - x is rounded; scaling by the true x over the rounded one takes that error back.
+    x = gamma * a
+    m = 1.0 - x
+    moved = 1.0 - m
+    return tl.where(
+        moved == 0.0, x * -1.4426950408889634, tl.log2(m) * (x / tl.where(moved == 0.0, 1.0, moved))
+    )
+
+
+@triton.jit
+def inverse_message(a, message, PRECISE: tl.constexpr):
+    """1 / (1 - gamma a), by a polynomial if PRECISE is 0."""
+    gamma, r0, r1, r2, l0, l1, l2 = message
+    if PRECISE == 0:
+        return r0 + a * (r1 + a * r2)
+    if PRECISE == 1:
+        return _hardware_inverse(1.0 - gamma * a)
+    return 1.0 / (1.0 - gamma * a)
+
+
+@triton.jit
+def relative(raw, high, low, score_scale, PRECISE: tl.constexpr):
+    """Base-2 scores from raw products, relative to a row's log-sum-exp.
+
+    In full float32 the log-sum-exp has two parts, a raw product and a small logarithm, because large
+    scores would lose the digits that matter; otherwise ``high`` is all of it.
+    """
+    if PRECISE == 2:
+        return (raw - high) * score_scale - low
+    return raw * score_scale - high
+
+
+@triton.jit
+def load_lse(lse_base, low_plane, rows, tokens, PRECISE: tl.constexpr, TAIL: tl.constexpr):
+    """Both parts of the rows' log-sum-exp; beyond the sequence plus infinity, which makes weights 0."""
+    high = load_vector(lse_base, rows, tokens, float("inf"), TAIL)
+    if PRECISE == 2:
+        low = load_vector(lse_base + low_plane, rows, tokens, 0.0, TAIL)
+    else:
+        low = tl.zeros_like(high)
+    return high, low
+
+
+@triton.jit
+def locate(pid, blocks, heads, length, cu_ptr, PACKED: tl.constexpr):
+    """Block, batch, head, first token and number of tokens of the sequence that a program works on."""
+    block = pid % blocks
+    head = (pid // blocks) % heads
+    sequence = pid // blocks // heads
+    if PACKED:
+        first = tl.load(cu_ptr + sequence)
+        tokens = tl.load(cu_ptr + sequence + 1) - first
+        return block, sequence * 0, head, first, tokens
+    return block, sequence, head, sequence * 0, length
+
+
+@triton.jit
+def load_rows(
+    base,
+    start,
+    tokens,
+    stride,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """``[ROWS, BLOCK_DIM]`` from row ``start`` on, zero beyond the head size and, if TAIL, beyond the sequence."""
+    local = tl.arange(0, ROWS)[:, None]
+    dims = tl.arange(0, BLOCK_DIM)[None, :]
+    pointers = base + stride.to(tl.int64) * start + (local * stride + dims)
+    if TAIL and DIM != BLOCK_DIM:
+        return tl.load(pointers, mask=(start + local < tokens) & (dims < DIM), other=0.0)
+    if TAIL:
+        return tl.load(pointers, mask=start + local < tokens, other=0.0)
+    if DIM != BLOCK_DIM:
+        return tl.load(pointers, mask=dims < DIM, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(
+    base, start, tokens, stride, values, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    local = tl.arange(0, ROWS)[:, None]
+    dims = tl.arange(0, BLOCK_DIM)[None, :]
+    pointers = base + stride.to(tl.int64) * start + (local * stride + dims)
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=(start + local < tokens) & (dims < DIM))
+
+
+@triton.jit
+def load_vector(base, places, tokens, other, TAIL: tl.constexpr):
+    """One number per place, ``other`` beyond the sequence."""
+    if TAIL:
+        return tl.load(base + places, mask=places < tokens, other=other)
+    return tl.load(base + places)
+
+
+@triton.jit
+def real_tokens(mask_ptr, places, tokens, MASKED: tl.constexpr):
+    """Which places hold real tokens: inside the sequence and, if there is a mask, not padding."""
+    if MASKED:
+        return tl.load(mask_ptr + places, mask=places < tokens, other=0) != 0
+    return places < tokens
+
+
+@triton.jit
+def head_seed(seed_ptr, row_base):
+    """A seed for one head, from the call's seed and the place of the head's rows in memory."""
+    return _scramble(tl.load(seed_ptr).to(tl.uint32) ^ _scramble(row_base.to(tl.uint32)))
+
+
+@triton.jit
+def kept(seed, rows, columns, threshold):
+    """Dropout mask of a tile: True with probability 1 - threshold / 2^32, the same in every kernel."""
+    return _scramble(_scramble(seed + rows.to(tl.uint32)) + columns.to(tl.uint32)) >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def _scramble(x):
+    """A 32-bit integer hash of two multiplications with near-perfect avalanche."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)

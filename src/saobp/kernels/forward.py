@@ -1,0 +1,308 @@
+"""Long sequences, not causal: three sweeps over tiles in memory linear in length.
+
+1. ``row_sums``: log-sum-exp of every row's scores.
+2. ``column_messages``: what each key hears from all rows, gridded over keys, so without atomics;
+   ``key_weights`` turns it into factors at most 1.
+3. ``refined_output``: refined rows times values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.arithmetic import (
+    head_message,
+    head_seed,
+    inverse_message,
+    kept,
+    load_lse,
+    load_rows,
+    load_vector,
+    locate,
+    log2_message,
+    real_tokens,
+    relative,
+    store_rows,
+)
+
+
+@triton.jit
+def raw_scores(q, k, keys_real, TAIL: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of a tile ``[rows, keys]``; minus infinity where TAIL says keys may be missing."""
+    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if TAIL:
+        raw = tl.where(keys_real[None, :], raw, float("-inf"))
+    return raw
+
+
+@triton.jit
+def _add_exponentials(
+    total, reference, q, k_base, k_row, mask_base, start, stop, tokens, score_scale,
+    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    TAIL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for begin in tl.range(start, stop, KEYS):
+        keys = begin + tl.arange(0, KEYS)
+        real = real_tokens(mask_base, keys, tokens, MASKED)
+        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
+        total += tl.sum(tl.exp2(relative(raw, reference[:, None], 0.0, score_scale, PRECISE)), 1)
+    return total
+
+
+@triton.jit
+def row_sums(
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    heads, group, length, blocks, low_plane, score_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Base-2 log-sum-exp of each row; plus infinity for a row that sees no key, so that its weights are 0."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * ROWS >= tokens:
+        return
+    rows = block * ROWS + tl.arange(0, ROWS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
+    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    mask_base = mask_ptr + batch64 * length
+    q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+
+    # A score of the first tile serves as reference for the whole row: no running maximum is needed.
+    real = real_tokens(mask_base, tl.arange(0, KEYS), tokens, MASKED)
+    k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    reference = tl.max(raw_scores(q, k, real, True, PRECISION), 1)
+    reference = tl.where(reference == float("-inf"), 0.0, reference)
+    if PRECISE != 2:
+        reference *= score_scale
+    total = tl.zeros([ROWS], tl.float32)
+    full = tokens // KEYS * KEYS
+    total = _add_exponentials(
+        total, reference, q, k_base, k_row, mask_base, 0, full, tokens, score_scale,
+        KEYS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
+    total = _add_exponentials(
+        total, reference, q, k_base, k_row, mask_base, full, tokens, tokens, score_scale,
+        KEYS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
+
+    # A later score far above the reference overflows, or one far below it vanishes: keep a running maximum.
+    if (tl.max(total) > 1e37) | (tl.min(total) < 1e-30):
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for start in tl.range(0, tokens, KEYS):
+            real = real_tokens(mask_base, start + tl.arange(0, KEYS), tokens, MASKED)
+            k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+            raw = raw_scores(q, k, real, True, PRECISION)
+            raised = tl.maximum(top, tl.max(raw, 1))
+            anchor = tl.where(raised == float("-inf"), 0.0, raised)
+            added = tl.sum(tl.exp2((raw - anchor[:, None]) * score_scale), 1)
+            total = total * tl.exp2((top - anchor) * score_scale) + added
+            top = raised
+        reference = tl.where(top == float("-inf"), 0.0, top)
+        if PRECISE != 2:
+            reference *= score_scale
+    row_base = (batch64 * heads + head) * length + first64
+    if PRECISE == 2:
+        tl.store(
+            lse_ptr + low_plane + row_base + rows,
+            tl.where(total > 0, tl.log2(total), 0.0),
+            mask=rows < tokens,
+        )
+    else:
+        reference += tl.log2(total)
+    tl.store(lse_ptr + row_base + rows, tl.where(total > 0, reference, float("inf")), mask=rows < tokens)
+
+
+@triton.jit
+def _add_messages(
+    heard, k, message, q_base, q_row, mask_base, lse_base, low_plane, start, stop, tokens, score_scale,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    TAIL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for begin in tl.range(start, stop, ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        high, low = load_lse(lse_base, low_plane, rows, tokens, PRECISE, TAIL)
+        if MASKED:
+            high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
+        heard += tl.sum(log2_message(a, message, PRECISE), 1)
+    return heard
+
+
+@triton.jit
+def column_messages(
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, gamma_ptr, heard_ptr, peak_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    heads, group, length, blocks, low_plane, score_scale, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Base-2 log messages that each key hears from all rows, and the largest of each block of keys."""
+    pid = tl.program_id(0)
+    block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        tl.store(peak_ptr + pid, float("-inf"))
+        return
+    keys = block * KEYS + tl.arange(0, KEYS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
+    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    row_base = (batch64 * heads + head) * length + first64
+    mask_base = mask_ptr + batch64 * length
+    k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    full = tokens // ROWS * ROWS
+    heard = tl.zeros([KEYS], tl.float32)
+    heard = _add_messages(
+        heard, k, message, q_base, q_row, mask_base, lse_ptr + row_base, low_plane, 0, full, tokens, score_scale,
+        ROWS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
+    heard = _add_messages(
+        heard, k, message, q_base, q_row, mask_base, lse_ptr + row_base, low_plane, full, tokens, tokens, score_scale,
+        ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
+    real = real_tokens(mask_base, keys, tokens, MASKED)
+    heard = tl.where(real, heard, float("-inf"))
+    tl.store(heard_ptr + row_base + keys, heard, mask=keys < tokens)
+    tl.store(peak_ptr + pid, tl.max(heard, 0))
+
+
+@triton.jit
+def key_weights(
+    heard_ptr, peak_ptr, weight_ptr, cu_ptr, heads, length, blocks,
+    KEYS: tl.constexpr, BLOCKS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """2^heard of each key relative to the head's largest; shifts heard by the same. Padding weighs 0."""
+    pid = tl.program_id(0)
+    block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
+    places = tl.arange(0, BLOCKS)
+    peaks = tl.load(peak_ptr + pid // blocks * blocks + places, mask=places < blocks, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    keys = block * KEYS + tl.arange(0, KEYS)
+    base = (batch.to(tl.int64) * heads + head) * length + first
+    heard = tl.load(heard_ptr + base + keys, mask=keys < tokens, other=float("-inf"))
+    heard -= tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(heard_ptr + base + keys, heard, mask=keys < tokens)
+    tl.store(weight_ptr + base + keys, tl.exp2(heard), mask=keys < tokens)
+
+
+@triton.jit
+def _add_refined(
+    total, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, weight_base,
+    start, stop, tokens, score_scale, message, seed, drop_threshold, keep_scale,
+    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Refined weights as a product, a * weight / message: one exponential per entry."""
+    for begin in tl.range(start, stop, KEYS):
+        keys = begin + tl.arange(0, KEYS)
+        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        real = real_tokens(mask_base, keys, tokens, MASKED)
+        raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
+        a = tl.exp2(relative(raw, high[:, None], low[:, None], score_scale, PRECISE))
+        refined = inverse_message(a, message, PRECISE)
+        if MASKED:
+            refined = tl.where(rows_real[:, None], refined, 1.0)
+        if HEARS:
+            a *= load_vector(weight_base, keys, tokens, 0.0, TAIL)[None, :]
+        refined *= a
+        total += tl.sum(refined, 1)
+        if DROPS:
+            keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
+            refined = tl.where(keep, refined * keep_scale, 0.0)
+        v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        out = tl.dot(refined.to(v.dtype), v, out, input_precision=PRECISION)
+    return total, out
+
+
+@triton.jit
+def refined_output(
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, gamma_ptr, heard_ptr, weight_ptr,
+    belief_ptr, lowest_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    heads, group, length, blocks, low_plane, score_scale, lowest_sum, drop_threshold, keep_scale,
+    r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output of a block of rows, the base-2 log normaliser of each refined row, and the block's smallest."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * ROWS >= tokens:
+        tl.store(lowest_ptr + tl.program_id(0), 0.0)
+        return
+    rows = block * ROWS + tl.arange(0, ROWS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
+    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    row_base = (batch64 * heads + head) * length + first64
+    mask_base = mask_ptr + batch64 * length
+    q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
+    rows_real = real_tokens(mask_base, rows, tokens, MASKED)
+    seed = tl.zeros([], tl.uint32)
+    if DROPS:
+        seed = head_seed(seed_ptr, row_base)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    full = tokens // KEYS * KEYS
+    total, out = _add_refined(
+        total, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, weight_ptr + row_base,
+        0, full, tokens, score_scale, message, seed, drop_threshold, keep_scale,
+        KEYS, DIM, BLOCK_DIM, False, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    total, out = _add_refined(
+        total, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, weight_ptr + row_base,
+        full, tokens, tokens, score_scale, message, seed, drop_threshold, keep_scale,
+        KEYS, DIM, BLOCK_DIM, True, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    anchor = tl.zeros([ROWS], tl.float32)
+
+    # Rows whose whole weight sits on keys that the others shun underflow: once more with logarithms.
+    visible = high < float("inf")
+    if tl.min(tl.where(visible, total, 1.0)) < lowest_sum:
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+        for start in tl.range(0, tokens, KEYS):
+            keys = start + tl.arange(0, KEYS)
+            k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+            raw = raw_scores(q, k, real_tokens(mask_base, keys, tokens, MASKED), True, PRECISION)
+            scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
+            inverse = inverse_message(tl.exp2(scores), message, PRECISE)
+            if MASKED:
+                inverse = tl.where(rows_real[:, None], inverse, 1.0)
+            if HEARS:
+                scores += load_vector(heard_ptr + row_base, keys, tokens, float("-inf"), True)[None, :]
+            raised = tl.maximum(top, tl.max(scores, 1))
+            anchor = tl.where(raised == float("-inf"), 0.0, raised)
+            shrink = tl.exp2(top - anchor)
+            refined = tl.exp2(scores - anchor[:, None]) * inverse
+            total = total * shrink + tl.sum(refined, 1)
+            if DROPS:
+                refined = tl.where(
+                    kept(seed, rows[:, None], keys[None, :], drop_threshold), refined * keep_scale, 0.0
+                )
+            v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+            out = tl.dot(refined.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+            top = raised
+    out *= tl.where(visible & (total > 0), 1.0 / total, 0.0)[:, None]
+    out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
+    store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
+    belief = tl.where(visible & (total > 0), anchor + tl.log2(total), float("inf"))
+    tl.store(belief_ptr + row_base + rows, belief, mask=rows < tokens)
+    tl.store(lowest_ptr + tl.program_id(0), tl.min(belief, 0))
+
+
+@triton.jit
+def head_lowest(lowest_ptr, blocks, BLOCKS: tl.constexpr):
+    """Smallest log normaliser of a head's refined rows: far below 0, a product of weights may underflow."""
+    places = tl.arange(0, BLOCKS)
+    return tl.min(tl.load(lowest_ptr + places, mask=places < blocks, other=0.0), 0)

@@ -1,0 +1,79 @@
+"""What the fused operation supports, and the call into it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+
+import torch
+from torch import Tensor
+
+from saobp.refinement import MAX_STRENGTH, Refinement
+
+POTTS = {"high": (1, True), "low": (-1, True), "high-listing": (1, False), "low-listing": (-1, False)}
+"""Sign of the strength, and whether rows hear each other."""
+
+
+def unsupported(
+    query: Tensor, key: Tensor, value: Tensor, refinement: Refinement, is_causal: bool, scale: float | None
+) -> str | None:
+    """Why the kernels cannot do this call, in words that fit behind 'because'; None if they can."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if query.device.type != "cuda" and not interpreted:
+        return f"the tensors are on {query.device.type}, not on a CUDA GPU"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"{query.dtype} is not float16, bfloat16 or float32"
+    if interpreted and query.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    if refinement.factor not in POTTS:
+        return f"factor {refinement.factor!r} has no kernel"
+    if refinement.steps != 1:
+        return f"{refinement.steps} steps were asked for and the kernels do one"
+    if is_causal:
+        return "causal attention has no kernel"
+    if query.shape[2] != key.shape[2]:
+        return f"{query.shape[2]} queries and {key.shape[2]} keys differ in number"
+    if value.shape[3] != query.shape[3]:
+        return f"keys of size {query.shape[3]} and values of size {value.shape[3]} differ"
+    if not 1 <= query.shape[3] <= 256:
+        return f"head size {query.shape[3]} is not between 1 and 256"
+    if scale is not None and scale <= 0:
+        return f"scale {scale} is not positive"
+    if 0 in query.shape:
+        return "there is nothing to compute"
+    return None
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    refinement: Refinement,
+    strength: Tensor,
+    *,
+    strongest: float | None = None,
+    padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Refined attention by the kernels; arguments as in :func:`saobp.attention`, checked already.
+
+    ``strongest`` bounds |strength|, where that is known without asking the GPU.
+    """
+    from saobp.kernels.operator import refined_attention
+
+    sign, hears = POTTS[refinement.factor]
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    gamma = -torch.expm1(-sign * strength.float().clamp(-MAX_STRENGTH, MAX_STRENGTH))
+    bound = 0.0 if strongest is None else -math.expm1(-sign * strongest)
+    seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if padding_mask is not None:
+        padding_mask = padding_mask.contiguous()
+    out, *_ = refined_attention(
+        query, key, value, gamma, padding_mask, None, seed, query.shape[2], scale, dropout_p, hears, bound
+    )
+    return out

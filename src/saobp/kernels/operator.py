@@ -1,0 +1,93 @@
+"""The fused operation as registered operators that autograd, ``torch.compile`` and CUDA graphs understand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op, triton_op
+
+from saobp.kernels.launch import Problem, empty_states, run_backward, run_forward
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's interpreter runs the kernels on the CPU, which is how they are tested without a GPU."""
+
+
+def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Inductor can see through ``triton_op``; the interpreter's kernels need an opaque operator."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        if not INTERPRETED:
+            return triton_op(name, function, mutates_args=())
+        operator = custom_op(name, function, mutates_args=())
+        operator.register_fake(fake)
+        return operator
+
+    return register
+
+
+def _fake_forward(
+    query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    out = empty_states(problem, query)
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    rows = (problem.batch, problem.heads, problem.length)
+    heard, weight = (torch.empty(rows if hears else 0, **floats) for _ in range(2))
+    lowest = torch.empty(problem.sequences * problem.heads * problem.lowest_blocks, **floats)
+    return out, torch.empty(problem.lse_shape, **floats), heard, weight, torch.empty(rows, **floats), lowest
+
+
+@_operator("saobp::refined_attention", _fake_forward)
+def refined_attention(
+    query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    return run_forward(problem, query, key, value, gamma, mask, cu, seed)
+
+
+def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None,
+    cu: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, belief: Tensor,
+    lowest: Tensor, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    dq, dk, dv = (empty_states(problem, query) for _ in range(3))
+    return dq, dk, dv, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@_operator("saobp::refined_attention_backward", _fake_backward)
+def refined_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, belief: Tensor, lowest: Tensor,
+    longest: int, scale: float, dropout: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    return run_backward(
+        problem, grad, query, key, value, gamma, mask, cu, seed, out, lse, heard, weight, belief, lowest
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.numbers = inputs[7:]
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, gamma, mask, cu, seed, *saved = ctx.saved_tensors
+    if grad.stride(-1) != 1:
+        grad = grad.contiguous()
+    dq, dk, dv, parts = refined_attention_backward(
+        grad, query, key, value, gamma, mask, cu, seed, *saved, *ctx.numbers
+    )
+    dgamma = parts.sum((0, 2))
+    if key.shape[1] != query.shape[1]:
+        dk, dv = (d.unflatten(1, (key.shape[1], -1)).sum(2) for d in (dk, dv))
+    return dq, dk, dv, dgamma, None, None, None, None, None, None, None, None
+
+
+refined_attention.register_autograd(_backward, setup_context=_setup_context)

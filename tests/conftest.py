@@ -1,0 +1,31 @@
+"""Shared by all tests: unwritten memory is NaN, one thread, reproducible property tests, no hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+settings.register_profile("saobp", deadline=None, derandomize=True, database=None, max_examples=50)
+settings.load_profile("saobp")
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty and its kin give NaN, so that an output nobody wrote cannot pass for one."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])

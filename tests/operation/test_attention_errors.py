@@ -1,0 +1,192 @@
+"""Bad input gets one sentence that says what was wrong and what would be right."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import saobp
+
+HIGH = saobp.Refinement("high", 0.2)
+
+
+def states(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def says(sentence: str) -> str:
+    return re.escape(sentence)
+
+
+def attend(**changes: Any) -> None:
+    call: dict[str, Any] = {
+        "query": states(2, 4, 5, 8),
+        "key": states(2, 2, 5, 8),
+        "value": states(2, 2, 5, 8),
+        "refinement": HIGH,
+    }
+    call |= changes
+    saobp.attention(**call)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"query": states(4, 5, 8)},
+            "query, key and value must be [batch, heads, length, dim], not query (4, 5, 8), "
+            "key (2, 2, 5, 8), value (2, 2, 5, 8)",
+        ),
+        (
+            {"key": states(2, 2, 5, 8, dtype=torch.float16)},
+            "must share one floating-point type, not torch.float32, torch.float16 and torch.float32",
+        ),
+        (
+            {name: states(2, 2, 5, 8, dtype=torch.int64) for name in ("query", "key", "value")},
+            "must share one floating-point type, not torch.int64, torch.int64 and torch.int64",
+        ),
+        ({"value": states(2, 2, 6, 8)}, "query, key and value do not fit together: query (2, 4, 5, 8)"),
+        ({"query": states(3, 4, 5, 8)}, "query, key and value do not fit together: query (3, 4, 5, 8)"),
+        ({"query": states(2, 4, 5, 9)}, "query, key and value do not fit together: query (2, 4, 5, 9)"),
+        ({"query": states(2, 3, 5, 8)}, "query heads must be a multiple of key heads, not 3 and 2"),
+        (
+            {"key": states(2, 0, 5, 8), "value": states(2, 0, 5, 8)},
+            "query heads must be a multiple of key heads, not 4 and 0",
+        ),
+        ({"dropout_p": 1.0}, "dropout_p must lie from 0 up to but not including 1, not 1.0"),
+        ({"dropout_p": -0.1}, "dropout_p must lie from 0 up to but not including 1, not -0.1"),
+        ({"dropout_p": float("nan")}, "dropout_p must lie from 0 up to but not including 1, not nan"),
+        (
+            {"padding_mask": states(2, 5)},
+            "padding_mask must be bool (True for real tokens), not torch.float32",
+        ),
+        (
+            {"padding_mask": states(2, 4, dtype=torch.bool)},
+            "padding_mask must have shape (2, 5), not (2, 4)",
+        ),
+        ({"backend": "magic"}, "unknown backend 'magic': choose 'auto', 'reference' or 'fused'"),
+        ({"strength": states(3)}, "strength must have shape (4,), one per head, not (3,)"),
+        (
+            {"refinement": saobp.Refinement("high")},
+            "strength 'auto' has no value outside a model: saobp.apply(model, ...) resolves it, or pass a "
+            "number",
+        ),
+        (
+            {"refinement": saobp.Refinement("high", "learned")},
+            "strength 'learned' has no value outside a model",
+        ),
+        (
+            {"refinement": saobp.Refinement("high", [0.1, 0.2])},
+            "strength lists 2 layers but there are 1 attention layers",
+        ),
+        (
+            {"refinement": saobp.Refinement("high", [[0.1, 0.2]])},
+            "strength lists 2 heads for layer 0 but it has 4",
+        ),
+        (
+            {"query": states(2, 4, 3, 8), "is_causal": True},
+            "causal 'high' with 3 queries and 5 keys lacks the messages of the earlier rows: pass all rows, "
+            "or decode through a model that saobp.apply has prepared",
+        ),
+        (
+            {"query": states(2, 4, 3, 8), "is_causal": True, "refinement": saobp.Refinement("elemmul")},
+            "causal 'elemmul' with 3 queries and 5 keys lacks the messages of the earlier rows",
+        ),
+        (
+            {"query": states(2, 4, 3, 8), "refinement": saobp.Refinement("elemmul")},
+            "ElemMul compares every row with every other: it needs as many queries as keys, not 3 and 5",
+        ),
+        (
+            {
+                "query": states(2, 4, 6, 8),
+                "is_causal": True,
+                "refinement": saobp.Refinement("high-listing", 1),
+            },
+            "causal attention needs at least as many keys as queries, not 5 and 6",
+        ),
+        (
+            {"query": states(2, 4, 6, 8), "is_causal": True, "refinement": saobp.Refinement("none")},
+            "causal attention needs at least as many keys as queries, not 5 and 6",
+        ),
+    ],
+)
+def test_attention_says_what_is_wrong(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=says(sentence)):
+        attend(**changes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "sentence"),
+    [
+        (
+            states(5),
+            {},
+            "probabilities must be floating point with at least two dimensions, not torch.float32 of shape "
+            "(5,)",
+        ),
+        (
+            states(5, 5, dtype=torch.int32),
+            {},
+            "must be floating point with at least two dimensions, not torch.int32 of shape (5, 5)",
+        ),
+        (
+            states(2, 3, 5, 5),
+            {"padding_mask": torch.ones(5, dtype=torch.bool)},
+            "padding_mask must have shape (2, 5), not (5,)",
+        ),
+        (
+            states(3, 5, 5),
+            {"padding_mask": torch.ones(3, 5, dtype=torch.bool)},
+            "padding_mask must have shape (5,), not (3, 5)",
+        ),
+        (
+            states(3, 5, 5),
+            {"padding_mask": torch.ones(5)},
+            "padding_mask must be bool (True for real tokens)",
+        ),
+        (states(3, 5, 5), {"strength": states(2)}, "strength must have shape (3,), one per head, not (2,)"),
+        (states(5, 5), {"strength": states(2)}, "strength must have shape (1,), one per head, not (2,)"),
+        (states(2, 4, 5), {"is_causal": True}, "causal 'high' with 4 queries and 5 keys lacks the messages"),
+    ],
+)
+def test_refine_says_what_is_wrong(rows: torch.Tensor, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=says(sentence)):
+        saobp.refine(rows, HIGH, **options)
+
+
+def test_refine_does_not_hide_what_is_no_probability() -> None:
+    for bad in (float("nan"), -0.5):
+        rows = torch.full((3, 3), 1 / 3)
+        rows[1, 2] = bad
+        assert saobp.refine(rows, HIGH)[1].isnan().all()
+
+
+def test_leak_warning_is_for_causal_paper_form_alone(recwarn: pytest.WarningsRecorder) -> None:
+    rows = torch.full((3, 3), 1 / 3)
+    leaking = saobp.Refinement("high", 0.2, future="paper")
+    saobp.refine(rows, leaking)
+    saobp.refine(rows, HIGH, is_causal=True)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="Use future='strict' for anything but"):
+        saobp.refine(rows, leaking, is_causal=True)
+
+
+def test_factors_are_registered_with_care() -> None:
+    class Deaf(saobp.Factor):
+        def log_messages(self, beliefs: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+            return torch.zeros_like(beliefs)
+
+    with pytest.raises(
+        ValueError, match=says("'high' is a built-in factor: register yours under another name")
+    ):
+        saobp.register_factor("high", Deaf())
+    with pytest.raises(TypeError, match=says("a factor must be an instance of saobp.Factor, not <class")):
+        saobp.register_factor("deaf", Deaf)  # type: ignore[arg-type]
+    for name in ("", "a,b", "a:b", "a=b", 3):
+        with pytest.raises(
+            ValueError, match="a factor's name is made of letters, digits, '-' and '_', unlike"
+        ):
+            saobp.register_factor(name, Deaf())  # type: ignore[arg-type]
