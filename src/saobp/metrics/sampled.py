@@ -16,6 +16,7 @@ from torch import Tensor
 
 from saobp.metrics.entropy import normalised_rows, row_entropy
 from saobp.metrics.estimates import Estimate, Strata, balanced_signs, draw_rows, exactly, share_of
+from saobp.metrics.fused import FusedOperator, can_fuse
 from saobp.metrics.operators import AttentionOperator, PlainOperator, SimilarityOperator
 from saobp.metrics.tiles import Mask, TiledOperator
 from saobp.refinement import Refinement
@@ -62,6 +63,8 @@ def operator_for(
         return PlainOperator(query, key, causal=mask.causal, scale=scale)
     if refinement.factor == "elemmul" and mask.is_plain and not mask.causal and refinement.steps == 1:
         return SimilarityOperator(PlainOperator(query, key, causal=False, scale=scale))
+    if can_fuse(query, key, refinement, mask, scale):
+        return FusedOperator(query, key, refinement, strength, scale=scale)
     return TiledOperator(query, key, refinement, strength, mask, scale=scale)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 import transformers
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -99,6 +100,7 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
         raise ValueError(f"there is no folder {name!r} with a model")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity_error()
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name)
         model: Any = load(name, AutoModel) if _is_refined(folder) else AutoModel.from_pretrained(name)

@@ -73,8 +73,12 @@ class TiledOperator:
         mask: Mask,
         *,
         scale: float,
+        heard: Tensor | None = None,
     ) -> None:
-        """query and key ``[heads, tokens, dim]``; strength ``[heads]``."""
+        """query and key ``[heads, tokens, dim]``; strength ``[heads]``.
+
+        ``heard [steps, heads, tokens]`` is the sum of all rows' messages, where it is already known.
+        """
         factor = get_factor(refinement.factor)
         if factor is not None and not speaks_row_by_row(factor):
             raise ValueError(
@@ -87,8 +91,8 @@ class TiledOperator:
         self.precision = torch.promote_types(query.dtype, torch.float32)
         self.strength = strength.to(self.precision)[:, None, None]
         self.in_order = factor is not None and mask.in_order
-        self.heard: Tensor | None = None
-        if factor is not None and not self.in_order:
+        self.heard = heard
+        if factor is not None and not self.in_order and heard is None:
             self._listen()
 
     def rows(self, places: Tensor) -> Tensor:
