@@ -198,6 +198,14 @@ def test_mixed_precision_is_measured_in_single_precision() -> None:
             torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
 
 
+@pytest.mark.parametrize("method", ["exact", "sampled"])
+def test_inference_mode(method: str) -> None:
+    model = saobp.apply(tiny_model("bert"), "high:0.5")
+    with torch.inference_mode(), saobp.probe(model, method=method) as health:  # type: ignore[arg-type]
+        model(**tiny_batch())
+    assert {head.texts for head in health.heads()} == {2}
+
+
 def test_generation_measures_the_prompt_and_skips_single_rows() -> None:
     model = tiny_model("gpt2")
     with saobp.probe(model) as health:

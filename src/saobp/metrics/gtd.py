@@ -27,7 +27,7 @@ def gtd(
 
 def gtd_of(maps: Maps, beta: float = BETA, hops: int = HOPS, paths: Tensor | None = None) -> Tensor:
     """GTD of checked maps; ``paths`` is G where it is already known."""
-    return _share(maps.rows, indirect_paths(maps.rows, beta, hops) if paths is None else paths)
+    return indirect_share(maps.rows, indirect_paths(maps.rows, beta, hops) if paths is None else paths)
 
 
 def indirect_paths(rows: Tensor, beta: float = BETA, hops: int = HOPS) -> Tensor:
@@ -67,7 +67,7 @@ def cross_layer_gtd(
         for hop in range(1, min(hops, top + 1)):
             path = path @ rows[top - hop]
             paths = paths + beta**hop * path
-        values.append(_share(rows[top], paths))
+        values.append(indirect_share(rows[top], paths))
     return torch.stack(values)
 
 
@@ -89,6 +89,7 @@ def check_path(beta: float, hops: int) -> None:
         raise ValueError(f"hops must be a whole number of at least 2, not {hops!r}")
 
 
-def _share(direct: Tensor, paths: Tensor) -> Tensor:
+def indirect_share(direct: Tensor, paths: Tensor) -> Tensor:
+    """Squared norm of ``paths`` in that of both, ``[...]`` from two ``[..., length, length]``."""
     indirect = paths.square().sum((-2, -1))
     return indirect / (direct.square().sum((-2, -1)) + indirect)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from saobp.metrics.calls import heads_of
-from saobp.metrics.gtd import BETA, HOPS, check_path
+from saobp.metrics.gtd import BETA, HOPS, check_path, indirect_share
 from saobp.metrics.health import CROSS_LAYER, Health
 from saobp.metrics.methods import Heads, checked_statistics, measure_heads
 from saobp.metrics.sampled import SAMPLED, Sampling
@@ -94,8 +94,7 @@ class Recorder:
         self._below.clear()
 
     def _record(self, call: AttentionCall) -> None:
-        device = call.query.device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.no_grad(), without_autocast(call.query.device.type):
             length = call.query.shape[-2]
             sampled = self.method == "sampled" or (self.method == "auto" and length > EXACT_UP_TO)
             heads = heads_of(call, self.texts, linear=sampled)
@@ -143,8 +142,7 @@ class Recorder:
         self._below.appendleft(rows)
         if first:
             return None
-        indirect = paths.square().sum((-2, -1))
-        return indirect / (rows.square().sum((-2, -1)) + indirect)
+        return indirect_share(rows, paths)
 
 
 def _largest_entropies(heads: Heads) -> Tensor:
@@ -157,6 +155,11 @@ def _largest_entropies(heads: Heads) -> Tensor:
     if heads.causal or heads.in_order:
         return torch.lgamma(tokens + 1) / tokens
     return tokens.log()
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Mixed precision would round the products of maps."""
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class Forwards:

@@ -12,6 +12,7 @@ from saobp.metrics.operators import TILE_BYTES, score_rows
 from saobp.propagation.beliefs import Beliefs, propagate
 from saobp.propagation.factors import Factor, get_factor
 from saobp.propagation.graph import FactorGraph
+from saobp.propagation.reference import head_strength
 from saobp.refinement import Refinement
 
 TEMPORARIES = 6
@@ -80,7 +81,9 @@ class TiledOperator:
         ``heard [steps, heads, tokens]`` is the sum of all rows' messages, where it is already known.
         """
         factor = get_factor(refinement.factor)
-        if factor is not None and not speaks_row_by_row(factor):
+        self.precision = torch.promote_types(query.dtype, torch.float32)
+        self.strength = head_strength(strength, query.new_empty(0, dtype=self.precision))
+        if factor is not None and not speaks_row_by_row(factor, self.strength, key.shape[1]):
             raise ValueError(
                 f"the sampled method cannot take {refinement.factor!r} apart row by row"
                 f"{' under this mask' if refinement.factor == 'elemmul' else ''}: use method='exact'"
@@ -88,8 +91,6 @@ class TiledOperator:
         self.query, self.key, self.mask, self.scale = query, key, mask, scale
         self.causal = mask.causal
         self.factor, self.refinement = factor, refinement
-        self.precision = torch.promote_types(query.dtype, torch.float32)
-        self.strength = strength.to(self.precision)[:, None, None]
         self.in_order = factor is not None and mask.in_order
         self.heard = heard
         if factor is not None and not self.in_order and heard is None:
@@ -170,10 +171,10 @@ class TiledOperator:
         return torch.arange(tokens, device=self.key.device).split(step)
 
 
-def speaks_row_by_row(factor: Factor) -> bool:
-    """Whether a row's messages are the same without the other rows."""
-    beliefs = torch.tensor([[0.2, 0.5, 0.3], [0.7, 0.1, 0.2]])
-    strength = torch.tensor(0.5)
-    alone = factor.log_messages(beliefs[:1], strength)
+def speaks_row_by_row(factor: Factor, strength: Tensor, tokens: int) -> bool:
+    """Whether a row's messages are the same without the other rows; strength ``[heads, 1, 1]``."""
+    beliefs = torch.linspace(-1, 1, 2 * tokens, dtype=strength.dtype, device=strength.device)
+    beliefs = beliefs.view(2, tokens).sin().softmax(-1).expand(len(strength), -1, -1)
     together = factor.log_messages(beliefs, strength)
-    return together.shape == beliefs.shape and torch.equal(alone, together[:1])
+    alone = factor.log_messages(beliefs[:, :1], strength)
+    return together.shape == beliefs.shape and torch.equal(alone, together[:, :1])
