@@ -14,6 +14,9 @@ from saobp.metrics.health import HeadHealth
 from saobp.metrics.probe import probe
 from saobp.metrics.verdict import Verdict
 
+CHARACTERS_PER_TOKEN = 32
+"""More than any usual token has; whole books need not be read for their first few tokens."""
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -117,6 +120,8 @@ def _encoded(
     if length is not None and (length < 2 or (limit is not None and length > limit)):
         reach = "" if limit is None else f" and at most {limit}, the reach of the model"
         raise ValueError(f"texts can be cut to at least 2 tokens{reach}, not to {length}")
+    if length is not None:
+        texts = [text[: CHARACTERS_PER_TOKEN * length] for text in texts]
     ids = [
         torch.tensor(tokenizer(text, truncation=length is not None, max_length=length)["input_ids"])
         for text in texts

@@ -83,7 +83,9 @@ def layer_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
             _curve(panel, diagnosis, name, colour)
         panel.set_title(TITLES[name], fontsize=9)
         panel.set_xlabel("layer")
-        panel.xaxis.get_major_locator().set_params(integer=True)
+        deepest = max(diagnosis.layers for diagnosis in diagnoses)
+        panel.set_xlim(-0.3, deepest - 0.7)
+        panel.set_xticks(range(0, deepest, max(1, deepest // 8)))
         panel.spines[["top", "right"]].set_visible(False)
     for panel in panels[len(names) :]:
         panel.set_visible(False)
@@ -112,6 +114,9 @@ def _curve(panel: Axes, diagnosis: Diagnosis, name: str, colour: str) -> None:
     layers = range(diagnosis.layers)
     values = [numpy.array([head.values[name] for head in diagnosis.layer(layer)]) for layer in layers]
     panel.plot(layers, [own.mean() for own in values], "o-", color=colour, label=label, markersize=3)
+    panel.vlines(
+        layers, [own.min() for own in values], [own.max() for own in values], color=colour, alpha=0.3
+    )
     panel.fill_between(
         layers, [own.min() for own in values], [own.max() for own in values], color=colour, alpha=0.15, lw=0
     )
