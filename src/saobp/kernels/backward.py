@@ -34,12 +34,12 @@ from saobp.kernels.forward import head_lowest
 
 @triton.jit
 def row_products(
-    grad_ptr, out_ptr, cu_ptr, belief_ptr, delta_ptr, inverse_ptr,
+    grad_ptr, out_ptr, cu_ptr, belief_ptr, delta_ptr, inverse_ptr, scaled_ptr,
     g_batch, g_head, g_row, o_batch, o_head, o_row,
     heads, length, blocks,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """D = rowsum(dO * O), and the inverse of each refined row's normaliser, in float32."""
+    """D = rowsum(dO * O), the inverse of each refined row's normaliser, and their product."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
@@ -51,19 +51,17 @@ def row_products(
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(delta_ptr + row_base + rows, delta, mask=rows < tokens)
     belief = tl.load(belief_ptr + row_base + rows, mask=rows < tokens, other=0.0)
-    tl.store(inverse_ptr + row_base + rows, tl.exp2(-belief), mask=rows < tokens)
+    inverse = tl.exp2(-belief)
+    tl.store(inverse_ptr + row_base + rows, inverse, mask=rows < tokens)
+    tl.store(scaled_ptr + row_base + rows, delta * inverse, mask=rows < tokens)
 
 
 @triton.jit
-def recomputed(
-    raw, high, low, normaliser, key_part, rows_real, keys_real, score_scale, message,
-    TAIL: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+def prior_weights(
+    raw, high, low, rows_real, keys_real, score_scale, message,
+    TAIL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Prior weight a, u = a / message and refined weight of a tile from its raw products.
-
-    Vectors come ready to broadcast against ``raw``. CAREFUL: the normaliser and the keys' part are
-    logarithms, and the refined weight is one exponential; otherwise they are factors.
-    """
+    """Relative scores, prior weight a and inverse message of a tile; vectors come ready to broadcast."""
     if TAIL:
         raw = tl.where(keys_real, raw, float("-inf"))
     scores = relative(raw, high, low, score_scale, PRECISE)
@@ -71,16 +69,33 @@ def recomputed(
     inverse = inverse_message(a, message, PRECISE)
     if MASKED:
         inverse = tl.where(rows_real, inverse, 1.0)
-    u = a * inverse
+    return scores, a, inverse
+
+
+@triton.jit
+def refined_weights(scores, u, inverse, normaliser, key_part, HEARS: tl.constexpr, CAREFUL: tl.constexpr):
+    """Refined weights. CAREFUL: normaliser and key_part are logarithms and one exponential does; else factors."""
     if CAREFUL:
         if HEARS:
             scores += key_part
-        refined = tl.exp2(scores - normaliser) * inverse
+        return tl.exp2(scores - normaliser) * inverse
+    elif HEARS:
+        return u * normaliser * key_part
     else:
-        refined = u * normaliser
-        if HEARS:
-            refined *= key_part
-    return a, u, refined
+        return u * normaliser
+
+
+@triton.jit
+def logit_gradient(
+    scores, u, inverse, d_rows, normaliser, delta, key_part, HEARS: tl.constexpr, CAREFUL: tl.constexpr
+):
+    """dT = P (dP - D). Not CAREFUL: ``delta`` is already divided by the row's normaliser."""
+    if CAREFUL:
+        return refined_weights(scores, u, inverse, normaliser, key_part, HEARS, CAREFUL) * (d_rows - delta)
+    elif HEARS:
+        return u * key_part * (d_rows * normaliser - delta)
+    else:
+        return u * (d_rows * normaliser - delta)
 
 
 @triton.jit
@@ -91,19 +106,24 @@ def _value_loop(
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # Nothing but a sum depends on delta, so the compiler does not fetch it ahead of time: done by hand.
+    delta = load_vector(delta_base, start + tl.arange(0, ROWS), tokens, 0.0, True)
     for begin in tl.range(start, stop, ROWS):
         rows = begin + tl.arange(0, ROWS)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
         high, low = load_lse(lse_base, low_plane, rows, tokens, PRECISE, TAIL)
         normaliser = load_vector(normaliser_base, rows, tokens, 0.0, TAIL)
-        delta = load_vector(delta_base, rows, tokens, 0.0, TAIL)
+        later_delta = load_vector(delta_base, rows + ROWS, tokens, 0.0, True)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-        _, _, refined = recomputed(
-            tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], normaliser[None, :],
-            key_part[:, None], rows_real[None, :], rows_real[None, :], score_scale, message,
-            False, HEARS, PRECISE, MASKED, CAREFUL,
+        scores, a, inverse = prior_weights(
+            tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows_real[None, :],
+            rows_real[None, :], score_scale, message, False, PRECISE, MASKED,
         )  # fmt: skip
+        refined = refined_weights(
+            scores, a * inverse, inverse, normaliser[None, :], key_part[:, None], HEARS, CAREFUL
+        )
         heard_grad -= tl.sum(refined * delta[None, :], 1)
+        delta = later_delta
         if DROPS:
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
             refined = tl.where(keep, refined * keep_scale, 0.0)
@@ -115,7 +135,7 @@ def _value_loop(
 @triton.jit
 def value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
-    lse_ptr, heard_ptr, weight_ptr, belief_ptr, inverse_ptr, lowest_ptr, delta_ptr, dv_ptr, heard_grad_ptr,
+    lse_ptr, heard_ptr, weight_ptr, belief_ptr, inverse_ptr, lowest_ptr, delta_ptr, scaled_ptr, dv_ptr, heard_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, log2_lowest, drop_threshold,
@@ -192,16 +212,18 @@ def _query_loop(
         v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
         keys_real = real_tokens(mask_base, keys, tokens, MASKED)
         key_part = load_vector(key_part_base, keys, tokens if HEARS else 0, 0.0, TAIL or not HEARS)
-        a, u, refined = recomputed(
-            tl.dot(q, tl.trans(k), input_precision=PRECISION), high[:, None], low[:, None], normaliser[:, None],
-            key_part[None, :], rows_real[:, None], keys_real[None, :], score_scale, message,
-            TAIL or MASKED, HEARS, PRECISE, MASKED, CAREFUL,
+        scores, a, inverse = prior_weights(
+            tl.dot(q, tl.trans(k), input_precision=PRECISION), high[:, None], low[:, None], rows_real[:, None],
+            keys_real[None, :], score_scale, message, TAIL or MASKED, PRECISE, MASKED,
         )  # fmt: skip
+        u = a * inverse
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         if DROPS:
             keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-        d_logits = refined * (d_rows - delta[:, None])
+        d_logits = logit_gradient(
+            scores, u, inverse, d_rows, normaliser[:, None], delta[:, None], key_part[None, :], HEARS, CAREFUL
+        )
         if HEARS:
             d_message = u * (d_logits - load_vector(heard_grad_base, keys, tokens, 0.0, TAIL)[None, :])
         else:
@@ -217,7 +239,7 @@ def _query_loop(
 @triton.jit
 def query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
-    lse_ptr, heard_ptr, weight_ptr, belief_ptr, inverse_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, dq_ptr, strength_grad_ptr,
+    lse_ptr, heard_ptr, weight_ptr, belief_ptr, inverse_ptr, lowest_ptr, delta_ptr, scaled_ptr, heard_grad_ptr, dq_ptr, strength_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, log2_lowest, drop_threshold,
@@ -251,6 +273,7 @@ def query_gradient(
     belief = load_vector(belief_ptr + row_base, rows, tokens, 0.0, True)
     inverse = load_vector(inverse_ptr + row_base, rows, tokens, 0.0, True)
     delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
+    scaled = load_vector(scaled_ptr + row_base, rows, tokens, 0.0, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     gamma = tl.load(gamma_ptr + head)
     dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
@@ -266,13 +289,13 @@ def query_gradient(
         )  # fmt: skip
     else:
         dq, prior_k, strength_grad = _query_loop(
-            dq, prior_k, strength_grad, q, grad, high, low, inverse, delta, rows, rows_real, gamma,
+            dq, prior_k, strength_grad, q, grad, high, low, inverse, scaled, rows, rows_real, gamma,
             k_base, k_row, v_base, v_row, mask_base, weight_ptr + row_base, heard_grad_ptr + row_base,
             0, full, tokens, score_scale, message, seed, drop_threshold, keep_scale,
             KEYS, DIM, BLOCK_DIM, False, HEARS, PRECISE, MASKED, DROPS, False, PRECISION,
         )  # fmt: skip
         dq, prior_k, strength_grad = _query_loop(
-            dq, prior_k, strength_grad, q, grad, high, low, inverse, delta, rows, rows_real, gamma,
+            dq, prior_k, strength_grad, q, grad, high, low, inverse, scaled, rows, rows_real, gamma,
             k_base, k_row, v_base, v_row, mask_base, weight_ptr + row_base, heard_grad_ptr + row_base,
             full, tokens, tokens, score_scale, message, seed, drop_threshold, keep_scale,
             KEYS, DIM, BLOCK_DIM, True, HEARS, PRECISE, MASKED, DROPS, False, PRECISION,
@@ -300,16 +323,18 @@ def _key_loop(
         delta = load_vector(delta_base, rows, tokens, 0.0, TAIL)
         strength_grad = load_vector(strength_grad_base, rows, tokens, 0.0, TAIL)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-        a, u, refined = recomputed(
-            tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], normaliser[None, :],
-            key_part[:, None], rows_real[None, :], rows_real[None, :], score_scale, message,
-            False, HEARS, PRECISE, MASKED, CAREFUL,
+        scores, a, inverse = prior_weights(
+            tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows_real[None, :],
+            rows_real[None, :], score_scale, message, False, PRECISE, MASKED,
         )  # fmt: skip
+        u = a * inverse
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         if DROPS:
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-        d_logits = refined * (d_rows - delta[None, :])
+        d_logits = logit_gradient(
+            scores, u, inverse, d_rows, normaliser[None, :], delta[None, :], key_part[:, None], HEARS, CAREFUL
+        )
         d_message = u * (d_logits - heard_grad[:, None])
         if MASKED:
             d_message = tl.where(rows_real[None, :], d_message, 0.0)
@@ -321,7 +346,7 @@ def _key_loop(
 @triton.jit
 def key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
-    lse_ptr, heard_ptr, weight_ptr, belief_ptr, inverse_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, strength_grad_ptr, dk_ptr,
+    lse_ptr, heard_ptr, weight_ptr, belief_ptr, inverse_ptr, lowest_ptr, delta_ptr, scaled_ptr, heard_grad_ptr, strength_grad_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, log2_lowest, drop_threshold,
@@ -368,13 +393,13 @@ def key_gradient(
     else:
         dk = _key_loop(
             dk, k, v, keys, weight, heard_grad, gamma, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
-            inverse_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base,
+            inverse_ptr + row_base, scaled_ptr + row_base, strength_grad_ptr + row_base,
             0, full, tokens, score_scale, message, seed, drop_threshold, keep_scale,
             ROWS, DIM, BLOCK_DIM, False, HEARS, PRECISE, MASKED, DROPS, False, PRECISION,
         )  # fmt: skip
         dk = _key_loop(
             dk, k, v, keys, weight, heard_grad, gamma, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
-            inverse_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base,
+            inverse_ptr + row_base, scaled_ptr + row_base, strength_grad_ptr + row_base,
             full, tokens, tokens, score_scale, message, seed, drop_threshold, keep_scale,
             ROWS, DIM, BLOCK_DIM, True, HEARS, PRECISE, MASKED, DROPS, False, PRECISION,
         )  # fmt: skip

@@ -174,12 +174,12 @@ def sweep_block(problem: Problem, sweep: str) -> Block:
     if problem.dim > 64:
         return Block(64, 64, warps=4, stages=2)
     return {
-        "row_sums": Block(128, 64, 4, 3),
+        "row_sums": Block(64, 64, 4, 3),
         "column_messages": Block(64, 128, 4, 3),
-        "refined_output": Block(128, 64, 4, 3),
-        "value_gradient": Block(64, 128, 8, 3),
-        "query_gradient": Block(128, 64, 8, 3),
-        "key_gradient": Block(64, 128, 8, 3),
+        "refined_output": Block(64, 64, 4, 3, 168),
+        "value_gradient": Block(64, 128, 8, 2, 128),
+        "query_gradient": Block(64, 32, 4, 3, 168),
+        "key_gradient": Block(64, 128, 8, 2, 128),
     }[sweep]
 
 
@@ -272,17 +272,17 @@ def run_backward(
         "scale": problem.scale, "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
     }  # fmt: skip
     rows_shape = (problem.batch, problem.heads, problem.length)
-    delta, inverse, heard_grad, dgamma = (torch.empty(rows_shape, **floats) for _ in range(4))
+    delta, inverse, scaled, heard_grad, dgamma = (torch.empty(rows_shape, **floats) for _ in range(5))
     constants = problem.constants()
     wrap_triton(backward.row_products)[(problem.programs(128),)](
-        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, gamma), belief_ptr=belief, delta_ptr=delta, inverse_ptr=inverse,
+        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, gamma), belief_ptr=belief, delta_ptr=delta, inverse_ptr=inverse, scaled_ptr=scaled,
         **strides("g", grad), **strides("o", out),
         heads=problem.heads, length=problem.length, blocks=triton.cdiv(problem.longest, 128), ROWS=128,
         DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,
     )  # fmt: skip
     common |= {
         "lse_ptr": lse, "low_plane": problem.low_plane, "heard_ptr": heard, "weight_ptr": weight, "belief_ptr": belief,
-        "inverse_ptr": inverse, "lowest_ptr": lowest, "delta_ptr": delta, "lowest_blocks": problem.lowest_blocks,
+        "inverse_ptr": inverse, "lowest_ptr": lowest, "delta_ptr": delta, "scaled_ptr": scaled, "lowest_blocks": problem.lowest_blocks,
         "LOWEST_BLOCKS": triton.next_power_of_2(problem.lowest_blocks), "log2_lowest": math.log2(problem.lowest_sum),
     }  # fmt: skip
     block = sweep_block(problem, "value_gradient")
@@ -309,7 +309,7 @@ def given(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
 def short_block(problem: Problem) -> Block:
     """All keys at once, 64 rows at a time."""
     keys = max(16, triton.next_power_of_2(problem.longest))
-    return Block(min(keys, 64), keys, warps=4, stages=1)
+    return Block(min(keys, 64), keys, warps=4, stages=1, registers=128)
 
 
 def resources(block: Block) -> dict[str, Any]:
