@@ -66,7 +66,7 @@ def attention(
         raise ValueError(f"unknown backend {backend!r}: choose 'auto', 'reference' or 'fused'")
     if is_causal and refinement.future == "paper":
         warn_of_leak()
-    if backend != "reference":
+    if backend == "fused" or (backend == "auto" and query.is_cuda):
         obstacle = unsupported(query, key, value, refinement, is_causal, scale)
         if obstacle is None:
             return fused_attention(
@@ -75,8 +75,7 @@ def attention(
             )  # fmt: skip
         if backend == "fused":
             raise ValueError(f"the fused backend cannot do this call because {obstacle}")
-        if query.is_cuda:
-            _say_once(obstacle)
+        _say_once(obstacle)
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device)
     return reference_attention(
         query, key, value, refinement, strength, graph, dropout_p=dropout_p, scale=scale

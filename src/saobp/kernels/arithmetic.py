@@ -144,6 +144,15 @@ def load_vector(base, places, tokens, other, TAIL: tl.constexpr):
 
 
 @triton.jit
+def load_anchor(base, rows, tokens, TAIL: tl.constexpr, CAREFUL: tl.constexpr):
+    """Largest log belief of each row, which only the careful way needs."""
+    if CAREFUL:
+        return load_vector(base, rows, tokens, 0.0, TAIL)
+    else:
+        return tl.zeros_like(rows).to(tl.float32)
+
+
+@triton.jit
 def real_tokens(mask_ptr, places, tokens, MASKED: tl.constexpr):
     """Which places hold real tokens: inside the sequence and, if there is a mask, not padding."""
     if MASKED:

@@ -3,13 +3,17 @@
 With P the refined rows, D = rowsum(dO * O), dT = P * (dO V^T - D) and u = a / (1 - gamma a):
 
 1. ``value_gradient`` (over keys): dV = P^T dO and dc = sum_j dT = V . dV - P^T D.
-2. ``query_gradient`` (over rows): H = u (dT - dc), E = rowsum(H), dQ = (dT + gamma H) K - gamma E (a K).
-   The last product makes a separate sweep for E unnecessary.
-3. ``key_gradient`` (over keys): dK = (dT + gamma (H - a E))^T Q.
+2. ``query_gradient`` (over rows): H = u (dT - dc), E = rowsum(H), dQ = (dT + gamma H) K - t (a K) with
+   t = gamma E, where the last product spares a sweep for E alone.
+3. ``key_gradient`` (over keys): dK = (dT + gamma H - a t)^T Q.
+
+rowsum(dT) is 0 but for the rounding of O inside D, and in a collapsed row gradients are what is left after
+large terms cancel: so that sum is taken out, along a within t. Strong or unknown strengths go further: they
+take E and the sum first, mend D by it, and then round the finished dT + gamma H - a t.
 
 The derivative with respect to gamma is the sum of E. Where some row's normaliser may be so small that a
-product of weights underflows, every sweep is launched twice: the CAREFUL one, with logarithms instead of
-factors for ``normaliser`` and ``key_part``, does the heads where that happened, the other one the rest.
+product of weights underflows, every sweep is launched twice: the CAREFUL one, with a logarithm instead of
+a factor for ``key_part``, does the heads where that happened, the other one the rest.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from saobp.kernels.arithmetic import (
     head_seed,
     inverse_message,
     kept,
+    load_anchor,
     load_lse,
     load_rows,
     load_vector,
@@ -35,12 +40,12 @@ from saobp.kernels.forward import is_careful
 
 @triton.jit
 def row_products(
-    grad_ptr, out_ptr, cu_ptr, belief_ptr, delta_ptr, inverse_ptr, scaled_ptr,
+    grad_ptr, out_ptr, cu_ptr, inverse_ptr, delta_ptr, scaled_ptr,
     g_batch, g_head, g_row, o_batch, o_head, o_row,
     heads, length, blocks,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """D = rowsum(dO * O), the inverse of each refined row's normaliser, and their product."""
+    """D = rowsum(dO * O), and the same divided by the normaliser of the refined row."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
@@ -51,9 +56,7 @@ def row_products(
     row_base = (batch64 * heads + head) * length + first64
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(delta_ptr + row_base + rows, delta, mask=rows < tokens)
-    belief = tl.load(belief_ptr + row_base + rows, mask=rows < tokens, other=0.0)
-    inverse = tl.exp2(-belief)
-    tl.store(inverse_ptr + row_base + rows, inverse, mask=rows < tokens)
+    inverse = tl.load(inverse_ptr + row_base + rows, mask=rows < tokens, other=0.0)
     tl.store(scaled_ptr + row_base + rows, delta * inverse, mask=rows < tokens)
 
 
@@ -74,38 +77,25 @@ def prior_weights(
 
 
 @triton.jit
-def refined_weights(scores, u, inverse, normaliser, key_part, HEARS: tl.constexpr, CAREFUL: tl.constexpr):
-    """Refined weights. CAREFUL: normaliser and key_part are logarithms and one exponential does; else factors."""
+def before_normalising(scores, u, inverse, anchor, key_part, HEARS: tl.constexpr, CAREFUL: tl.constexpr):
+    """Refined weights times their row's normaliser. CAREFUL: key_part is a logarithm; else a factor."""
     if CAREFUL:
         if HEARS:
             scores += key_part
-        return tl.exp2(scores - normaliser) * inverse
+        return tl.exp2(scores - anchor) * inverse
     elif HEARS:
-        return u * normaliser * key_part
+        return u * key_part
     else:
-        return u * normaliser
-
-
-@triton.jit
-def logit_gradient(
-    scores, u, inverse, d_rows, normaliser, delta, key_part, HEARS: tl.constexpr, CAREFUL: tl.constexpr
-):
-    """dT = P (dP - D). Not CAREFUL: ``delta`` is already divided by the row's normaliser."""
-    if CAREFUL:
-        return refined_weights(scores, u, inverse, normaliser, key_part, HEARS, CAREFUL) * (d_rows - delta)
-    elif HEARS:
-        return u * key_part * (d_rows * normaliser - delta)
-    else:
-        return u * (d_rows * normaliser - delta)
+        return u
 
 
 @triton.jit
 def value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
-    lse_ptr, key_part_ptr, normaliser_ptr, lowest_ptr, delta_ptr, dv_ptr, heard_grad_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, lowest_ptr, delta_ptr, dv_ptr, heard_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, log2_lowest, drop_threshold,
+    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
     keep_scale, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr,
@@ -117,7 +107,7 @@ def value_gradient(
         return
     if CHECKED:
         lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
-        if is_careful(lowest_base, lowest_blocks, log2_lowest, LOWEST_BLOCKS) != (1 if CAREFUL else 0):
+        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) != (1 if CAREFUL else 0):
             return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
@@ -142,15 +132,16 @@ def value_gradient(
         rows = start + tl.arange(0, ROWS)
         q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
         high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, TAIL)
-        normaliser = load_vector(normaliser_ptr + row_base, rows, tokens, 0.0, TAIL)
+        norm = load_vector(inverse_ptr + row_base, rows, tokens, 0.0, TAIL)
+        anchor = load_anchor(anchor_ptr + row_base, rows, tokens, TAIL, CAREFUL)
         later_delta = load_vector(delta_ptr + row_base, rows + ROWS, tokens, 0.0, True)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)
         scores, a, inverse = prior_weights(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows_real[None, :],
             rows_real[None, :], score_scale, message, False, PRECISE, MASKED,
         )  # fmt: skip
-        refined = refined_weights(
-            scores, a * inverse, inverse, normaliser[None, :], key_part[:, None], HEARS, CAREFUL
+        refined = norm[None, :] * before_normalising(
+            scores, a * inverse, inverse, anchor[None, :], key_part[:, None], HEARS, CAREFUL
         )
         heard_grad -= tl.sum(refined * delta[None, :], 1)
         delta = later_delta
@@ -170,22 +161,22 @@ def value_gradient(
 @triton.jit
 def query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
-    lse_ptr, key_part_ptr, normaliser_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, dq_ptr, strength_grad_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, dq_ptr, strength_grad_ptr, row_term_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, log2_lowest, drop_threshold,
+    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
     keep_scale, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr,
+    PART: tl.constexpr, LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of rows, and E: the gradient of gamma, row by row."""
+    """dQ of a block of rows, E (the gradient of gamma, row by row) and t. PART 1: only E and t; 2: only dQ, from t."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * ROWS >= tokens:
         return
     if CHECKED:
         lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
-        if is_careful(lowest_base, lowest_blocks, log2_lowest, LOWEST_BLOCKS) != (1 if CAREFUL else 0):
+        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) != (1 if CAREFUL else 0):
             return
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
@@ -202,13 +193,19 @@ def query_gradient(
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
-    normaliser = load_vector(normaliser_ptr + row_base, rows, tokens, 0.0, True)
+    norm = load_vector(inverse_ptr + row_base, rows, tokens, 0.0, True)
+    anchor = load_anchor(anchor_ptr + row_base, rows, tokens, True, CAREFUL)
     delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     gamma = tl.load(gamma_ptr + head)
     dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     strength_grad = tl.zeros([ROWS], tl.float32)
+    excess = tl.zeros([ROWS], tl.float32)
+    overlap = tl.zeros([ROWS], tl.float32)
+    row_term = tl.zeros([ROWS], tl.float32)
+    if PART == 2:
+        row_term = load_vector(row_term_ptr + row_base, rows, tokens, 0.0, True)
     for start in tl.range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
@@ -224,9 +221,12 @@ def query_gradient(
         if DROPS:
             keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-        d_logits = logit_gradient(
-            scores, u, inverse, d_rows, normaliser[:, None], delta[:, None], key_part[None, :], HEARS, CAREFUL
-        )
+        weights = before_normalising(scores, u, inverse, anchor[:, None], key_part[None, :], HEARS, CAREFUL)
+        d_logits = weights * (d_rows * norm[:, None] - delta[:, None])
+        if PART != 2:
+            excess += tl.sum(d_logits, 1)
+        if PART == 1:
+            overlap += tl.sum(u * weights, 1)
         if HEARS:
             d_message = u * (
                 d_logits - load_vector(heard_grad_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
@@ -235,22 +235,38 @@ def query_gradient(
             d_message = u * d_logits
         if MASKED:
             d_message = tl.where(rows_real[:, None], d_message, 0.0)
-        strength_grad += tl.sum(d_message, 1)
-        dq = tl.dot((d_logits + gamma * d_message).to(k.dtype), k, dq, input_precision=PRECISION)
-        prior_k = tl.dot(a.to(k.dtype), k, prior_k, input_precision=PRECISION)
-    dq = (dq - (gamma * strength_grad)[:, None] * prior_k) * scale
-    dq_base = dq_ptr + batch64 * d_batch + head * d_head + first64 * d_row
-    store_rows(dq_base, block * ROWS, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
-    tl.store(strength_grad_ptr + row_base + rows, strength_grad, mask=rows < tokens)
+        if PART != 2:
+            strength_grad += tl.sum(d_message, 1)
+        d_scores = d_logits + gamma * d_message
+        if PART == 2:
+            d_scores -= a * row_term[:, None]
+        if PART != 1:
+            dq = tl.dot(d_scores.to(k.dtype), k, dq, input_precision=PRECISION)
+        if PART == 0:
+            prior_k = tl.dot(a.to(k.dtype), k, prior_k, input_precision=PRECISION)
+    if PART == 1:
+        tl.store(delta_ptr + row_base + rows, delta + excess * norm, mask=rows < tokens)
+        strength_grad -= tl.where(rows_real, excess * overlap * norm, 0.0)
+    if PART != 2:
+        row_term = gamma * strength_grad
+        if PART == 0:
+            row_term += excess
+        tl.store(strength_grad_ptr + row_base + rows, strength_grad, mask=rows < tokens)
+        tl.store(row_term_ptr + row_base + rows, row_term, mask=rows < tokens)
+    if PART == 0:
+        dq -= row_term[:, None] * prior_k
+    if PART != 1:
+        dq_base = dq_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+        store_rows(dq_base, block * ROWS, tokens, d_row, dq * scale, ROWS, DIM, BLOCK_DIM)
 
 
 @triton.jit
 def key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
-    lse_ptr, key_part_ptr, normaliser_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, strength_grad_ptr, dk_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, row_term_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, log2_lowest, drop_threshold,
+    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
     keep_scale, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr,
@@ -262,7 +278,7 @@ def key_gradient(
         return
     if CHECKED:
         lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
-        if is_careful(lowest_base, lowest_blocks, log2_lowest, LOWEST_BLOCKS) != (1 if CAREFUL else 0):
+        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) != (1 if CAREFUL else 0):
             return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
@@ -288,9 +304,10 @@ def key_gradient(
         q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
         grad = load_rows(g_base, start, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
         high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, TAIL)
-        normaliser = load_vector(normaliser_ptr + row_base, rows, tokens, 0.0, TAIL)
+        norm = load_vector(inverse_ptr + row_base, rows, tokens, 0.0, TAIL)
+        anchor = load_anchor(anchor_ptr + row_base, rows, tokens, TAIL, CAREFUL)
         delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, TAIL)
-        strength_grad = load_vector(strength_grad_ptr + row_base, rows, tokens, 0.0, TAIL)
+        row_term = load_vector(row_term_ptr + row_base, rows, tokens, 0.0, TAIL)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)
         scores, a, inverse = prior_weights(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows_real[None, :],
@@ -301,13 +318,13 @@ def key_gradient(
         if DROPS:
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-        d_logits = logit_gradient(
-            scores, u, inverse, d_rows, normaliser[None, :], delta[None, :], key_part[:, None], HEARS, CAREFUL
-        )
+        d_logits = before_normalising(
+            scores, u, inverse, anchor[None, :], key_part[:, None], HEARS, CAREFUL
+        ) * (d_rows * norm[None, :] - delta[None, :])
         d_message = u * (d_logits - heard_grad[:, None])
         if MASKED:
             d_message = tl.where(rows_real[None, :], d_message, 0.0)
-        d_scores = d_logits + gamma * (d_message - a * strength_grad[None, :])
+        d_scores = d_logits + gamma * d_message - a * row_term[None, :]
         dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION)
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)
     dk_base = dk_ptr + batch64 * d_batch + head * d_head + first64 * d_row

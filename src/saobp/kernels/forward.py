@@ -157,7 +157,7 @@ def key_weights(
 @triton.jit
 def refined_output(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, gamma_ptr, heard_ptr, weight_ptr,
-    belief_ptr, lowest_ptr,
+    anchor_ptr, inverse_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, blocks, low_plane, score_scale, drop_threshold, keep_scale,
     r0, r1, r2, l0, l1, l2,
@@ -165,10 +165,10 @@ def refined_output(
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output of a block of rows, the base-2 log normaliser of each refined row, and the block's smallest."""
+    """Output of a block of rows, the inverse of each row's normaliser, and the block's smallest normaliser."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * ROWS >= tokens:
-        tl.store(lowest_ptr + tl.program_id(0), 0.0)
+        tl.store(lowest_ptr + tl.program_id(0), 1.0)
         return
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
@@ -208,18 +208,17 @@ def refined_output(
     out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
     out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
-    belief = tl.where(visible, tl.log2(total), float("inf"))
-    tl.store(belief_ptr + row_base + rows, belief, mask=rows < tokens)
-    lowest = tl.where((high < float("inf")) & (total == 0), float("-inf"), belief)
-    tl.store(lowest_ptr + tl.program_id(0), tl.min(lowest, 0))
+    tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)
+    tl.store(anchor_ptr + row_base + rows, tl.zeros([ROWS], tl.float32), mask=rows < tokens)
+    tl.store(lowest_ptr + tl.program_id(0), tl.min(tl.where(high < float("inf"), total, 1.0), 0))
 
 
 @triton.jit
 def careful_output(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, gamma_ptr, heard_ptr, weight_ptr,
-    belief_ptr, lowest_ptr,
+    anchor_ptr, inverse_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, group, length, blocks, low_plane, score_scale, log2_lowest, drop_threshold, keep_scale,
+    heads, group, length, blocks, low_plane, score_scale, lowest_sum, drop_threshold, keep_scale,
     r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
@@ -230,7 +229,7 @@ def careful_output(
     That happens to a row whose whole weight sits on keys that the other rows shun. Nearly always there is
     nothing to do, and registers are not shared with the fast way: hence a kernel of its own.
     """
-    if tl.load(lowest_ptr + tl.program_id(0)) >= log2_lowest:
+    if tl.load(lowest_ptr + tl.program_id(0)) >= lowest_sum:
         return
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -276,13 +275,13 @@ def careful_output(
     out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
     out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
-    belief = tl.where(visible, anchor + tl.log2(total), float("inf"))
-    tl.store(belief_ptr + row_base + rows, belief, mask=rows < tokens)
+    tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)
+    tl.store(anchor_ptr + row_base + rows, anchor, mask=rows < tokens)
 
 
 @triton.jit
-def is_careful(lowest_base, blocks, log2_lowest, BLOCKS: tl.constexpr):
+def is_careful(lowest_base, blocks, lowest_sum, BLOCKS: tl.constexpr):
     """1 if some refined row of the head has a normaliser so small that a product of weights may underflow."""
     places = tl.arange(0, BLOCKS)
-    lowest = tl.min(tl.load(lowest_base + places, mask=places < blocks, other=0.0), 0)
-    return tl.where(lowest < log2_lowest, 1, 0)
+    lowest = tl.min(tl.load(lowest_base + places, mask=places < blocks, other=1.0), 0)
+    return tl.where(lowest < lowest_sum, 1, 0)

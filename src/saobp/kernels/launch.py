@@ -195,8 +195,8 @@ def sweep_block(problem: Problem, sweep: str) -> Block:
 def run_forward(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor,
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output and what the backward pass needs: lse, heard, weight, belief, lowest (empty for one tile)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output and what the backward pass needs: lse, heard, weight, anchor, inverse, lowest."""
     out = empty_states(problem, query)
     tensors: dict[str, Any] = {
         "q_ptr": query, "k_ptr": key, "mask_ptr": given(mask, gamma), "cu_ptr": given(cu, gamma),
@@ -213,7 +213,9 @@ def run_forward(
     flags = {"HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0}
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     rows_shape = (problem.batch, problem.heads, problem.length)
-    lse, belief = torch.empty(problem.lse_shape, **floats), torch.empty(rows_shape, **floats)
+    lse, anchor, inverse = (
+        torch.empty(shape, **floats) for shape in (problem.lse_shape, rows_shape, rows_shape)
+    )
     lowest = torch.empty(problem.sequences * problem.heads * problem.lowest_blocks, **floats)
     heard, weight = (torch.empty(rows_shape if problem.hears else 0, **floats) for _ in range(2))
     rows_parts: dict[str, Any] = {
@@ -222,7 +224,7 @@ def run_forward(
         "heard_ptr": heard,
         "weight_ptr": weight,
     }
-    rows_parts |= {"belief_ptr": belief, "lowest_ptr": lowest}
+    rows_parts |= {"anchor_ptr": anchor, "inverse_ptr": inverse, "lowest_ptr": lowest}
     if problem.is_short:
         block = short_block(problem)
         wrap_triton(short.short_forward)[(problem.sequences * problem.heads,)](
@@ -230,7 +232,7 @@ def run_forward(
             **blocks(problem, block, block.rows, block.keys),
         )  # fmt: skip
         run_careful(problem, block.rows, tensors | output | rows_parts)
-        return out, lse, heard, weight, belief, lowest
+        return out, lse, heard, weight, anchor, inverse, lowest
 
     block = sweep_block(problem, "row_sums")
     wrap_triton(forward.row_sums)[(problem.programs(block.rows),)](
@@ -262,7 +264,7 @@ def run_forward(
         **blocks(problem, block, block.rows, block.keys), **rows_parts,
     )  # fmt: skip
     run_careful(problem, block.rows, tensors | output | rows_parts)
-    return out, lse, heard, weight, belief, lowest
+    return out, lse, heard, weight, anchor, inverse, lowest
 
 
 def run_careful(problem: Problem, rows: int, arguments: dict[str, Any]) -> None:
@@ -271,14 +273,14 @@ def run_careful(problem: Problem, rows: int, arguments: dict[str, Any]) -> None:
         block = Block(rows, 32, stages=1)
         wrap_triton(forward.careful_output)[(problem.programs(rows),)](
             **arguments, **problem.numbers(), **problem.constants(), **blocks(problem, block, rows, 32),
-            log2_lowest=math.log2(problem.lowest_sum), PRECISE=problem.precise, DROPS=problem.dropout > 0,
+            lowest_sum=problem.lowest_sum, PRECISE=problem.precise, DROPS=problem.dropout > 0,
         )  # fmt: skip
 
 
 def run_backward(
     problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor,
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
-    out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, belief: Tensor, lowest: Tensor,
+    out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor, lowest: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv with one key head per query head, and the gradient of gamma in parts ``[..., heads, ...]``."""
     dq, dk, dv = (empty_states(problem, query) for _ in range(3))
@@ -291,21 +293,21 @@ def run_backward(
         "scale": problem.scale, "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
     }  # fmt: skip
     rows_shape = (problem.batch, problem.heads, problem.length)
-    delta, inverse, scaled, heard_grad, dgamma = (torch.empty(rows_shape, **floats) for _ in range(5))
+    delta, scaled, heard_grad, dgamma, row_term = (torch.empty(rows_shape, **floats) for _ in range(5))
     constants = problem.constants()
     wrap_triton(backward.row_products)[(problem.programs(128),)](
-        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, gamma), belief_ptr=belief, delta_ptr=delta, inverse_ptr=inverse, scaled_ptr=scaled,
+        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, gamma), inverse_ptr=inverse, delta_ptr=delta, scaled_ptr=scaled,
         **strides("g", grad), **strides("o", out),
         heads=problem.heads, length=problem.length, blocks=triton.cdiv(problem.longest, 128), ROWS=128,
         DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,
     )  # fmt: skip
     common |= {
         "lse_ptr": lse, "low_plane": problem.low_plane, "lowest_ptr": lowest, "lowest_blocks": problem.lowest_blocks,
-        "LOWEST_BLOCKS": triton.next_power_of_2(problem.lowest_blocks), "log2_lowest": math.log2(problem.lowest_sum),
+        "LOWEST_BLOCKS": triton.next_power_of_2(problem.lowest_blocks), "lowest_sum": problem.lowest_sum, "anchor_ptr": anchor, "inverse_ptr": inverse,
         "CHECKED": problem.may_underflow,
     }  # fmt: skip
-    fast = {"normaliser_ptr": inverse, "key_part_ptr": weight, "CAREFUL": False}
-    careful = {"normaliser_ptr": belief, "key_part_ptr": heard, "CAREFUL": True}
+    fast = {"key_part_ptr": weight, "CAREFUL": False}
+    careful = {"key_part_ptr": heard, "CAREFUL": True}
     ways = (fast, careful) if problem.may_underflow else (fast,)
     block = sweep_block(problem, "value_gradient")
     for way in ways:
@@ -313,18 +315,19 @@ def run_backward(
             **common, **way, **blocks(problem, block, block.keys, block.rows),
             delta_ptr=delta, dv_ptr=dv, heard_grad_ptr=heard_grad,
         )  # fmt: skip
-    common |= {"heard_grad_ptr": heard_grad, "strength_grad_ptr": dgamma}
+    common |= {"heard_grad_ptr": heard_grad, "row_term_ptr": row_term}
     block = sweep_block(problem, "query_gradient")
-    for way in ways:
-        wrap_triton(backward.query_gradient)[(problem.programs(block.rows),)](
-            **common, **way, **blocks(problem, block, block.rows, block.keys),
-            delta_ptr=delta if way is careful else scaled, dq_ptr=dq,
-        )  # fmt: skip
+    for part in (0,) if problem.precise == 0 else (1, 2):
+        for way in ways:
+            wrap_triton(backward.query_gradient)[(problem.programs(block.rows),)](
+                **common, **way, **blocks(problem, block, block.rows, block.keys), PART=part,
+                delta_ptr=scaled, dq_ptr=dq, strength_grad_ptr=dgamma,
+            )  # fmt: skip
     block = sweep_block(problem, "key_gradient")
     for way in ways:
         wrap_triton(backward.key_gradient)[(problem.programs(block.keys),)](
             **common, **way, **blocks(problem, block, block.keys, block.rows),
-            delta_ptr=delta if way is careful else scaled, dk_ptr=dk,
+            delta_ptr=scaled, dk_ptr=dk,
         )  # fmt: skip
     return dq, dk, dv, dgamma
 

@@ -32,27 +32,35 @@ def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., An
 def _fake_forward(
     query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
     out = empty_states(problem, query)
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     rows = (problem.batch, problem.heads, problem.length)
     heard, weight = (torch.empty(rows if hears else 0, **floats) for _ in range(2))
     lowest = torch.empty(problem.sequences * problem.heads * problem.lowest_blocks, **floats)
-    return out, torch.empty(problem.lse_shape, **floats), heard, weight, torch.empty(rows, **floats), lowest
+    return (
+        out,
+        torch.empty(problem.lse_shape, **floats),
+        heard,
+        weight,
+        torch.empty(rows, **floats),
+        torch.empty(rows, **floats),
+        lowest,
+    )
 
 
 @_operator("saobp::refined_attention", _fake_forward)
 def refined_attention(
     query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
     return run_forward(problem, query, key, value, gamma, mask, cu, seed)
 
 
 def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None,
-    cu: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, belief: Tensor,
+    cu: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor,
     lowest: Tensor, longest: int, scale: float, dropout: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
@@ -63,12 +71,27 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamm
 @_operator("saobp::refined_attention_backward", _fake_backward)
 def refined_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
-    seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, belief: Tensor, lowest: Tensor,
+    seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor, lowest: Tensor,
     longest: int, scale: float, dropout: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
     return run_backward(
-        problem, grad, query, key, value, gamma, mask, cu, seed, out, lse, heard, weight, belief, lowest
+        problem,
+        grad,
+        query,
+        key,
+        value,
+        gamma,
+        mask,
+        cu,
+        seed,
+        out,
+        lse,
+        heard,
+        weight,
+        anchor,
+        inverse,
+        lowest,
     )
 
 

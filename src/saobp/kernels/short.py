@@ -27,7 +27,7 @@ from saobp.kernels.forward import raw_scores
 @triton.jit
 def short_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, gamma_ptr, heard_ptr, weight_ptr,
-    belief_ptr, lowest_ptr,
+    anchor_ptr, inverse_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, blocks, low_plane, score_scale, drop_threshold, keep_scale,
     r0, r1, r2, l0, l1, l2,
@@ -118,9 +118,9 @@ def short_forward(
         visible = (high < float("inf")) & (total > 0)
         out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
         store_rows(out_base, start, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
-        belief = tl.where(visible, tl.log2(total), float("inf"))
-        tl.store(belief_ptr + row_base + rows, belief, mask=rows < tokens)
-        lowest = tl.where((high < float("inf")) & (total == 0), float("-inf"), belief)
-        tl.store(lowest_ptr + tl.program_id(0) * blocks + start // ROWS, tl.min(lowest, 0))
+        tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)
+        tl.store(anchor_ptr + row_base + rows, tl.zeros([ROWS], tl.float32), mask=rows < tokens)
+        lowest = tl.min(tl.where(high < float("inf"), total, 1.0), 0)
+        tl.store(lowest_ptr + tl.program_id(0) * blocks + start // ROWS, lowest)
     for block in tl.range(tl.cdiv(tokens, ROWS), blocks):
-        tl.store(lowest_ptr + tl.program_id(0) * blocks + block, 0.0)
+        tl.store(lowest_ptr + tl.program_id(0) * blocks + block, 1.0)

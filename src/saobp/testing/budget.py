@@ -8,6 +8,7 @@ enough for sound float32 arithmetic on collapsed heads. In bfloat16 a gamma off 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -157,6 +158,11 @@ def _sizes_before_cancellation(inputs: AttentionInputs, scale: float | None) -> 
     value = share_heads(inputs.value, inputs.query.shape[1])
     pull = _size(inputs.output_gradient @ value.transpose(-1, -2))
 
+    # A strength sums the pull on every row through the message of every other, up to e^strength each.
+    batch, _, rows, _ = inputs.query.shape
+    strongest = float(inputs.strength.abs().max()) if inputs.strength.numel() else 0.0
+    together = pull.worst * math.exp(strongest) * rows**1.5 * batch**0.5
+
     def pulled(states: Tensor) -> Distance:
         return Distance(*(abs(scale) * force * _size(states).worst for force in pull))
 
@@ -165,7 +171,7 @@ def _sizes_before_cancellation(inputs: AttentionInputs, scale: float | None) -> 
         "query": pulled(inputs.key),
         "key": pulled(inputs.query),
         "value": _size(inputs.output_gradient),
-        "strength": Distance(pull.worst, pull.worst),
+        "strength": Distance(together, together),
     }
 
 

@@ -1,0 +1,260 @@
+"""The fused operation against its specification, on a GPU or, without one, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+import saobp
+from saobp import Refinement
+from saobp.kernels.launch import STRONGEST, WEAKEST, Problem, parabola
+from saobp.kernels.operator import refined_attention
+from saobp.testing.budget import assert_within_budget
+from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
+LENGTHS = [1, 7, 37, 64, 111, 128, 129] + ([513, 1023] if GPU else [])
+
+
+def hold(
+    inputs: AttentionInputs, refinement: Refinement, strongest: float | None = None, times: float = 2.0
+) -> None:
+    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
+        return saobp.attention(
+            query,
+            key,
+            value,
+            refinement,
+            padding_mask=inputs.padding_mask,
+            strength=strength,
+            strongest=strongest,
+            backend="fused",
+        )
+
+    assert_within_budget(fused, inputs, refinement, times=times)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_length_in_every_precision(length: int, dtype: torch.dtype) -> None:
+    inputs = attention_inputs(
+        1 if length > 64 else 2, 2, length, 16, transposed=True, dtype=dtype, device=DEVICE, seed=length
+    )
+    hold(inputs, Refinement("high", 0.2), strongest=0.2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [40, 150])
+@pytest.mark.parametrize("factor", ["high", "low", "high-listing", "low-listing"])
+def test_every_factor_with_unknown_strengths(factor: str, length: int, dtype: torch.dtype) -> None:
+    strength = (-0.7, 1.5) if factor == "high" else (0.0, 0.6)
+    inputs = attention_inputs(1, 2, length, 16, strength=strength, dtype=dtype, device=DEVICE)
+    hold(inputs, Refinement(factor, "learned"))
+
+
+@pytest.mark.parametrize("length", [37, 140])
+@pytest.mark.parametrize("padding", ["left", "right", "both"])
+def test_padding_and_shared_key_heads(padding: str, length: int) -> None:
+    inputs = attention_inputs(
+        2 if length < 100 else 1,
+        2,
+        length,
+        16,
+        key_heads=1,
+        padding=padding,
+        strength=0.6,
+        transposed=True,
+        dtype=DTYPES[-1],
+        device=DEVICE,
+    )
+    hold(inputs, Refinement("high", "learned"))
+
+
+@pytest.mark.parametrize("length", [20, 130])
+def test_a_sequence_of_padding_gives_zeros_and_no_gradient(length: int) -> None:
+    inputs = attention_inputs(2, 1, length, 16, device=DEVICE)
+    mask = torch.ones(2, length, dtype=torch.bool, device=DEVICE)
+    mask[1] = False
+    query, key, value, _ = inputs.leaves()
+    out = saobp.attention(query, key, value, Refinement("high", 0.3), padding_mask=mask, backend="fused")
+    out.sum().backward()
+    assert (out[1] == 0).all()
+    for leaf in (query, key, value):
+        assert leaf.grad is not None
+        assert (leaf.grad[1] == 0).all()
+        assert torch.isfinite(leaf.grad).all()
+
+
+@pytest.mark.parametrize(("length", "dim"), [(33, 8), (33, 64), (33, 80), (20, 128), (20, 256), (140, 48)])
+def test_head_sizes(length: int, dim: int) -> None:
+    hold(attention_inputs(1, 1, length, dim, dtype=DTYPES[-1], device=DEVICE), Refinement("high", 0.2), 0.2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gap", [90.0, 1000.0])
+@pytest.mark.parametrize("kind", ["sink", "diagonal"])
+@pytest.mark.parametrize("length", [24, 140])
+def test_collapsed_heads(length: int, kind: str, gap: float, dtype: torch.dtype) -> None:
+    inputs = attention_inputs(1, 1, length, 16, dtype=dtype, device=DEVICE, strength=2.0)
+    inputs = collapsed_inputs(inputs, gap, kind)
+    # Known shortfall: with scores of a thousand, half-precision key gradients are up to 2.8 times eager's error.
+    wide = dtype != torch.float32 and gap > 100
+    hold(inputs, Refinement("high", "learned"), times=3.0 if wide else 2.0)
+
+
+def test_rows_that_underflow_are_done_with_logarithms() -> None:
+    """Many rows on one key and one row that has nothing but it: a product of weights would give 0 / 0."""
+    length, dim = 160, 16
+    query = torch.zeros(1, 1, length, dim, device=DEVICE)
+    key = torch.zeros(1, 1, length, dim, device=DEVICE)
+    query[..., 0], key[0, 0, 3, 0] = 200.0, 1.0
+    value = torch.randn(1, 1, length, dim, device=DEVICE)
+    inputs = AttentionInputs(
+        query, key, value, torch.tensor([2.0], device=DEVICE), torch.randn_like(value), None
+    )
+    hold(inputs, Refinement("high", "learned"))
+
+
+def test_dropout_keeps_the_same_mask_in_the_backward_pass() -> None:
+    for length in (16, 144):
+        inputs = attention_inputs(1, 2, length, min(length, 256), device=DEVICE, seed=3)
+        query, key, _, _ = inputs.leaves()
+        value = torch.eye(length, device=DEVICE).expand(1, 2, length, length)[..., : inputs.value.shape[3]]
+        refinement, rate = Refinement("high", 0.3), 0.4
+        torch.manual_seed(5)
+        dropped = saobp.attention(query, key, value, refinement, dropout_p=rate, backend="fused")
+        rows = saobp.attention(query, key, value, refinement, backend="reference")
+        mask = dropped.detach() != 0
+        torch.testing.assert_close(dropped, rows * mask / (1 - rate), rtol=1e-4, atol=1e-6)
+        assert abs(mask.float().mean().item() - (1 - rate)) < 0.06
+        expected = torch.autograd.grad(
+            rows * mask / (1 - rate), (query, key), inputs.output_gradient, retain_graph=True
+        )
+        found = torch.autograd.grad(dropped, (query, key), inputs.output_gradient)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_dropout_follows_the_random_seed() -> None:
+    query, key, value, _ = attention_inputs(1, 1, 40, 16, device=DEVICE).leaves()
+
+    def run(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return saobp.attention(query, key, value, Refinement("high", 0.3), dropout_p=0.5, backend="fused")
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+@pytest.mark.parametrize("length", [50, 150])
+def test_repeats_are_bit_equal(length: int) -> None:
+    inputs = attention_inputs(2, 2, length, 16, dtype=DTYPES[-1], device=DEVICE)
+
+    def run() -> list[Tensor]:
+        query, key, value, strength = inputs.leaves()
+        out = saobp.attention(query, key, value, Refinement("high", 0.2), strength=strength, backend="fused")
+        return [out, *torch.autograd.grad(out, (query, key, value, strength), inputs.output_gradient)]
+
+    first = run()
+    for _ in range(100 if GPU else 2):
+        assert all(torch.equal(one, other) for one, other in zip(first, run(), strict=True))
+
+
+@pytest.mark.parametrize("length", [20, 140])
+def test_the_operator_is_well_formed(length: int) -> None:
+    query, key, value, strength = attention_inputs(1, 2, length, 16, device=DEVICE).leaves()
+    gamma = -torch.expm1(-strength)
+    arguments = (query, key, value, gamma, None, None, None, length, 0.25, 0.0, True, 0.0)
+    kinds = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(refined_attention, arguments, test_utils=kinds)
+    torch.library.opcheck(refined_attention, arguments, test_utils="test_aot_dispatch_static")
+
+
+def test_compiled_without_a_graph_break() -> None:
+    query, key, value, _ = attention_inputs(1, 2, 40, 16, device=DEVICE).leaves()
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return saobp.attention(query, key, value, Refinement("high", 0.2), backend="fused") * 2
+
+    compiled = torch.compile(call, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    torch.testing.assert_close(compiled(query, key, value), call(query, key, value))
+    gradient = torch.autograd.grad(compiled(query, key, value).sum(), (query, key, value))
+    expected = torch.autograd.grad(call(query, key, value).sum(), (query, key, value))
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU")
+def test_under_a_cuda_graph() -> None:
+    inputs = attention_inputs(2, 2, 200, 64, dtype=torch.bfloat16, device=DEVICE)
+    call = lambda: saobp.attention(inputs.query, inputs.key, inputs.value, Refinement("high", 0.2))  # noqa: E731
+    expected = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    graph.replay()
+    assert torch.equal(captured, expected)
+
+
+@pytest.mark.skipif(not GPU, reason="falling back is announced on a GPU")
+def test_auto_says_once_why_it_falls_back() -> None:
+    query, key, value, _ = attention_inputs(1, 1, 8, 16, device=DEVICE).leaves()
+    with pytest.warns(UserWarning, match="2 steps were asked for"):
+        saobp.attention(query, key, value, Refinement("high", 0.2, steps=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saobp.attention(query, key, value, Refinement("high", 0.2, steps=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"refinement": Refinement("elemmul-prior")}, "'elemmul-prior' has no kernel"),
+        ({"refinement": Refinement("high", 0.2, steps=3)}, "3 steps"),
+        ({"scale": -1.0}, "not positive"),
+        ({"dim": 300}, "head size 300"),
+        ({"dtype": torch.float64}, "float64"),
+        ({"queries": 5}, "differ in number"),
+        ({"value_dim": 24}, "values of size 24"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_said(changes: dict, reason: str) -> None:
+    sizes = {name: changes[name] for name in ("queries", "value_dim", "dtype") if name in changes}
+    inputs = attention_inputs(1, 1, 8, changes.get("dim", 16), device=DEVICE, **sizes)
+    with pytest.raises(ValueError, match=reason):
+        saobp.attention(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            changes.get("refinement", Refinement("high", 0.2)),
+            scale=changes.get("scale"),
+            backend="fused",
+        )
+
+
+@pytest.mark.parametrize("bound", [WEAKEST, -0.05, 0.05, 0.18, STRONGEST])
+def test_parabolas_are_far_below_the_rounding_of_bfloat16(bound: float) -> None:
+    for function in (lambda x: 1 / (1 - x), lambda x: math.log2(1 - x) / x):
+        c0, c1, c2 = parabola(function, bound)
+        points = [bound * i / 200 for i in range(1, 201)]
+        assert max(abs((c0 + x * (c1 + x * c2)) / function(x) - 1) for x in points) < 5e-4
+
+
+def test_normalisers_cannot_fall_below_their_bound() -> None:
+    """Where ``may_underflow`` says no, the smallest normaliser of the worst map is above ``lowest_sum``."""
+
+    def problem(strength: float, length: int) -> Problem:
+        states = torch.empty(1, 1, length, 16, dtype=torch.bfloat16)
+        return Problem.of(states, states, None, None, length, 0.25, 0.0, True, -math.expm1(-strength))
+
+    assert not problem(0.2, 128).may_underflow
+    assert problem(0.2, 4096).may_underflow
+    longest = next(n for n in range(64, 4096) if problem(0.2, n).may_underflow) - 1
+    rows = torch.zeros(longest, longest, dtype=torch.float64)
+    rows[:, 0] = 1.0
+    heard = (longest * math.log1p(math.expm1(-0.2))) / math.log(2)
+    assert 2.0 ** (heard + 0.2 / math.log(2)) > problem(0.2, longest).lowest_sum
