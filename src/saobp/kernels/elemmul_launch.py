@@ -1,0 +1,118 @@
+"""From tensors to the kernel calls of ElemMul, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.library import wrap_triton
+
+from saobp.kernels import backward, elemmul, elemmul_backward, forward
+from saobp.kernels.launch import Block, Problem, blocks, empty_states, given, strides
+
+
+def elemmul_problem(
+    query: Tensor, key: Tensor, mask: Tensor | None, cu: Tensor | None, longest: int, scale: float
+) -> Problem:
+    """ElemMul has no strength and no dropout, and its rows do not speak in logarithms."""
+    return Problem.of(query, key, mask, cu, longest, scale, dropout=0.0, hears=False, bound=0.0)
+
+
+def elemmul_block(problem: Problem, sweep: str) -> Block:
+    """Tile sizes that compile for Hopper without spilling."""
+    if problem.dtype == torch.float32:
+        return Block(32, 32, warps=4, stages=1) if problem.dim > 64 else Block(64, 32, warps=4, stages=2)
+    if problem.dim > 128:
+        return Block(64, 32, warps=8, stages=1)
+    if problem.dim > 64:
+        return Block(64, 64, warps=8, stages=2)
+    return {
+        "row_sums": Block(128, 64, 4, 3),
+        "gathered_values": Block(64, 128, 4, 3),
+        "elemmul_output": Block(128, 64, 4, 3),
+        "gathered_gradient": Block(64, 128, 8, 3),
+        "row_gradients": Block(128, 64, 8, 2),
+        "elemmul_key_gradient": Block(64, 128, 8, 2),
+    }[sweep]
+
+
+def run_elemmul(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output and what the backward pass needs: lse, gathered, received, belief."""
+    out, gathered = (empty_states(problem, query) for _ in range(2))
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    lse = torch.empty(problem.lse_shape, **floats)
+    received, belief = (torch.empty(query.shape[:3], **floats) for _ in range(2))
+    common = _common(problem, query, key, mask, cu, lse)
+
+    block = elemmul_block(problem, "row_sums")
+    wrap_triton(forward.row_sums)[(problem.programs(block.rows),)](
+        **common, **blocks(problem, block, block.rows)
+    )
+    gathers: dict[str, Any] = {
+        "gathered_ptr": gathered, "received_ptr": received, **strides("m", gathered),
+        "ANCHORED": problem.dtype == torch.float16,
+    }  # fmt: skip
+    block = elemmul_block(problem, "gathered_values")
+    wrap_triton(elemmul.gathered_values)[(problem.programs(block.keys),)](
+        **common, **gathers, **blocks(problem, block, block.keys), v_ptr=value, **strides("v", value)
+    )
+    block = elemmul_block(problem, "elemmul_output")
+    wrap_triton(elemmul.elemmul_output)[(problem.programs(block.rows),)](
+        **common, **gathers, **blocks(problem, block, block.rows),
+        out_ptr=out, belief_ptr=belief, **strides("o", out),
+    )  # fmt: skip
+    return out, lse, gathered, received, belief
+
+
+def run_elemmul_backward(
+    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None,
+    out: Tensor, lse: Tensor, gathered: Tensor, received: Tensor, belief: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv with one key head per query head."""
+    dq, dk, dv, d_gathered = (empty_states(problem, query) for _ in range(4))
+    delta, inverse, key_delta, inverse_received, prior_delta = (torch.empty_like(belief) for _ in range(5))
+    constants = problem.constants()
+    wrap_triton(backward.row_products)[(problem.programs(128),)](
+        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, lse), belief_ptr=belief, delta_ptr=delta, inverse_ptr=inverse,
+        **strides("g", grad), **strides("o", out),
+        heads=problem.heads, length=problem.length, blocks=triton.cdiv(problem.longest, 128), ROWS=128,
+        DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,
+    )  # fmt: skip
+    common = _common(problem, query, key, mask, cu, lse)
+    common |= {
+        "grad_ptr": grad, "received_ptr": received, "inverse_ptr": inverse, "delta_ptr": delta,
+        "d_gathered_ptr": d_gathered, "key_delta_ptr": key_delta, "inverse_received_ptr": inverse_received,
+        **strides("g", grad), **strides("m", d_gathered),
+    }  # fmt: skip
+    block = elemmul_block(problem, "gathered_gradient")
+    wrap_triton(elemmul_backward.gathered_gradient)[(problem.programs(block.keys),)](
+        **common, **blocks(problem, block, block.keys)
+    )
+    common |= {
+        "v_ptr": value, "gathered_ptr": gathered, "prior_delta_ptr": prior_delta, "scale": problem.scale,
+        **strides("v", value), **strides("d", dq),
+    }  # fmt: skip
+    block = elemmul_block(problem, "row_gradients")
+    wrap_triton(elemmul_backward.row_gradients)[(problem.programs(block.rows),)](
+        **common, **blocks(problem, block, block.rows), dq_ptr=dq, dv_ptr=dv
+    )
+    block = elemmul_block(problem, "elemmul_key_gradient")
+    wrap_triton(elemmul_backward.elemmul_key_gradient)[(problem.programs(block.keys),)](
+        **common, **blocks(problem, block, block.keys), dk_ptr=dk
+    )
+    return dq, dk, dv
+
+
+def _common(
+    problem: Problem, query: Tensor, key: Tensor, mask: Tensor | None, cu: Tensor | None, lse: Tensor
+) -> dict[str, Any]:
+    """What every sweep needs to find its sequence and recompute the prior rows."""
+    return {
+        "q_ptr": query, "k_ptr": key, "mask_ptr": given(mask, lse), "cu_ptr": given(cu, lse), "lse_ptr": lse,
+        **strides("q", query), **strides("k", key), **problem.numbers(), **problem.constants(),
+        "low_plane": problem.low_plane, "PRECISE": problem.precise,
+    }  # fmt: skip
