@@ -4,16 +4,17 @@ With P_ik = A_ik n_k / z_i and B_kj = A_jk / n_k, the two attentions O = P G and
 and D = rowsum(dO * O):
 
 1. ``gathered_gradient`` (over keys): dG = P^T dO and F = P^T D.
-2. ``row_gradients`` (over rows): dV_i = sum_k B_ki dG_k and E_i = sum_k B_ki (dG_k . V_i - F_k), then dQ.
+2. ``row_gradients`` (over rows): dV_i = sum_k B_ki dG_k and E_i = sum_k A_ik dA_ik, then dQ.
 3. ``elemmul_key_gradient`` (over keys): dK.
 
-The scores' gradient is
+The scores' gradient is dS_ik = A_ik (dA_ik - E_i) with
 
-    dS_ik = P_ik (dO_i . G_k - D_i) + B_ki (dG_k . V_i - F_k) - A_ik E_i
+    A_ik dA_ik = P_ik (dO_i . G_k - D_i) + B_ki (dG_k . V_i - F_k)
 
-F stands for dG . G less the gradient of log n, which needs no sweep of its own. E could be split off the
-sum over keys, as ``backward.py`` does, but in half precision a collapsed head's gradient, which is 0 as a
-difference of large terms, would not survive that. Padding rows have no B and no E.
+F stands for dG . G less the gradient of log n, which needs no sweep of its own. E could be had from D, F
+and dV alone, or split off the sum over keys as in ``backward.py``; but summed up from the very entries it
+is taken from, it makes rows of dS sum to 0 however G, dG and O were rounded, and a collapsed head's
+gradient is a difference of large terms. Padding rows have no B.
 """
 
 from __future__ import annotations
@@ -102,48 +103,27 @@ def gathered_gradient(
 
 
 @triton.jit
-def _row_value_loop(
-    dv, prior_delta, q, v, high, low, k_base, k_row, d_base, m_row, mask_base, inverse_received_base, key_delta_base,
-    start, stop, tokens, score_scale,
-    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr,
-    PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+def _score_parts(
+    raw, high, low, received, inverse, inverse_received, d_out, delta, d_value, key_delta, rows_real, score_scale,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    for begin in tl.range(start, stop, KEYS):
-        keys = begin + tl.arange(0, KEYS)
-        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
-        d_gathered = load_rows(d_base, begin, tokens, m_row, KEYS, DIM, BLOCK_DIM, TAIL)
-        real = real_tokens(mask_base, keys, tokens, MASKED)
-        raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
-        b = tl.exp2(relative(raw, high[:, None], low[:, None], score_scale, PRECISE))
-        b *= load_vector(inverse_received_base, keys, tokens, 0.0, TAIL)[None, :]
-        d_weights = tl.dot(v, tl.trans(d_gathered), input_precision=PRECISION)
-        d_weights -= load_vector(key_delta_base, keys, tokens, 0.0, TAIL)[None, :]
-        prior_delta += tl.sum(b * d_weights, 1)
-        dv = tl.dot(b.to(d_gathered.dtype), d_gathered, dv, input_precision=PRECISION)
-    return dv, prior_delta
-
-
-@triton.jit
-def _score_gradient(
-    raw, high, low, received, inverse, inverse_received, d_out, delta, d_value, key_delta, prior_delta, rows_real,
-    score_scale, PRECISE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """dS of a tile; vectors come ready to broadcast against ``raw``, d_out is dO . G and d_value dG . V."""
+    """A, B and A dA of a tile; vectors come ready to broadcast against ``raw``, d_out is dO . G, d_value dG . V."""
     a = tl.exp2(relative(raw, high, low, score_scale, PRECISE))
     b = a * inverse_received
     if MASKED:
         b = tl.where(rows_real, b, 0.0)
-    return a * received * inverse * (d_out - delta) + b * (d_value - key_delta) - a * prior_delta
+    return a, b, a * received * inverse * (d_out - delta) + b * (d_value - key_delta)
 
 
 @triton.jit
-def _row_query_loop(
-    dq, q, v, grad, high, low, inverse, delta, prior_delta, rows_real,
+def _row_loop(
+    out, prior_delta, q, v, grad, high, low, inverse, delta, rows_real,
     k_base, k_row, gathered_base, d_base, m_row, mask_base, received_base, inverse_received_base, key_delta_base,
     start, stop, tokens, score_scale,
-    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr,
+    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, SECOND: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """First pass: ``out`` is dV and E grows. SECOND: ``out`` is dQ and E is known."""
     for begin in tl.range(start, stop, KEYS):
         keys = begin + tl.arange(0, KEYS)
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
@@ -153,15 +133,20 @@ def _row_query_loop(
         inverse_received = load_vector(inverse_received_base, keys, tokens, 0.0, TAIL)
         key_delta = load_vector(key_delta_base, keys, tokens, 0.0, TAIL)
         real = real_tokens(mask_base, keys, tokens, MASKED)
-        d_scores = _score_gradient(
+        a, b, parts = _score_parts(
             raw_scores(q, k, real, TAIL or MASKED, PRECISION), high[:, None], low[:, None],
             received[None, :], inverse[:, None], inverse_received[None, :],
             tl.dot(grad, tl.trans(gathered), input_precision=PRECISION), delta[:, None],
             tl.dot(v, tl.trans(d_gathered), input_precision=PRECISION), key_delta[None, :],
-            prior_delta[:, None], rows_real[:, None], score_scale, PRECISE, MASKED,
+            rows_real[:, None], score_scale, PRECISE, MASKED,
         )  # fmt: skip
-        dq = tl.dot(d_scores.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq
+        if SECOND:
+            d_scores = parts - a * prior_delta[:, None]
+            out = tl.dot(d_scores.to(k.dtype), k, out, input_precision=PRECISION)
+        else:
+            prior_delta += tl.sum(parts, 1)
+            out = tl.dot(b.to(d_gathered.dtype), d_gathered, out, input_precision=PRECISION)
+    return out, prior_delta
 
 
 @triton.jit
@@ -193,43 +178,44 @@ def row_gradients(
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * ROWS, tokens, v_row, ROWS, DIM, BLOCK_DIM, True)
-    high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
-    full = tokens // KEYS * KEYS
-
-    dv = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    prior_delta = tl.zeros([ROWS], tl.float32)
-    dv, prior_delta = _row_value_loop(
-        dv, prior_delta, q, v, high, low, k_base, k_row, d_base, m_row, mask_base,
-        inverse_received_ptr + row_base, key_delta_ptr + row_base, 0, full, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
-    dv, prior_delta = _row_value_loop(
-        dv, prior_delta, q, v, high, low, k_base, k_row, d_base, m_row, mask_base,
-        inverse_received_ptr + row_base, key_delta_ptr + row_base, full, tokens, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
-    dv = tl.where(rows_real[:, None], dv, 0.0)
-    prior_delta = tl.where(rows_real, prior_delta, 0.0)
-    store_rows(dv_base, block * ROWS, tokens, d_row, dv, ROWS, DIM, BLOCK_DIM)
-    tl.store(prior_delta_ptr + row_base + rows, prior_delta, mask=rows < tokens)
-
     grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
+    high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
     inverse = load_vector(inverse_ptr + row_base, rows, tokens, 0.0, True)
     delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
-    dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    dq = _row_query_loop(
-        dq, q, v, grad, high, low, inverse, delta, prior_delta, rows_real,
+    full = tokens // KEYS * KEYS
+
+    prior_delta = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    out, prior_delta = _row_loop(
+        out, prior_delta, q, v, grad, high, low, inverse, delta, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
         inverse_received_ptr + row_base, key_delta_ptr + row_base, 0, full, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
+        KEYS, DIM, BLOCK_DIM, False, False, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
-    dq = _row_query_loop(
-        dq, q, v, grad, high, low, inverse, delta, prior_delta, rows_real,
+    out, prior_delta = _row_loop(
+        out, prior_delta, q, v, grad, high, low, inverse, delta, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
         inverse_received_ptr + row_base, key_delta_ptr + row_base, full, tokens, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
+        KEYS, DIM, BLOCK_DIM, True, False, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
-    store_rows(dq_base, block * ROWS, tokens, d_row, dq * scale, ROWS, DIM, BLOCK_DIM)
+    out = tl.where(rows_real[:, None], out, 0.0)
+    store_rows(dv_base, block * ROWS, tokens, d_row, out, ROWS, DIM, BLOCK_DIM)
+    tl.store(prior_delta_ptr + row_base + rows, prior_delta, mask=rows < tokens)
+
+    out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    out, prior_delta = _row_loop(
+        out, prior_delta, q, v, grad, high, low, inverse, delta, rows_real,
+        k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
+        inverse_received_ptr + row_base, key_delta_ptr + row_base, 0, full, tokens, score_scale,
+        KEYS, DIM, BLOCK_DIM, False, True, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
+    out, prior_delta = _row_loop(
+        out, prior_delta, q, v, grad, high, low, inverse, delta, rows_real,
+        k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
+        inverse_received_ptr + row_base, key_delta_ptr + row_base, full, tokens, tokens, score_scale,
+        KEYS, DIM, BLOCK_DIM, True, True, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
+    store_rows(dq_base, block * ROWS, tokens, d_row, out * scale, ROWS, DIM, BLOCK_DIM)
 
 
 @triton.jit
@@ -251,13 +237,14 @@ def _key_loop(
         delta = load_vector(delta_base, rows, tokens, 0.0, TAIL)
         prior_delta = load_vector(prior_delta_base, rows, tokens, 0.0, TAIL)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-        d_scores = _score_gradient(
+        a, _, parts = _score_parts(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :],
             received[:, None], inverse[None, :], inverse_received[:, None],
             tl.dot(gathered, tl.trans(grad), input_precision=PRECISION), delta[None, :],
             tl.dot(d_gathered, tl.trans(v), input_precision=PRECISION), key_delta[:, None],
-            prior_delta[None, :], rows_real[None, :], score_scale, PRECISE, MASKED,
+            rows_real[None, :], score_scale, PRECISE, MASKED,
         )  # fmt: skip
+        d_scores = parts - a * prior_delta[None, :]
         dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk
 
