@@ -1,6 +1,7 @@
 """Self-attention refined by belief propagation, and instruments that show which heads collapse."""
 
 from saobp.attention import attention, refine
+from saobp.packing import attention_packed, pack, unpack
 from saobp.propagation import Factor, register_factor
 from saobp.refinement import Refinement
 from saobp.transformers import apply, load, remove
@@ -12,8 +13,11 @@ __all__ = [
     "Refinement",
     "apply",
     "attention",
+    "attention_packed",
     "load",
+    "pack",
     "refine",
     "register_factor",
     "remove",
+    "unpack",
 ]

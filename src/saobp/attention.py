@@ -53,34 +53,52 @@ def attention(
     meaning: without causality (all queries then count as real), or for causal ``none`` and the listing
     factors (the last query is aligned with the last key).
     """
-    _check_states(query, key, value)
-    _check_dropout(dropout_p)
+    check_states(query, key, value)
+    check_dropout(dropout_p)
     queries, keys = query.shape[-2], key.shape[-2]
     if padding_mask is not None:
         _check_padding(padding_mask, (query.shape[0], keys))
     _check_lengths(queries, keys, refinement, is_causal)
     if strength is None:
         strongest = refinement.strongest
-    strength = _strength(refinement, strength, query.shape[1], query.device)
-    if backend not in ("auto", "reference", "fused"):
-        raise ValueError(f"unknown backend {backend!r}: choose 'auto', 'reference' or 'fused'")
+    strength = call_strength(refinement, strength, query.shape[1], query.device)
+    kernels = kernels_apply(query, key, value, refinement, is_causal, scale, dropout_p, backend)
     if is_causal and refinement.future == "paper":
         warn_of_leak()
-    if backend != "reference":
-        obstacle = unsupported(query, key, value, refinement, is_causal, scale)
-        if obstacle is None:
-            return fused_attention(
-                query, key, value, refinement, strength,
-                strongest=strongest, padding_mask=padding_mask, dropout_p=dropout_p, scale=scale,
-            )  # fmt: skip
-        if backend == "fused":
-            raise ValueError(f"the fused backend cannot do this call because {obstacle}")
-        if query.is_cuda:
-            _say_once(obstacle)
+    if kernels:
+        return fused_attention(
+            query, key, value, refinement, strength,
+            strongest=strongest, padding_mask=padding_mask, dropout_p=dropout_p, scale=scale,
+        )  # fmt: skip
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device)
     return reference_attention(
         query, key, value, refinement, strength, graph, dropout_p=dropout_p, scale=scale
     ).output
+
+
+def kernels_apply(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    refinement: Refinement,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    backend: Backend,
+) -> bool:
+    """Whether the kernels take this call; says once on a GPU why not, and raises if they were insisted on."""
+    if backend not in ("auto", "reference", "fused"):
+        raise ValueError(f"unknown backend {backend!r}: choose 'auto', 'reference' or 'fused'")
+    if backend == "reference":
+        return False
+    obstacle = unsupported(query, key, value, refinement, is_causal, scale, dropout_p)
+    if obstacle is None:
+        return True
+    if backend == "fused":
+        raise ValueError(f"the fused backend cannot do this call because {obstacle}")
+    if query.is_cuda:
+        _say_once(obstacle)
+    return False
 
 
 def refine(
@@ -108,7 +126,7 @@ def refine(
     if is_causal and refinement.future == "paper":
         warn_of_leak()
     heads = probabilities.shape[-3] if probabilities.ndim > 2 else 1
-    strengths = _strength(refinement, strength, heads, probabilities.device)
+    strengths = call_strength(refinement, strength, heads, probabilities.device)
     rows = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
     if padding_mask is not None:
         padding_mask = padding_mask.view(*batch, *[1] * (probabilities.ndim - 3), keys)
@@ -160,7 +178,7 @@ def warn_of_leak() -> None:
 @functools.cache
 def _warn_of_fallback(obstacle: str) -> None:
     warnings.warn(
-        f"attention is refined by the slower reference path because {obstacle}", UserWarning, stacklevel=4
+        f"attention is refined by the slower reference path because {obstacle}", UserWarning, stacklevel=5
     )
 
 
@@ -169,7 +187,9 @@ def _say_once(obstacle: str) -> None:
         _warn_of_fallback(obstacle)
 
 
-def _strength(refinement: Refinement, strength: Tensor | None, heads: int, device: torch.device) -> Tensor:
+def call_strength(
+    refinement: Refinement, strength: Tensor | None, heads: int, device: torch.device
+) -> Tensor:
     if strength is not None:
         if strength.shape != (heads,):
             raise ValueError(
@@ -182,7 +202,7 @@ def _strength(refinement: Refinement, strength: Tensor | None, heads: int, devic
     return refinement.layer_strengths(0, 1, heads).to(device)
 
 
-def _check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError(f"query, key and value must be [batch, heads, length, dim], not {shapes}")
@@ -204,7 +224,7 @@ def _check_padding(padding_mask: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"padding_mask must have shape {shape}, not {tuple(padding_mask.shape)}")
 
 
-def _check_dropout(dropout_p: float) -> None:
+def check_dropout(dropout_p: float) -> None:
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must lie from 0 up to but not including 1, not {dropout_p}")
 

@@ -36,6 +36,8 @@ def unsupported(
         return "Triton's interpreter multiplies bfloat16 wrongly"
     if refinement.factor not in POTTS and refinement.factor != "elemmul":
         return f"factor {refinement.factor!r} has no kernel"
+    if refinement.factor == "elemmul" and is_causal:
+        return "causal 'elemmul' has no kernel"
     if refinement.factor == "elemmul" and dropout_p:
         return "dropout on 'elemmul' needs the entries of A A^T, which its kernels never form"
     if refinement.steps != 1:
