@@ -86,18 +86,20 @@ def kernels_apply(
     dropout_p: float,
     backend: Backend,
 ) -> bool:
-    """Whether the kernels take this call; says once on a GPU why not, and raises if they were insisted on."""
+    """Whether the kernels take this call; says once on a GPU why not, and raises if they were insisted on.
+
+    Nobody is given Triton's interpreter, the only way to run them on a CPU, without insisting.
+    """
     if backend not in ("auto", "reference", "fused"):
         raise ValueError(f"unknown backend {backend!r}: choose 'auto', 'reference' or 'fused'")
-    if backend == "reference":
+    if backend == "reference" or (backend == "auto" and not query.is_cuda):
         return False
     obstacle = unsupported(query, key, value, refinement, is_causal, scale, dropout_p)
     if obstacle is None:
         return True
     if backend == "fused":
         raise ValueError(f"the fused backend cannot do this call because {obstacle}")
-    if query.is_cuda:
-        _say_once(obstacle)
+    _say_once(obstacle)
     return False
 
 

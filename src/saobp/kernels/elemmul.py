@@ -5,8 +5,10 @@ Row i of the normalised A A^T reaches the values through the keys. With n_k = su
     G_k = sum_j (A_jk / n_k) V_j                what the rows that look at key k hold, on average
     O_i = sum_k (A_ik n_k / z_i) G_k            with z_i = sum_k A_ik n_k
 
-Both weights sum to one, so that G and O stay within the range of V in any precision. ``row_sums`` of
-``forward.py`` comes first; then ``gathered_values`` over keys and ``elemmul_output`` over rows.
+Both weights sum to one, so that G and O stay within the range of V in any precision. G is kept in the
+precision of V less the mean of V: rows that attend to everything alike differ by little in G, and these
+differences are all that the gradient of the scores sees. ``row_sums`` of ``forward.py`` and
+``centres`` come first; then ``gathered_values`` over keys and ``elemmul_output`` over rows.
 
 Two rows that share no key count as FLOOR alike, as in the specification. Only padding rows can depend on
 it: a real row is always like itself.
@@ -33,6 +35,38 @@ FLOOR = tl.constexpr(2.0**-103)
 
 NOTHING = tl.constexpr(2.0**-120)
 """Below this a column's sum counts as 0: no row, not even one at FLOOR, can depend on it."""
+
+
+@triton.jit
+def centres(
+    x_ptr, mask_ptr, cu_ptr, centre_ptr,
+    x_batch, x_head, x_row,
+    heads, group, length,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Sum of a head's rows (REAL: its real rows) over the number of its real rows, in float32."""
+    _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    base = x_ptr + batch64 * x_batch + (head // group) * x_head + first64 * x_row
+    mask_base = mask_ptr + batch64 * length
+    total = tl.zeros([BLOCK_DIM], tl.float32)
+    count = tl.zeros([ROWS], tl.int32)
+    for begin in tl.range(0, tokens, ROWS):
+        x = load_rows(base, begin, tokens, x_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
+        real = real_tokens(mask_base, begin + tl.arange(0, ROWS), tokens, MASKED)
+        if REAL:
+            x = tl.where(real[:, None], x, 0.0)
+        total += tl.sum(x, 0)
+        count += real.to(tl.int32)
+    places = tl.program_id(0) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    tl.store(centre_ptr + places, total / tl.maximum(tl.sum(count, 0), 1))
+
+
+@triton.jit
+def load_centre(centre_ptr, blocks, BLOCK_DIM: tl.constexpr):
+    """The centre of the head of this program, ready to broadcast against its rows."""
+    return tl.load(centre_ptr + tl.program_id(0) // blocks * BLOCK_DIM + tl.arange(0, BLOCK_DIM))[None, :]
 
 
 @triton.jit
@@ -68,13 +102,13 @@ def _gather_loop(
 
 @triton.jit
 def gathered_values(
-    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, lse_ptr, gathered_ptr, received_ptr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, lse_ptr, centre_ptr, gathered_ptr, received_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, m_batch, m_head, m_row,
     heads, group, length, blocks, low_plane, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ANCHORED: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """G of a block of keys, and n: how much attention each receives from real rows. Padding keys get 0."""
+    """G of a block of keys, centred, and n: how much attention each receives from real rows. Padding keys get 0."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -102,7 +136,8 @@ def gathered_values(
     )  # fmt: skip
     received = total * top
     counts = real_tokens(mask_base, keys, tokens, MASKED) & (received > NOTHING)
-    out = tl.where(counts[:, None], out / tl.where(counts, total, 1.0)[:, None], 0.0)
+    out = out / tl.where(counts, total, 1.0)[:, None] - load_centre(centre_ptr, blocks, BLOCK_DIM)
+    out = tl.where(counts[:, None], out, 0.0)
     gathered_base = gathered_ptr + batch64 * m_batch + head * m_head + first64 * m_row
     store_rows(gathered_base, block * KEYS, tokens, m_row, out, KEYS, DIM, BLOCK_DIM)
     tl.store(received_ptr + row_base + keys, tl.where(counts, received, 0.0), mask=keys < tokens)
@@ -134,13 +169,13 @@ def _output_loop(
 
 @triton.jit
 def elemmul_output(
-    q_ptr, k_ptr, gathered_ptr, out_ptr, mask_ptr, cu_ptr, lse_ptr, received_ptr, belief_ptr,
+    q_ptr, k_ptr, gathered_ptr, out_ptr, mask_ptr, cu_ptr, lse_ptr, centre_ptr, received_ptr, inverse_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, m_batch, m_head, m_row, o_batch, o_head, o_row,
     heads, group, length, blocks, low_plane, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ANCHORED: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output of a block of rows and log2 z; plus infinity for a row that sees no key."""
+    """Output of a block of rows and 1 / z; 0 for a row that sees no key."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * ROWS >= tokens:
         return
@@ -167,8 +202,10 @@ def elemmul_output(
         full, tokens, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, True, ANCHORED, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
-    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    visible = total > 0
+    total = tl.where(visible, total, 1.0)
+    out = out / total[:, None] + load_centre(centre_ptr, blocks, BLOCK_DIM)
+    out = tl.where(visible[:, None], out, 0.0)
     out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
-    belief = tl.where(total > 0, tl.log2(total) + tl.log2(top), float("inf"))
-    tl.store(belief_ptr + row_base + rows, belief, mask=rows < tokens)
+    tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total / top, 0.0), mask=rows < tokens)

@@ -1,11 +1,11 @@
-"""Gradients of ElemMul: two sweeps over keys and two over rows, no atomics.
+"""Gradients of ElemMul: sweeps over keys, rows and keys again, no atomics.
 
-With P_ik = A_ik n_k / z_i and B_kj = A_jk / n_k, the two attentions O = P G and G = B V of ``elemmul.py``,
-and D = rowsum(dO * O):
+With P_ik = A_ik n_k / z_i and B_kj = A_jk / n_k, the two attentions O = P G and G = B V of ``elemmul.py``:
 
-1. ``gathered_gradient`` (over keys): dG = P^T dO and F = P^T D.
-2. ``row_gradients`` (over rows): dV_i = sum_k B_ki dG_k and E_i = sum_k A_ik dA_ik, then dQ.
-3. ``elemmul_key_gradient`` (over keys): dK.
+1. ``row_terms``: D_i = dO_i . O_i.
+2. ``gathered_gradient`` (over keys): dG = P^T dO and F = P^T D.
+3. ``row_gradients`` (over rows): dV_i = sum_k B_ki dG_k and E_i = sum_k A_ik dA_ik, then dQ.
+4. ``elemmul_key_gradient`` (over keys): dK.
 
 The scores' gradient is dS_ik = A_ik (dA_ik - E_i) with
 
@@ -15,6 +15,9 @@ F stands for dG . G less the gradient of log n, which needs no sweep of its own.
 and dV alone, or split off the sum over keys as in ``backward.py``; but summed up from the very entries it
 is taken from, it makes rows of dS sum to 0 however G, dG and O were rounded, and a collapsed head's
 gradient is a difference of large terms. Padding rows have no B.
+
+G is kept less the mean c of V, and dG less its own mean g, for the sake of small differences: D becomes
+dO . (O - c), and dG_k . V_i the kept part's product plus g . V_i.
 """
 
 from __future__ import annotations
@@ -31,8 +34,32 @@ from saobp.kernels.arithmetic import (
     relative,
     store_rows,
 )
-from saobp.kernels.elemmul import FLOOR
+from saobp.kernels.elemmul import FLOOR, load_centre
 from saobp.kernels.forward import raw_scores
+
+
+@triton.jit
+def row_terms(
+    grad_ptr, out_ptr, v_ptr, cu_ptr, centre_ptr, d_centre_ptr, delta_ptr, offset_ptr,
+    g_batch, g_head, g_row, o_batch, o_head, o_row, v_batch, v_head, v_row,
+    heads, group, length, blocks,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """dO . (O - c) and g . V of a block of rows, in float32."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    o_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
+    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    row_base = (batch64 * heads + head) * length + first64
+    grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
+    out = load_rows(o_base, block * ROWS, tokens, o_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
+    v = load_rows(v_base, block * ROWS, tokens, v_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
+    delta = tl.sum(grad * (out - load_centre(centre_ptr, blocks, BLOCK_DIM)), 1)
+    offset = tl.sum(v * load_centre(d_centre_ptr, blocks, BLOCK_DIM), 1)
+    tl.store(delta_ptr + row_base + rows, delta, mask=rows < tokens)
+    tl.store(offset_ptr + row_base + rows, offset, mask=rows < tokens)
 
 
 @triton.jit
@@ -62,13 +89,13 @@ def _gathered_loop(
 @triton.jit
 def gathered_gradient(
     q_ptr, k_ptr, grad_ptr, mask_ptr, cu_ptr, lse_ptr, received_ptr, inverse_ptr, delta_ptr,
-    d_gathered_ptr, key_delta_ptr, inverse_received_ptr,
+    centre_ptr, d_centre_ptr, d_gathered_ptr, key_delta_ptr, inverse_received_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, g_batch, g_head, g_row, m_batch, m_head, m_row,
     heads, group, length, blocks, low_plane, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dG and F of a block of keys, and 1 / n for the sweeps to come; all 0 for keys nobody looks at."""
+    """dG, centred, and F of a block of keys, and 1 / n for the sweeps to come; 0 for keys nobody looks at."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -94,7 +121,11 @@ def gathered_gradient(
         ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     counts = received > 0
-    d_gathered = tl.where(counts[:, None], d_gathered, 0.0)
+    d_centre = load_centre(d_centre_ptr, blocks, BLOCK_DIM)
+    d_gathered = tl.where(counts[:, None], d_gathered - d_centre, 0.0).to(d_gathered_ptr.dtype.element_ty)
+    key_delta += tl.sum(
+        (d_gathered.to(tl.float32) + d_centre) * load_centre(centre_ptr, blocks, BLOCK_DIM), 1
+    )
     d_base = d_gathered_ptr + batch64 * m_batch + head * m_head + first64 * m_row
     store_rows(d_base, block * KEYS, tokens, m_row, d_gathered, KEYS, DIM, BLOCK_DIM)
     tl.store(key_delta_ptr + row_base + keys, tl.where(counts, key_delta, 0.0), mask=keys < tokens)
@@ -104,26 +135,28 @@ def gathered_gradient(
 
 @triton.jit
 def _score_parts(
-    raw, high, low, received, inverse, inverse_received, d_out, delta, d_value, key_delta, rows_real, score_scale,
+    raw, high, low, received, inverse, inverse_received, d_out, delta, d_value, offset, key_delta, rows_real, score_scale,
     PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A, B and A dA of a tile; vectors come ready to broadcast against ``raw``, d_out is dO . G, d_value dG . V."""
+    """A, B and A dA of a tile; vectors come ready to broadcast against ``raw``, d_out is dO . G,
+    d_value + offset dG . V.
+    """
     a = tl.exp2(relative(raw, high, low, score_scale, PRECISE))
     b = a * inverse_received
     if MASKED:
         b = tl.where(rows_real, b, 0.0)
-    return a, b, a * received * inverse * (d_out - delta) + b * (d_value - key_delta)
+    return a, b, a * received * inverse * (d_out - delta) + b * (d_value + (offset - key_delta))
 
 
 @triton.jit
 def _row_loop(
-    out, prior_delta, q, v, grad, high, low, inverse, delta, rows_real,
+    out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
     k_base, k_row, gathered_base, d_base, m_row, mask_base, received_base, inverse_received_base, key_delta_base,
     start, stop, tokens, score_scale,
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, SECOND: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """First pass: ``out`` is dV and E grows. SECOND: ``out`` is dQ and E is known."""
+    """First pass: ``out`` is dV, E and the sums of B grow. SECOND: ``out`` is dQ and E is known."""
     for begin in tl.range(start, stop, KEYS):
         keys = begin + tl.arange(0, KEYS)
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
@@ -137,7 +170,7 @@ def _row_loop(
             raw_scores(q, k, real, TAIL or MASKED, PRECISION), high[:, None], low[:, None],
             received[None, :], inverse[:, None], inverse_received[None, :],
             tl.dot(grad, tl.trans(gathered), input_precision=PRECISION), delta[:, None],
-            tl.dot(v, tl.trans(d_gathered), input_precision=PRECISION), key_delta[None, :],
+            tl.dot(v, tl.trans(d_gathered), input_precision=PRECISION), offset[:, None], key_delta[None, :],
             rows_real[:, None], score_scale, PRECISE, MASKED,
         )  # fmt: skip
         if SECOND:
@@ -145,14 +178,16 @@ def _row_loop(
             out = tl.dot(d_scores.to(k.dtype), k, out, input_precision=PRECISION)
         else:
             prior_delta += tl.sum(parts, 1)
+            shares += tl.sum(b, 1)
             out = tl.dot(b.to(d_gathered.dtype), d_gathered, out, input_precision=PRECISION)
-    return out, prior_delta
+    return out, prior_delta, shares
 
 
 @triton.jit
 def row_gradients(
     q_ptr, k_ptr, v_ptr, grad_ptr, gathered_ptr, d_gathered_ptr, mask_ptr, cu_ptr, lse_ptr, received_ptr,
-    inverse_received_ptr, key_delta_ptr, inverse_ptr, delta_ptr, prior_delta_ptr, dq_ptr, dv_ptr,
+    inverse_received_ptr, key_delta_ptr, inverse_ptr, delta_ptr, offset_ptr, d_centre_ptr, prior_delta_ptr,
+    dq_ptr, dv_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     m_batch, m_head, m_row, d_batch, d_head, d_row,
     heads, group, length, blocks, low_plane, scale, score_scale,
@@ -182,35 +217,38 @@ def row_gradients(
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
     inverse = load_vector(inverse_ptr + row_base, rows, tokens, 0.0, True)
     delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
+    offset = load_vector(offset_ptr + row_base, rows, tokens, 0.0, True)
     full = tokens // KEYS * KEYS
 
     prior_delta = tl.zeros([ROWS], tl.float32)
+    shares = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    out, prior_delta = _row_loop(
-        out, prior_delta, q, v, grad, high, low, inverse, delta, rows_real,
+    out, prior_delta, shares = _row_loop(
+        out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
         inverse_received_ptr + row_base, key_delta_ptr + row_base, 0, full, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, False, False, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
-    out, prior_delta = _row_loop(
-        out, prior_delta, q, v, grad, high, low, inverse, delta, rows_real,
+    out, prior_delta, shares = _row_loop(
+        out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
         inverse_received_ptr + row_base, key_delta_ptr + row_base, full, tokens, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, True, False, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
+    out += shares[:, None] * load_centre(d_centre_ptr, blocks, BLOCK_DIM)
     out = tl.where(rows_real[:, None], out, 0.0)
     store_rows(dv_base, block * ROWS, tokens, d_row, out, ROWS, DIM, BLOCK_DIM)
     tl.store(prior_delta_ptr + row_base + rows, prior_delta, mask=rows < tokens)
 
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    out, prior_delta = _row_loop(
-        out, prior_delta, q, v, grad, high, low, inverse, delta, rows_real,
+    out, prior_delta, shares = _row_loop(
+        out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
         inverse_received_ptr + row_base, key_delta_ptr + row_base, 0, full, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, False, True, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
-    out, prior_delta = _row_loop(
-        out, prior_delta, q, v, grad, high, low, inverse, delta, rows_real,
+    out, prior_delta, shares = _row_loop(
+        out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
         inverse_received_ptr + row_base, key_delta_ptr + row_base, full, tokens, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, True, True, PRECISE, MASKED, PRECISION,
@@ -222,7 +260,7 @@ def row_gradients(
 def _key_loop(
     dk, k, gathered, d_gathered, received, inverse_received, key_delta,
     q_base, q_row, v_base, v_row, g_base, g_row, mask_base, lse_base, low_plane,
-    inverse_base, delta_base, prior_delta_base,
+    inverse_base, delta_base, offset_base, prior_delta_base,
     start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -235,13 +273,14 @@ def _key_loop(
         high, low = load_lse(lse_base, low_plane, rows, tokens, PRECISE, TAIL)
         inverse = load_vector(inverse_base, rows, tokens, 0.0, TAIL)
         delta = load_vector(delta_base, rows, tokens, 0.0, TAIL)
+        offset = load_vector(offset_base, rows, tokens, 0.0, TAIL)
         prior_delta = load_vector(prior_delta_base, rows, tokens, 0.0, TAIL)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)
         a, _, parts = _score_parts(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :],
             received[:, None], inverse[None, :], inverse_received[:, None],
             tl.dot(gathered, tl.trans(grad), input_precision=PRECISION), delta[None, :],
-            tl.dot(d_gathered, tl.trans(v), input_precision=PRECISION), key_delta[:, None],
+            tl.dot(d_gathered, tl.trans(v), input_precision=PRECISION), offset[None, :], key_delta[:, None],
             rows_real[None, :], score_scale, PRECISE, MASKED,
         )  # fmt: skip
         d_scores = parts - a * prior_delta[None, :]
@@ -252,7 +291,7 @@ def _key_loop(
 @triton.jit
 def elemmul_key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, gathered_ptr, d_gathered_ptr, mask_ptr, cu_ptr, lse_ptr, received_ptr,
-    inverse_received_ptr, key_delta_ptr, inverse_ptr, delta_ptr, prior_delta_ptr, dk_ptr,
+    inverse_received_ptr, key_delta_ptr, inverse_ptr, delta_ptr, offset_ptr, prior_delta_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     m_batch, m_head, m_row, d_batch, d_head, d_row,
     heads, group, length, blocks, low_plane, scale, score_scale,
@@ -285,13 +324,13 @@ def elemmul_key_gradient(
     dk = _key_loop(
         dk, k, gathered, d_gathered, received, inverse_received, key_delta,
         q_base, q_row, v_base, v_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
-        inverse_ptr + row_base, delta_ptr + row_base, prior_delta_ptr + row_base, 0, full, tokens, score_scale,
+        inverse_ptr + row_base, delta_ptr + row_base, offset_ptr + row_base, prior_delta_ptr + row_base, 0, full, tokens, score_scale,
         ROWS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     dk = _key_loop(
         dk, k, gathered, d_gathered, received, inverse_received, key_delta,
         q_base, q_row, v_base, v_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
-        inverse_ptr + row_base, delta_ptr + row_base, prior_delta_ptr + row_base, full, tokens, tokens, score_scale,
+        inverse_ptr + row_base, delta_ptr + row_base, offset_ptr + row_base, prior_delta_ptr + row_base, full, tokens, tokens, score_scale,
         ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)

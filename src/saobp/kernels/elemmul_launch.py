@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from saobp.kernels import backward, elemmul, elemmul_backward, forward
+from saobp.kernels import elemmul, elemmul_backward, forward
 from saobp.kernels.launch import Block, Problem, blocks, empty_states, given, strides
 
 
@@ -40,20 +40,22 @@ def elemmul_block(problem: Problem, sweep: str) -> Block:
 
 def run_elemmul(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output and what the backward pass needs: lse, gathered, received, belief."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output and what the backward pass needs: lse, centre, gathered, received, inverse."""
     out, gathered = (empty_states(problem, query) for _ in range(2))
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     lse = torch.empty(problem.lse_shape, **floats)
-    received, belief = (torch.empty(query.shape[:3], **floats) for _ in range(2))
+    received, inverse = (torch.empty(query.shape[:3], **floats) for _ in range(2))
+    centre = torch.empty(centre_shape(problem), **floats)
     common = _common(problem, query, key, mask, cu, lse)
 
     block = elemmul_block(problem, "row_sums")
     wrap_triton(forward.row_sums)[(problem.programs(block.rows),)](
         **common, **blocks(problem, block, block.rows)
     )
+    _find_centre(problem, value, mask, cu, centre, REAL=True)
     gathers: dict[str, Any] = {
-        "gathered_ptr": gathered, "received_ptr": received, **strides("m", gathered),
+        "centre_ptr": centre, "gathered_ptr": gathered, "received_ptr": received, **strides("m", gathered),
         "ANCHORED": problem.dtype == torch.float16,
     }  # fmt: skip
     block = elemmul_block(problem, "gathered_values")
@@ -63,24 +65,26 @@ def run_elemmul(
     block = elemmul_block(problem, "elemmul_output")
     wrap_triton(elemmul.elemmul_output)[(problem.programs(block.rows),)](
         **common, **gathers, **blocks(problem, block, block.rows),
-        out_ptr=out, belief_ptr=belief, **strides("o", out),
+        out_ptr=out, inverse_ptr=inverse, **strides("o", out),
     )  # fmt: skip
-    return out, lse, gathered, received, belief
+    return out, lse, centre, gathered, received, inverse
 
 
 def run_elemmul_backward(
     problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None,
-    out: Tensor, lse: Tensor, gathered: Tensor, received: Tensor, belief: Tensor,
+    out: Tensor, lse: Tensor, centre: Tensor, gathered: Tensor, received: Tensor, inverse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv with one key head per query head."""
     dq, dk, dv, d_gathered = (empty_states(problem, query) for _ in range(4))
-    delta, inverse, key_delta, inverse_received, prior_delta = (torch.empty_like(belief) for _ in range(5))
+    delta, offset, key_delta, inverse_received, prior_delta = (torch.empty_like(inverse) for _ in range(5))
+    d_centre = torch.empty_like(centre)
+    _find_centre(problem, grad, mask, cu, d_centre, REAL=False)
     constants = problem.constants()
-    wrap_triton(backward.row_products)[(problem.programs(128),)](
-        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, lse), belief_ptr=belief, delta_ptr=delta, inverse_ptr=inverse,
-        **strides("g", grad), **strides("o", out),
-        heads=problem.heads, length=problem.length, blocks=triton.cdiv(problem.longest, 128), ROWS=128,
-        DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,
+    wrap_triton(elemmul_backward.row_terms)[(problem.programs(64),)](
+        grad_ptr=grad, out_ptr=out, v_ptr=value, cu_ptr=given(cu, lse), centre_ptr=centre, d_centre_ptr=d_centre,
+        delta_ptr=delta, offset_ptr=offset, **strides("g", grad), **strides("o", out), **strides("v", value),
+        heads=problem.heads, group=problem.group, length=problem.length, blocks=triton.cdiv(problem.longest, 64),
+        ROWS=64, DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,
     )  # fmt: skip
     common = _common(problem, query, key, mask, cu, lse)
     common |= {
@@ -90,21 +94,38 @@ def run_elemmul_backward(
     }  # fmt: skip
     block = elemmul_block(problem, "gathered_gradient")
     wrap_triton(elemmul_backward.gathered_gradient)[(problem.programs(block.keys),)](
-        **common, **blocks(problem, block, block.keys)
+        **common, **blocks(problem, block, block.keys), centre_ptr=centre, d_centre_ptr=d_centre
     )
     common |= {
-        "v_ptr": value, "gathered_ptr": gathered, "prior_delta_ptr": prior_delta, "scale": problem.scale,
+        "offset_ptr": offset, "v_ptr": value, "gathered_ptr": gathered, "prior_delta_ptr": prior_delta, "scale": problem.scale,
         **strides("v", value), **strides("d", dq),
     }  # fmt: skip
     block = elemmul_block(problem, "row_gradients")
     wrap_triton(elemmul_backward.row_gradients)[(problem.programs(block.rows),)](
-        **common, **blocks(problem, block, block.rows), dq_ptr=dq, dv_ptr=dv
+        **common, **blocks(problem, block, block.rows), d_centre_ptr=d_centre, dq_ptr=dq, dv_ptr=dv
     )
     block = elemmul_block(problem, "elemmul_key_gradient")
     wrap_triton(elemmul_backward.elemmul_key_gradient)[(problem.programs(block.keys),)](
         **common, **blocks(problem, block, block.keys), dk_ptr=dk
     )
     return dq, dk, dv
+
+
+def centre_shape(problem: Problem) -> tuple[int, int, int]:
+    """One row per head of each sequence, as wide as a tile."""
+    return problem.sequences, problem.heads, problem.constants()["BLOCK_DIM"]
+
+
+def _find_centre(
+    problem: Problem, states: Tensor, mask: Tensor | None, cu: Tensor | None, centre: Tensor, REAL: bool
+) -> None:
+    constants = problem.constants()
+    wrap_triton(elemmul.centres)[(problem.sequences * problem.heads,)](
+        x_ptr=states, mask_ptr=given(mask, centre), cu_ptr=given(cu, centre), centre_ptr=centre,
+        **strides("x", states), heads=problem.heads, group=problem.heads // states.shape[1], length=problem.length,
+        DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], ROWS=64, REAL=REAL,
+        MASKED=problem.masked, PACKED=problem.packed,
+    )  # fmt: skip
 
 
 def _common(
