@@ -45,7 +45,7 @@ def centres(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Sum of a head's rows (REAL: its real rows) over the number of its real rows, in float32."""
+    """Mean of a head's rows (REAL: its real rows) in float32."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     base = x_ptr + batch64 * x_batch + (head // group) * x_head + first64 * x_row
@@ -54,11 +54,10 @@ def centres(
     count = tl.zeros([ROWS], tl.int32)
     for begin in tl.range(0, tokens, ROWS):
         x = load_rows(base, begin, tokens, x_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
-        real = real_tokens(mask_base, begin + tl.arange(0, ROWS), tokens, MASKED)
-        if REAL:
-            x = tl.where(real[:, None], x, 0.0)
-        total += tl.sum(x, 0)
-        count += real.to(tl.int32)
+        rows = begin + tl.arange(0, ROWS)
+        counts = real_tokens(mask_base, rows, tokens, MASKED and REAL)
+        total += tl.sum(tl.where(counts[:, None], x, 0.0), 0)
+        count += counts.to(tl.int32)
     places = tl.program_id(0) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     tl.store(centre_ptr + places, total / tl.maximum(tl.sum(count, 0), 1))
 

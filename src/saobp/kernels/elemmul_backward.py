@@ -16,8 +16,8 @@ and dV alone, or split off the sum over keys as in ``backward.py``; but summed u
 is taken from, it makes rows of dS sum to 0 however G, dG and O were rounded, and a collapsed head's
 gradient is a difference of large terms. Padding rows have no B.
 
-G is kept less the mean c of V, and dG less its own mean g, for the sake of small differences: D becomes
-dO . (O - c), and dG_k . V_i the kept part's product plus g . V_i.
+G is kept less the mean c of V, and dG_k less the mean g of dO times m_k = sum_i P_ik, for the sake of small
+differences: D becomes dO . (O - c), and dG_k . V_i the kept part's product plus m_k (g . V_i).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def row_terms(
 
 @triton.jit
 def _gathered_loop(
-    d_gathered, key_delta, k, received, q_base, q_row, g_base, g_row, lse_base, low_plane, inverse_base, delta_base,
+    d_gathered, key_delta, mass, k, received, q_base, q_row, g_base, g_row, lse_base, low_plane, inverse_base, delta_base,
     start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -80,22 +80,23 @@ def _gathered_loop(
         if MASKED:
             p += FLOOR
         p = p * received[:, None] * inverse[None, :]
+        mass += tl.sum(p, 1)
         key_delta += tl.sum(p * delta[None, :], 1)
         grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
         d_gathered = tl.dot(p.to(grad.dtype), grad, d_gathered, input_precision=PRECISION)
-    return d_gathered, key_delta
+    return d_gathered, key_delta, mass
 
 
 @triton.jit
 def gathered_gradient(
     q_ptr, k_ptr, grad_ptr, mask_ptr, cu_ptr, lse_ptr, received_ptr, inverse_ptr, delta_ptr,
-    centre_ptr, d_centre_ptr, d_gathered_ptr, key_delta_ptr, inverse_received_ptr,
+    centre_ptr, d_centre_ptr, d_gathered_ptr, key_delta_ptr, mass_ptr, inverse_received_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, g_batch, g_head, g_row, m_batch, m_head, m_row,
     heads, group, length, blocks, low_plane, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dG, centred, and F of a block of keys, and 1 / n for the sweeps to come; 0 for keys nobody looks at."""
+    """dG, centred, F, m and 1 / n of a block of keys; 0 for keys that nobody looks at."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -109,19 +110,21 @@ def gathered_gradient(
     received = load_vector(received_ptr + row_base, keys, tokens, 0.0, True)
     d_gathered = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     key_delta = tl.zeros([KEYS], tl.float32)
+    mass = tl.zeros([KEYS], tl.float32)
     full = tokens // ROWS * ROWS
-    d_gathered, key_delta = _gathered_loop(
-        d_gathered, key_delta, k, received, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
+    d_gathered, key_delta, mass = _gathered_loop(
+        d_gathered, key_delta, mass, k, received, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
         inverse_ptr + row_base, delta_ptr + row_base, 0, full, tokens, score_scale,
         ROWS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
-    d_gathered, key_delta = _gathered_loop(
-        d_gathered, key_delta, k, received, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
+    d_gathered, key_delta, mass = _gathered_loop(
+        d_gathered, key_delta, mass, k, received, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
         inverse_ptr + row_base, delta_ptr + row_base, full, tokens, tokens, score_scale,
         ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     counts = received > 0
-    d_centre = load_centre(d_centre_ptr, blocks, BLOCK_DIM)
+    mass = tl.where(counts, mass, 0.0)
+    d_centre = mass[:, None] * load_centre(d_centre_ptr, blocks, BLOCK_DIM)
     d_gathered = tl.where(counts[:, None], d_gathered - d_centre, 0.0).to(d_gathered_ptr.dtype.element_ty)
     key_delta += tl.sum(
         (d_gathered.to(tl.float32) + d_centre) * load_centre(centre_ptr, blocks, BLOCK_DIM), 1
@@ -129,34 +132,35 @@ def gathered_gradient(
     d_base = d_gathered_ptr + batch64 * m_batch + head * m_head + first64 * m_row
     store_rows(d_base, block * KEYS, tokens, m_row, d_gathered, KEYS, DIM, BLOCK_DIM)
     tl.store(key_delta_ptr + row_base + keys, tl.where(counts, key_delta, 0.0), mask=keys < tokens)
+    tl.store(mass_ptr + row_base + keys, mass, mask=keys < tokens)
     inverse_received = tl.where(counts, 1.0 / tl.where(counts, received, 1.0), 0.0)
     tl.store(inverse_received_ptr + row_base + keys, inverse_received, mask=keys < tokens)
 
 
 @triton.jit
 def _score_parts(
-    raw, high, low, received, inverse, inverse_received, d_out, delta, d_value, offset, key_delta, rows_real, score_scale,
+    raw, high, low, received, inverse, inverse_received, d_out, delta, d_value, offset, mass, key_delta, rows_real, score_scale,
     PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """A, B and A dA of a tile; vectors come ready to broadcast against ``raw``, d_out is dO . G,
-    d_value + offset dG . V.
+    d_value + mass offset dG . V.
     """
     a = tl.exp2(relative(raw, high, low, score_scale, PRECISE))
     b = a * inverse_received
     if MASKED:
         b = tl.where(rows_real, b, 0.0)
-    return a, b, a * received * inverse * (d_out - delta) + b * (d_value + (offset - key_delta))
+    return a, b, a * received * inverse * (d_out - delta) + b * (d_value + (mass * offset - key_delta))
 
 
 @triton.jit
 def _row_loop(
     out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
     k_base, k_row, gathered_base, d_base, m_row, mask_base, received_base, inverse_received_base, key_delta_base,
-    start, stop, tokens, score_scale,
+    mass_base, start, stop, tokens, score_scale,
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, SECOND: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """First pass: ``out`` is dV, E and the sums of B grow. SECOND: ``out`` is dQ and E is known."""
+    """First pass: ``out`` is dV, E and sum_k B_ki m_k grow. SECOND: ``out`` is dQ and E is known."""
     for begin in tl.range(start, stop, KEYS):
         keys = begin + tl.arange(0, KEYS)
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
@@ -165,12 +169,14 @@ def _row_loop(
         received = load_vector(received_base, keys, tokens, 0.0, TAIL)
         inverse_received = load_vector(inverse_received_base, keys, tokens, 0.0, TAIL)
         key_delta = load_vector(key_delta_base, keys, tokens, 0.0, TAIL)
+        mass = load_vector(mass_base, keys, tokens, 0.0, TAIL)
         real = real_tokens(mask_base, keys, tokens, MASKED)
         a, b, parts = _score_parts(
             raw_scores(q, k, real, TAIL or MASKED, PRECISION), high[:, None], low[:, None],
             received[None, :], inverse[:, None], inverse_received[None, :],
             tl.dot(grad, tl.trans(gathered), input_precision=PRECISION), delta[:, None],
-            tl.dot(v, tl.trans(d_gathered), input_precision=PRECISION), offset[:, None], key_delta[None, :],
+            tl.dot(v, tl.trans(d_gathered), input_precision=PRECISION), offset[:, None],
+            mass[None, :], key_delta[None, :],
             rows_real[:, None], score_scale, PRECISE, MASKED,
         )  # fmt: skip
         if SECOND:
@@ -178,7 +184,7 @@ def _row_loop(
             out = tl.dot(d_scores.to(k.dtype), k, out, input_precision=PRECISION)
         else:
             prior_delta += tl.sum(parts, 1)
-            shares += tl.sum(b, 1)
+            shares += tl.sum(b * mass[None, :], 1)
             out = tl.dot(b.to(d_gathered.dtype), d_gathered, out, input_precision=PRECISION)
     return out, prior_delta, shares
 
@@ -186,7 +192,7 @@ def _row_loop(
 @triton.jit
 def row_gradients(
     q_ptr, k_ptr, v_ptr, grad_ptr, gathered_ptr, d_gathered_ptr, mask_ptr, cu_ptr, lse_ptr, received_ptr,
-    inverse_received_ptr, key_delta_ptr, inverse_ptr, delta_ptr, offset_ptr, d_centre_ptr, prior_delta_ptr,
+    inverse_received_ptr, key_delta_ptr, mass_ptr, inverse_ptr, delta_ptr, offset_ptr, d_centre_ptr, prior_delta_ptr,
     dq_ptr, dv_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     m_batch, m_head, m_row, d_batch, d_head, d_row,
@@ -226,13 +232,13 @@ def row_gradients(
     out, prior_delta, shares = _row_loop(
         out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
-        inverse_received_ptr + row_base, key_delta_ptr + row_base, 0, full, tokens, score_scale,
+        inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, 0, full, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, False, False, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     out, prior_delta, shares = _row_loop(
         out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
-        inverse_received_ptr + row_base, key_delta_ptr + row_base, full, tokens, tokens, score_scale,
+        inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, full, tokens, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, True, False, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     out += shares[:, None] * load_centre(d_centre_ptr, blocks, BLOCK_DIM)
@@ -244,13 +250,13 @@ def row_gradients(
     out, prior_delta, shares = _row_loop(
         out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
-        inverse_received_ptr + row_base, key_delta_ptr + row_base, 0, full, tokens, score_scale,
+        inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, 0, full, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, False, True, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     out, prior_delta, shares = _row_loop(
         out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
-        inverse_received_ptr + row_base, key_delta_ptr + row_base, full, tokens, tokens, score_scale,
+        inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, full, tokens, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, True, True, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     store_rows(dq_base, block * ROWS, tokens, d_row, out * scale, ROWS, DIM, BLOCK_DIM)
@@ -258,7 +264,7 @@ def row_gradients(
 
 @triton.jit
 def _key_loop(
-    dk, k, gathered, d_gathered, received, inverse_received, key_delta,
+    dk, k, gathered, d_gathered, received, inverse_received, key_delta, mass,
     q_base, q_row, v_base, v_row, g_base, g_row, mask_base, lse_base, low_plane,
     inverse_base, delta_base, offset_base, prior_delta_base,
     start, stop, tokens, score_scale,
@@ -280,7 +286,8 @@ def _key_loop(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :],
             received[:, None], inverse[None, :], inverse_received[:, None],
             tl.dot(gathered, tl.trans(grad), input_precision=PRECISION), delta[None, :],
-            tl.dot(d_gathered, tl.trans(v), input_precision=PRECISION), offset[None, :], key_delta[:, None],
+            tl.dot(d_gathered, tl.trans(v), input_precision=PRECISION), offset[None, :],
+            mass[:, None], key_delta[:, None],
             rows_real[None, :], score_scale, PRECISE, MASKED,
         )  # fmt: skip
         d_scores = parts - a * prior_delta[None, :]
@@ -291,7 +298,7 @@ def _key_loop(
 @triton.jit
 def elemmul_key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, gathered_ptr, d_gathered_ptr, mask_ptr, cu_ptr, lse_ptr, received_ptr,
-    inverse_received_ptr, key_delta_ptr, inverse_ptr, delta_ptr, offset_ptr, prior_delta_ptr, dk_ptr,
+    inverse_received_ptr, key_delta_ptr, mass_ptr, inverse_ptr, delta_ptr, offset_ptr, prior_delta_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     m_batch, m_head, m_row, d_batch, d_head, d_row,
     heads, group, length, blocks, low_plane, scale, score_scale,
@@ -318,17 +325,18 @@ def elemmul_key_gradient(
     received = load_vector(received_ptr + row_base, keys, tokens, 0.0, True)
     inverse_received = load_vector(inverse_received_ptr + row_base, keys, tokens, 0.0, True)
     key_delta = load_vector(key_delta_ptr + row_base, keys, tokens, 0.0, True)
+    mass = load_vector(mass_ptr + row_base, keys, tokens, 0.0, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     full = tokens // ROWS * ROWS
     dk = _key_loop(
-        dk, k, gathered, d_gathered, received, inverse_received, key_delta,
+        dk, k, gathered, d_gathered, received, inverse_received, key_delta, mass,
         q_base, q_row, v_base, v_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
         inverse_ptr + row_base, delta_ptr + row_base, offset_ptr + row_base, prior_delta_ptr + row_base, 0, full, tokens, score_scale,
         ROWS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     dk = _key_loop(
-        dk, k, gathered, d_gathered, received, inverse_received, key_delta,
+        dk, k, gathered, d_gathered, received, inverse_received, key_delta, mass,
         q_base, q_row, v_base, v_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
         inverse_ptr + row_base, delta_ptr + row_base, offset_ptr + row_base, prior_delta_ptr + row_base, full, tokens, tokens, score_scale,
         ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,

@@ -76,7 +76,7 @@ def run_elemmul_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv with one key head per query head."""
     dq, dk, dv, d_gathered = (empty_states(problem, query) for _ in range(4))
-    delta, offset, key_delta, inverse_received, prior_delta = (torch.empty_like(inverse) for _ in range(5))
+    delta, offset, key_delta, mass, inverse_received, prior_delta = (torch.empty_like(inverse) for _ in range(6))  # fmt: skip
     d_centre = torch.empty_like(centre)
     _find_centre(problem, grad, mask, cu, d_centre, REAL=False)
     constants = problem.constants()
@@ -89,7 +89,7 @@ def run_elemmul_backward(
     common = _common(problem, query, key, mask, cu, lse)
     common |= {
         "grad_ptr": grad, "received_ptr": received, "inverse_ptr": inverse, "delta_ptr": delta,
-        "d_gathered_ptr": d_gathered, "key_delta_ptr": key_delta, "inverse_received_ptr": inverse_received,
+        "d_gathered_ptr": d_gathered, "key_delta_ptr": key_delta, "mass_ptr": mass, "inverse_received_ptr": inverse_received,
         **strides("g", grad), **strides("m", d_gathered),
     }  # fmt: skip
     block = elemmul_block(problem, "gathered_gradient")
