@@ -49,8 +49,12 @@ def test_lengths_and_head_sizes(length: int, dim: int, dtype: torch.dtype) -> No
     assert_within_budget(fused(inputs), inputs, ELEMMUL)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("padding", ["right", "left", "both"])
+SIDES = [(s, dtype) for s in ("right", "left", "both") for dtype in DTYPES]
+if DEVICE == "cpu":
+    SIDES = [("right", torch.float16), ("left", torch.float32), ("both", torch.float16)]
+
+
+@pytest.mark.parametrize(("padding", "dtype"), SIDES, ids=str)
 def test_padding_grouped_heads_and_strided_states(padding: str, dtype: torch.dtype) -> None:
     """The last sequence is all padding: its rows see nothing and give zeros."""
     inputs = attention_inputs(
@@ -117,7 +121,7 @@ def test_padding_beside_a_sentence_changes_nothing() -> None:
 def test_repeats_are_equal_to_the_bit() -> None:
     inputs = attention_inputs(1, 2, 40, 16, padding="left", dtype=torch.float16, device=DEVICE)
     first = run(fused(inputs), inputs)
-    for _ in range(100 if DEVICE == "cuda" else 2):
+    for _ in range(100 if DEVICE == "cuda" else 1):
         for name, again in run(fused(inputs), inputs).items():
             assert torch.equal(first[name], again), name
 
@@ -132,6 +136,16 @@ def test_operators_are_sound(packed: bool) -> None:
     cu = torch.tensor([0, 9, 9, 20], dtype=torch.int32, device=DEVICE) if packed else None
     query, key, value, _ = inputs.leaves()
     torch.library.opcheck(elemmul_attention, (query, key, value, inputs.padding_mask, cu, 20, 0.25))
+
+
+def test_compiles_without_a_graph_break() -> None:
+    inputs = attention_inputs(1, 2, 20, 16, padding="right", device=DEVICE)
+    compiled = torch.compile(
+        fused(inputs), fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager"
+    )
+    expected = run(fused(inputs), inputs)
+    for name, result in run(compiled, inputs).items():
+        torch.testing.assert_close(result, expected[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_refusals_name_their_reason() -> None:
