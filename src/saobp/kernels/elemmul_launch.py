@@ -23,7 +23,9 @@ def elemmul_problem(
 def elemmul_block(problem: Problem, sweep: str) -> Block:
     """Tile sizes, the largest that compile for Hopper with next to no spilling; not tuned by time."""
     if problem.dtype == torch.float32:
-        return Block(16, 16, 4, 1) if problem.dim > 128 else Block(32, 32, 4 if problem.dim <= 64 else 8, 1)
+        if problem.dim > 128:
+            return Block(16, 16, 4, 1)
+        return Block(32, 32, 8, 1) if problem.dim > 64 else Block(32, 32, 4, 2)
     small, middle, large = {
         "gathered_values": (Block(64, 128, 4, 3), Block(64, 64, 4, 2), Block(32, 64, 4, 2)),
         "elemmul_output": (Block(128, 64, 4, 3), Block(64, 64, 4, 2), Block(64, 32, 4, 2)),
