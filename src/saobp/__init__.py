@@ -2,6 +2,7 @@
 
 from saobp.attention import attention, refine
 from saobp.metrics.probe import probe
+from saobp.packing import attention_packed, pack, unpack
 from saobp.propagation import Factor, register_factor
 from saobp.refinement import Refinement
 from saobp.transformers import apply, load, remove
@@ -13,9 +14,12 @@ __all__ = [
     "Refinement",
     "apply",
     "attention",
+    "attention_packed",
     "load",
+    "pack",
     "probe",
     "refine",
     "register_factor",
     "remove",
+    "unpack",
 ]

@@ -53,33 +53,54 @@ def attention(
     meaning: without causality (all queries then count as real), or for causal ``none`` and the listing
     factors (the last query is aligned with the last key).
     """
-    _check_states(query, key, value)
-    _check_dropout(dropout_p)
+    check_states(query, key, value)
+    check_dropout(dropout_p)
     queries, keys = query.shape[-2], key.shape[-2]
     if padding_mask is not None:
-        _check_padding(padding_mask, (query.shape[0], keys))
-    _check_lengths(queries, keys, refinement, is_causal)
+        check_padding(padding_mask, (query.shape[0], keys))
+    check_lengths(queries, keys, refinement, is_causal)
     if strength is None:
         strongest = refinement.strongest
-    strength = _strength(refinement, strength, query.shape[1], query.device)
-    if backend not in ("auto", "reference", "fused"):
-        raise ValueError(f"unknown backend {backend!r}: choose 'auto', 'reference' or 'fused'")
+    strength = call_strength(refinement, strength, query.shape[1], query.device)
+    kernels = kernels_apply(query, key, value, refinement, is_causal, scale, dropout_p, backend)
     if is_causal and refinement.future == "paper":
         warn_of_leak()
-    if backend == "fused" or (backend == "auto" and query.is_cuda):
-        obstacle = unsupported(query, key, value, refinement, is_causal, scale)
-        if obstacle is None:
-            return fused_attention(
-                query, key, value, refinement, strength,
-                strongest=strongest, padding_mask=padding_mask, dropout_p=dropout_p, scale=scale,
-            )  # fmt: skip
-        if backend == "fused":
-            raise ValueError(f"the fused backend cannot do this call because {obstacle}")
-        _say_once(obstacle)
+    if kernels:
+        return fused_attention(
+            query, key, value, refinement, strength,
+            strongest=strongest, padding_mask=padding_mask, dropout_p=dropout_p, scale=scale,
+        )  # fmt: skip
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device)
     return reference_attention(
         query, key, value, refinement, strength, graph, dropout_p=dropout_p, scale=scale
     ).output
+
+
+def kernels_apply(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    refinement: Refinement,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    backend: Backend,
+) -> bool:
+    """Whether the kernels take this call; says once on a GPU why not, and raises if they were insisted on.
+
+    Nobody is given Triton's interpreter, the only way to run them on a CPU, without insisting.
+    """
+    if backend not in ("auto", "reference", "fused"):
+        raise ValueError(f"unknown backend {backend!r}: choose 'auto', 'reference' or 'fused'")
+    if backend == "reference" or (backend == "auto" and not query.is_cuda):
+        return False
+    obstacle = unsupported(query, key, value, refinement, is_causal, scale, dropout_p)
+    if obstacle is None:
+        return True
+    if backend == "fused":
+        raise ValueError(f"the fused backend cannot do this call because {obstacle}")
+    _say_once(obstacle)
+    return False
 
 
 def refine(
@@ -102,12 +123,12 @@ def refine(
     queries, keys = probabilities.shape[-2:]
     if padding_mask is not None:
         batch = probabilities.shape[:1] if probabilities.ndim > 3 else ()
-        _check_padding(padding_mask, (*batch, keys))
-    _check_lengths(queries, keys, refinement, is_causal)
+        check_padding(padding_mask, (*batch, keys))
+    check_lengths(queries, keys, refinement, is_causal)
     if is_causal and refinement.future == "paper":
         warn_of_leak()
     heads = probabilities.shape[-3] if probabilities.ndim > 2 else 1
-    strengths = _strength(refinement, strength, heads, probabilities.device)
+    strengths = call_strength(refinement, strength, heads, probabilities.device)
     rows = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
     if padding_mask is not None:
         padding_mask = padding_mask.view(*batch, *[1] * (probabilities.ndim - 3), keys)
@@ -159,7 +180,7 @@ def warn_of_leak() -> None:
 @functools.cache
 def _warn_of_fallback(obstacle: str) -> None:
     warnings.warn(
-        f"attention is refined by the slower reference path because {obstacle}", UserWarning, stacklevel=4
+        f"attention is refined by the slower reference path because {obstacle}", UserWarning, stacklevel=5
     )
 
 
@@ -168,7 +189,9 @@ def _say_once(obstacle: str) -> None:
         _warn_of_fallback(obstacle)
 
 
-def _strength(refinement: Refinement, strength: Tensor | None, heads: int, device: torch.device) -> Tensor:
+def call_strength(
+    refinement: Refinement, strength: Tensor | None, heads: int, device: torch.device
+) -> Tensor:
     if strength is not None:
         if strength.shape != (heads,):
             raise ValueError(
@@ -181,7 +204,7 @@ def _strength(refinement: Refinement, strength: Tensor | None, heads: int, devic
     return refinement.layer_strengths(0, 1, heads).to(device)
 
 
-def _check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError(f"query, key and value must be [batch, heads, length, dim], not {shapes}")
@@ -196,19 +219,19 @@ def _check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _check_padding(padding_mask: Tensor, shape: tuple[int, ...]) -> None:
+def check_padding(padding_mask: Tensor, shape: tuple[int, ...]) -> None:
     if padding_mask.dtype != torch.bool:
         raise ValueError(f"padding_mask must be bool (True for real tokens), not {padding_mask.dtype}")
     if tuple(padding_mask.shape) != shape:
         raise ValueError(f"padding_mask must have shape {shape}, not {tuple(padding_mask.shape)}")
 
 
-def _check_dropout(dropout_p: float) -> None:
+def check_dropout(dropout_p: float) -> None:
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must lie from 0 up to but not including 1, not {dropout_p}")
 
 
-def _check_lengths(queries: int, keys: int, refinement: Refinement, is_causal: bool) -> None:
+def check_lengths(queries: int, keys: int, refinement: Refinement, is_causal: bool) -> None:
     factor = get_factor(refinement.factor)
     if queries == keys or not is_causal:
         return

@@ -16,7 +16,13 @@ POTTS = {"high": (1, True), "low": (-1, True), "high-listing": (1, False), "low-
 
 
 def unsupported(
-    query: Tensor, key: Tensor, value: Tensor, refinement: Refinement, is_causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    refinement: Refinement,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float = 0.0,
 ) -> str | None:
     """Why the kernels cannot do this call, in words that fit behind 'because'; None if they can."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,8 +34,12 @@ def unsupported(
         return f"{query.dtype} is not float16, bfloat16 or float32"
     if interpreted and query.dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 wrongly"
-    if refinement.factor not in POTTS:
+    if refinement.factor not in POTTS and refinement.factor != "elemmul":
         return f"factor {refinement.factor!r} has no kernel"
+    if refinement.factor == "elemmul" and is_causal:
+        return "causal 'elemmul' has no kernel"
+    if refinement.factor == "elemmul" and dropout_p:
+        return "dropout on 'elemmul' needs the entries of A A^T, which its kernels never form"
     if refinement.steps != 1:
         return f"{refinement.steps} steps were asked for and the kernels do one"
     if is_causal:
@@ -58,22 +68,30 @@ def fused_attention(
     padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    cumulative_lengths: Tensor | None = None,
+    longest: int | None = None,
 ) -> Tensor:
     """Refined attention by the kernels; arguments as in :func:`saobp.attention`, checked already.
 
-    ``strongest`` bounds |strength|, where that is known without asking the GPU.
+    ``strongest`` bounds |strength|, where that is known without asking the GPU. A packed batch is one of
+    batch size 1 with ``cumulative_lengths`` and the length of its ``longest`` sequence.
     """
+    from saobp.kernels.elemmul_operator import elemmul_attention
     from saobp.kernels.operator import refined_attention
 
-    sign, hears = POTTS[refinement.factor]
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    gamma = -torch.expm1(-sign * strength.float().clamp(-MAX_STRENGTH, MAX_STRENGTH))
-    bound = 0.0 if strongest is None else -math.expm1(-sign * strongest)
-    seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
+    longest = query.shape[2] if longest is None else longest
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if padding_mask is not None:
         padding_mask = padding_mask.contiguous()
+    if refinement.factor == "elemmul":
+        out, *_ = elemmul_attention(query, key, value, padding_mask, cumulative_lengths, longest, scale)
+        return out
+    sign, hears = POTTS[refinement.factor]
+    gamma = -torch.expm1(-sign * strength.float().clamp(-MAX_STRENGTH, MAX_STRENGTH))
+    bound = 0.0 if strongest is None else -math.expm1(-sign * strongest)
+    seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
     out, *_ = refined_attention(
-        query, key, value, gamma, padding_mask, None, seed, query.shape[2], scale, dropout_p, hears, bound
-    )
+        query, key, value, gamma, padding_mask, cumulative_lengths, seed, longest, scale, dropout_p, hears, bound
+    )  # fmt: skip
     return out

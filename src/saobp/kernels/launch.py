@@ -347,12 +347,17 @@ def resources(block: Block) -> dict[str, Any]:
     return {"num_warps": block.warps, "num_stages": block.stages, "maxnreg": block.registers}
 
 
-def blocks(problem: Problem, block: Block, gridded: int, walked: int) -> dict[str, Any]:
-    """Sizes of a sweep with a program per ``gridded`` tokens, each walking over all in steps of ``walked``."""
-    return {
-        "TAIL": problem.packed or problem.length % walked != 0,
+def blocks(problem: Problem, block: Block, gridded: int, walked: int | None = None) -> dict[str, Any]:
+    """Sizes of a sweep with a program per ``gridded`` tokens.
+
+    ``walked``, the step in which a program goes over all tokens, tells whether the last step is partial.
+    """
+    sizes = {
         "blocks": triton.cdiv(problem.longest, gridded),
         "ROWS": block.rows,
         "KEYS": block.keys,
         **resources(block),
     }
+    if walked is not None:
+        sizes["TAIL"] = problem.packed or problem.length % walked != 0
+    return sizes

@@ -69,6 +69,8 @@ class FusedOperator:
 def can_fuse(query: Tensor, key: Tensor, refinement: Refinement, mask: Mask, scale: float) -> bool:
     """Whether the kernels support these heads, ``[heads, tokens, dim]`` each."""
     return (
-        mask.is_plain
-        and unsupported(query[None], key[None], query[None], refinement, mask.causal, scale) is None
+        query.is_cuda
+        and mask.is_plain
+        and refinement.factor in POTTS
+        and unsupported(query[None], key[None], query[None], refinement, mask.causal, scale, 0.0) is None
     )

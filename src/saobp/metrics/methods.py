@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from saobp.attention import _check_lengths, _check_padding, _check_states, _strength, build_graph
+from saobp.attention import build_graph, call_strength, check_lengths, check_padding, check_states
 from saobp.metrics.entropy import attention_entropy_of, indirect_entropy_of, sink_mass_of, sparsity_of
 from saobp.metrics.estimates import Estimate, exactly
 from saobp.metrics.graph import betweenness_of, clustering_of
@@ -158,23 +158,23 @@ def measure(
     gradient.
     """
     refinement = PLAIN if refinement is None else refinement
-    _check_states(query, key, key)
+    check_states(query, key, key)
     if padding_mask is not None:
-        _check_padding(padding_mask, (query.shape[0], key.shape[-2]))
+        check_padding(padding_mask, (query.shape[0], key.shape[-2]))
         if not bool(padding_mask.any(-1).all()):
             raise ValueError("padding_mask leaves a text without any real token")
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"statistics need as many queries as keys, not {query.shape[-2]} and {key.shape[-2]}"
         )
-    _check_lengths(query.shape[-2], key.shape[-2], refinement, is_causal)
+    check_lengths(query.shape[-2], key.shape[-2], refinement, is_causal)
     check_path(beta, hops)
     if not bool(torch.isfinite(query).all() & torch.isfinite(key).all()):
         raise ValueError("query or key holds NaN or infinite values")
     heads = Heads(
         query,
         key,
-        _strength(refinement, strength, query.shape[1], query.device),
+        call_strength(refinement, strength, query.shape[1], query.device),
         refinement,
         is_causal,
         query.shape[-1] ** -0.5 if scale is None else scale,

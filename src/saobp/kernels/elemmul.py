@@ -1,0 +1,210 @@
+"""ElemMul, not causal, without forming A A^T: attention applied twice, in memory linear in length.
+
+Row i of the normalised A A^T reaches the values through the keys. With n_k = sum_j A_jk over real rows j,
+
+    G_k = sum_j (A_jk / n_k) V_j                what the rows that look at key k hold, on average
+    O_i = sum_k (A_ik n_k / z_i) G_k            with z_i = sum_k A_ik n_k
+
+Both weights sum to one, so that G and O stay within the range of V in any precision. G is kept in the
+precision of V less the mean of V: rows that attend to everything alike differ by little in G, and these
+differences are all that the gradient of the scores sees. ``row_sums`` of ``forward.py`` and
+``centres`` come first; then ``gathered_values`` over keys and ``elemmul_output`` over rows.
+
+Two rows that share no key count as FLOOR alike, as in the specification. Only padding rows can depend on
+it: a real row is always like itself.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.arithmetic import (
+    load_lse,
+    load_rows,
+    load_vector,
+    locate,
+    real_tokens,
+    relative,
+    store_rows,
+)
+from saobp.kernels.forward import raw_scores
+
+FLOOR = tl.constexpr(2.0**-103)
+"""Smallest similarity: float32's tiny / eps, as in ``propagation/factors.py``."""
+
+NOTHING = tl.constexpr(2.0**-120)
+"""Below this a column's sum counts as 0: no row, not even one at FLOOR, can depend on it."""
+
+
+@triton.jit
+def centres(
+    x_ptr, mask_ptr, cu_ptr, centre_ptr,
+    x_batch, x_head, x_row,
+    heads, group, length,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Mean of a head's rows (REAL: its real rows) in float32."""
+    _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    base = x_ptr + batch64 * x_batch + (head // group) * x_head + first64 * x_row
+    mask_base = mask_ptr + batch64 * length
+    total = tl.zeros([BLOCK_DIM], tl.float32)
+    count = tl.zeros([ROWS], tl.int32)
+    for begin in tl.range(0, tokens, ROWS):
+        x = load_rows(base, begin, tokens, x_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
+        rows = begin + tl.arange(0, ROWS)
+        counts = real_tokens(mask_base, rows, tokens, MASKED and REAL)
+        total += tl.sum(tl.where(counts[:, None], x, 0.0), 0)
+        count += counts.to(tl.int32)
+    places = tl.program_id(0) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    tl.store(centre_ptr + places, total / tl.maximum(tl.sum(count, 0), 1))
+
+
+@triton.jit
+def load_centre(centre_ptr, blocks, BLOCK_DIM: tl.constexpr):
+    """The centre of the head of this program, ready to broadcast against its rows."""
+    return tl.load(centre_ptr + tl.program_id(0) // blocks * BLOCK_DIM + tl.arange(0, BLOCK_DIM))[None, :]
+
+
+@triton.jit
+def _anchored(weights, top, total, out):
+    """Weights relative to the largest so far, sums rescaled to it: float16 has too little range without."""
+    raised = tl.maximum(top, tl.max(weights, 1))
+    shrink = top / raised
+    return weights * (1.0 / raised)[:, None], raised, total * shrink, out * shrink[:, None]
+
+
+@triton.jit
+def _gather_loop(
+    out, total, top, k, q_base, q_row, v_base, v_row, mask_base, lse_base, low_plane,
+    start, stop, tokens, score_scale,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, ANCHORED: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for begin in tl.range(start, stop, ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        high, low = load_lse(lse_base, low_plane, rows, tokens, PRECISE, TAIL)
+        if MASKED:
+            high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
+        if ANCHORED:
+            a, top, total, out = _anchored(a, top, total, out)
+        total += tl.sum(a, 1)
+        v = load_rows(v_base, begin, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        out = tl.dot(a.to(v.dtype), v, out, input_precision=PRECISION)
+    return out, total, top
+
+
+@triton.jit
+def gathered_values(
+    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, lse_ptr, centre_ptr, gathered_ptr, received_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, m_batch, m_head, m_row,
+    heads, group, length, blocks, low_plane, score_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ANCHORED: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """G of a block of keys, centred, and n: how much attention each receives from real rows. Padding keys get 0."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        return
+    keys = block * KEYS + tl.arange(0, KEYS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
+    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    row_base = (batch64 * heads + head) * length + first64
+    mask_base = mask_ptr + batch64 * length
+    k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    out = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
+    total = tl.zeros([KEYS], tl.float32)
+    top = tl.full([KEYS], NOTHING if ANCHORED else 1.0, tl.float32)
+    full = tokens // ROWS * ROWS
+    out, total, top = _gather_loop(
+        out, total, top, k, q_base, q_row, v_base, v_row, mask_base, lse_ptr + row_base, low_plane,
+        0, full, tokens, score_scale,
+        ROWS, DIM, BLOCK_DIM, False, ANCHORED, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
+    out, total, top = _gather_loop(
+        out, total, top, k, q_base, q_row, v_base, v_row, mask_base, lse_ptr + row_base, low_plane,
+        full, tokens, tokens, score_scale,
+        ROWS, DIM, BLOCK_DIM, True, ANCHORED, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
+    received = total * top
+    counts = real_tokens(mask_base, keys, tokens, MASKED) & (received > NOTHING)
+    out = out / tl.where(counts, total, 1.0)[:, None] - load_centre(centre_ptr, blocks, BLOCK_DIM)
+    out = tl.where(counts[:, None], out, 0.0)
+    gathered_base = gathered_ptr + batch64 * m_batch + head * m_head + first64 * m_row
+    store_rows(gathered_base, block * KEYS, tokens, m_row, out, KEYS, DIM, BLOCK_DIM)
+    tl.store(received_ptr + row_base + keys, tl.where(counts, received, 0.0), mask=keys < tokens)
+
+
+@triton.jit
+def _output_loop(
+    out, total, top, q, high, low, k_base, k_row, gathered_base, m_row, mask_base, received_base,
+    start, stop, tokens, score_scale,
+    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, ANCHORED: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for begin in tl.range(start, stop, KEYS):
+        keys = begin + tl.arange(0, KEYS)
+        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        real = real_tokens(mask_base, keys, tokens, MASKED)
+        raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
+        weights = tl.exp2(relative(raw, high[:, None], low[:, None], score_scale, PRECISE))
+        if MASKED:
+            weights += FLOOR
+        weights *= load_vector(received_base, keys, tokens, 0.0, TAIL)[None, :]
+        if ANCHORED:
+            weights, top, total, out = _anchored(weights, top, total, out)
+        total += tl.sum(weights, 1)
+        gathered = load_rows(gathered_base, begin, tokens, m_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        out = tl.dot(weights.to(gathered.dtype), gathered, out, input_precision=PRECISION)
+    return out, total, top
+
+
+@triton.jit
+def elemmul_output(
+    q_ptr, k_ptr, gathered_ptr, out_ptr, mask_ptr, cu_ptr, lse_ptr, centre_ptr, received_ptr, inverse_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, m_batch, m_head, m_row, o_batch, o_head, o_row,
+    heads, group, length, blocks, low_plane, score_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ANCHORED: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output of a block of rows and 1 / z; 0 for a row that sees no key."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * ROWS >= tokens:
+        return
+    rows = block * ROWS + tl.arange(0, ROWS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
+    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    gathered_base = gathered_ptr + batch64 * m_batch + head * m_head + first64 * m_row
+    row_base = (batch64 * heads + head) * length + first64
+    mask_base = mask_ptr + batch64 * length
+    q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+    high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
+    out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], NOTHING if ANCHORED else 1.0, tl.float32)
+    full = tokens // KEYS * KEYS
+    out, total, top = _output_loop(
+        out, total, top, q, high, low, k_base, k_row, gathered_base, m_row, mask_base, received_ptr + row_base,
+        0, full, tokens, score_scale,
+        KEYS, DIM, BLOCK_DIM, False, ANCHORED, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
+    out, total, top = _output_loop(
+        out, total, top, q, high, low, k_base, k_row, gathered_base, m_row, mask_base, received_ptr + row_base,
+        full, tokens, tokens, score_scale,
+        KEYS, DIM, BLOCK_DIM, True, ANCHORED, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
+    visible = total > 0
+    total = tl.where(visible, total, 1.0)
+    out = out / total[:, None] + load_centre(centre_ptr, blocks, BLOCK_DIM)
+    out = tl.where(visible[:, None], out, 0.0)
+    out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
+    store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
+    tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total / top, 0.0), mask=rows < tokens)

@@ -1,0 +1,69 @@
+"""ElemMul as registered operators of its own: it has neither strengths nor dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saobp.kernels.elemmul_launch import centre_shape, elemmul_problem, run_elemmul, run_elemmul_backward
+from saobp.kernels.launch import empty_states
+from saobp.kernels.operator import _operator
+
+
+def _fake_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None, longest: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = elemmul_problem(query, key, mask, cu, longest, scale)
+    out, gathered = (empty_states(problem, query) for _ in range(2))
+    lse = query.new_empty(problem.lse_shape, dtype=torch.float32)
+    centre = query.new_empty(centre_shape(problem), dtype=torch.float32)
+    received, inverse = (query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(2))
+    return out, lse, centre, gathered, received, inverse
+
+
+@_operator("saobp::elemmul_attention", _fake_forward)
+def elemmul_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None, longest: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = elemmul_problem(query, key, mask, cu, longest, scale)
+    return run_elemmul(problem, query, key, value, mask, cu)
+
+
+def _fake_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None,
+    out: Tensor, lse: Tensor, centre: Tensor, gathered: Tensor, received: Tensor, inverse: Tensor, longest: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = elemmul_problem(query, key, mask, cu, longest, scale)
+    dq, dk, dv = (empty_states(problem, query) for _ in range(3))
+    return dq, dk, dv
+
+
+@_operator("saobp::elemmul_attention_backward", _fake_backward)
+def elemmul_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None,
+    out: Tensor, lse: Tensor, centre: Tensor, gathered: Tensor, received: Tensor, inverse: Tensor, longest: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = elemmul_problem(query, key, mask, cu, longest, scale)
+    return run_elemmul_backward(
+        problem, grad, query, key, value, mask, cu, out, lse, centre, gathered, received, inverse
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:5], *output)
+    ctx.numbers = inputs[5:]
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, mask, cu, *saved = ctx.saved_tensors
+    if grad.stride(-1) != 1:
+        grad = grad.contiguous()
+    dq, dk, dv = elemmul_attention_backward(grad, query, key, value, mask, cu, *saved, *ctx.numbers)
+    if key.shape[1] != query.shape[1]:
+        dk, dv = (d.unflatten(1, (key.shape[1], -1)).sum(2) for d in (dk, dv))
+    return dq, dk, dv, None, None, None, None
+
+
+elemmul_attention.register_autograd(_backward, setup_context=_setup_context)
