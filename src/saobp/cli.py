@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from saobp.commands.diagnose import diagnose
 from saobp.commands.quickstart import quickstart
 
 app = typer.Typer(
@@ -12,6 +13,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command()(quickstart)
+app.command()(diagnose)
 
 
 @app.callback()

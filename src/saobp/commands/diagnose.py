@@ -1,0 +1,185 @@
+"""``saobp diagnose``: the attention health of a model on some texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.columns import Columns
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from saobp.metrics.diagnosis import Diagnosis
+    from saobp.metrics.health import HeadHealth
+    from saobp.metrics.verdict import Verdict
+
+HEADS_PER_TABLE = 8
+EXPLANATION = """\
+[bold]saobp diagnose[/] measures every attention head of a model on your texts
+and says which collapse.
+
+  saobp diagnose --example                        planted heads; runs offline
+  saobp diagnose FOLDER --text FILE               texts split at blank lines
+  saobp diagnose FOLDER --dataset NAME            texts of a dataset
+  saobp diagnose FOLDER --text FILE --compare high:0.2
+
+It prints a table of layers and heads, and writes JSON, CSV, figures and a
+page to the folder of --out. [bold]saobp diagnose --help[/] lists the options."""
+MARKS: dict[Verdict, tuple[str, str]] = {
+    "localised": ("▼", "red"),
+    "diffuse": ("▲", "blue"),
+    "sink": ("●", "yellow"),
+    "undefined": ("?", "magenta"),
+    "healthy": ("", "green"),
+    "borderline": ("", ""),
+}
+
+
+def diagnose(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder of a saved model, or its name on the hub.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="File of texts, split at blank lines.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Dataset by name or folder.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    column: Annotated[str | None, typer.Option(help="Column of the dataset; default: first of text.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="Another model, or a refinement such as high:0.2.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="At most so many texts.", min=1)] = 64,
+    length: Annotated[int | None, typer.Option(help="Cut texts to so many tokens.", min=2)] = None,
+    batch_size: Annotated[int, typer.Option(help="Texts at a time.", min=1)] = 8,
+    method: Annotated[str, typer.Option(help="auto, exact or sampled.")] = "auto",
+    full: Annotated[bool, typer.Option("--full", help="Also sparsity, clustering, betweenness.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("diagnosis"),
+    example: Annotated[bool, typer.Option("--example", help="Use a model with planted heads.")] = False,
+) -> None:
+    """Measure every attention head of a model and say which collapse."""
+    console = Console()
+    if model is None and not example:
+        console.print(EXPLANATION)
+        return
+    try:
+        from saobp.metrics.sources import EXAMPLE, EXAMPLE_TEXT, dataset_texts, read_texts
+
+        if text is not None and dataset is not None:
+            raise ValueError("give texts by --text or by --dataset, not by both")
+        if text is not None:
+            texts = read_texts(text, limit)
+        elif dataset is not None:
+            texts = dataset_texts(dataset, split, column, limit)
+        elif example:
+            texts = [EXAMPLE_TEXT]
+        else:
+            raise ValueError("there is nothing to read: give texts by --text FILE or --dataset NAME")
+        subjects = _subjects(EXAMPLE if model is None else model, compare)
+        diagnoses = _diagnoses(console, subjects, texts, length, batch_size, method, full)
+        show(console, diagnoses)
+        _write(console, diagnoses, out, texts[0])
+    except (ValueError, TypeError, OSError) as problem:
+        console.print(Text(str(problem), style="red"), soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _subjects(model: str, compare: str | None) -> list[tuple[str, str | None]]:
+    """Models with the refinement to apply to each, or None."""
+    from saobp.metrics.sources import is_refinement
+
+    if compare is None:
+        return [(model, None)]
+    return [(model, None), (model, compare) if is_refinement(compare) else (compare, None)]
+
+
+def _diagnoses(
+    console: Console,
+    subjects: Sequence[tuple[str, str | None]],
+    texts: list[str],
+    length: int | None,
+    batch_size: int,
+    method: str,
+    full: bool,
+) -> list[Diagnosis]:
+    from saobp.metrics.diagnosis import diagnose as measured
+    from saobp.metrics.health import CROSS_LAYER
+    from saobp.metrics.methods import STATISTICS
+    from saobp.metrics.sampled import SAMPLED
+    from saobp.metrics.sources import load_model
+    from saobp.refinement import Refinement
+
+    found = []
+    statistics = [*(STATISTICS if full else SAMPLED), *([] if method == "sampled" else [CROSS_LAYER])]
+    with Progress(console=console, transient=True) as bar:
+        for name, refinement in subjects:
+            subject = name if refinement is None else f"{name} with {refinement}"
+            task = bar.add_task(escape(subject), total=len(texts))
+            loaded, tokenizer = load_model(name, Refinement.parse(refinement) if refinement else None)
+            found.append(
+                measured(
+                    loaded,
+                    tokenizer,
+                    texts,
+                    subject=subject,
+                    statistics=statistics,
+                    method="exact" if full else method,
+                    length=length,
+                    batch_size=batch_size,
+                    progress=lambda done, task=task: bar.advance(task, done),  # type: ignore[misc]
+                )
+            )
+    return found
+
+
+def show(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
+    """Print GTD by layer and head, with heads to worry about marked, and how many there are."""
+    most = max(1 + head.head for diagnosis in diagnoses for head in diagnosis.heads)
+    for first in range(0, most, HEADS_PER_TABLE):
+        tables = [_table(diagnosis, first) for diagnosis in diagnoses]
+        console.print(Columns([table for table in tables if table is not None], padding=(0, 3)))
+    for diagnosis in diagnoses:
+        counts = [
+            f"{diagnosis.count(verdict)} {verdict} {mark}".strip()
+            for verdict, (mark, _) in MARKS.items()
+            if diagnosis.count(verdict)
+        ]
+        words = f"{diagnosis.subject}: {len(diagnosis.heads)} heads, {', '.join(counts)}"
+        console.print(Text(words), soft_wrap=True)
+
+
+def _table(diagnosis: Diagnosis, first: int) -> Table | None:
+    last = min(first + HEADS_PER_TABLE, 1 + max(head.head for head in diagnosis.heads))
+    if first >= last:
+        return None
+    title = Text(f"GTD by layer and head: {diagnosis.subject}", overflow="ellipsis", no_wrap=True)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("layer", justify="right")
+    for head in range(first, last):
+        table.add_column(str(head), justify="right")
+    if diagnosis.across_layers:
+        table.add_column("across", justify="right")
+    for layer in range(diagnosis.layers):
+        cells = {head.head: _cell(head) for head in diagnosis.layer(layer)}
+        row = [cells.get(head, Text("")) for head in range(first, last)]
+        if diagnosis.across_layers:
+            value = diagnosis.across_layers.get(layer)
+            row.append(Text("" if value is None else f"{value:.2f}"))
+        table.add_row(str(layer), *row)
+    return table
+
+
+def _cell(head: HeadHealth) -> Text:
+    mark, style = MARKS[head.verdict]
+    return Text(f"{head.values['gtd']:.2f}{mark or ' '}", style=style)
+
+
+def _write(console: Console, diagnoses: Sequence[Diagnosis], out: Path, sample: str) -> None:
+    from saobp.metrics.page import write_report
+
+    written = write_report(diagnoses, out, sample)
+    console.print(Text(f"wrote {', '.join(path.name for path in written)} to {out}"), soft_wrap=True)

@@ -1,0 +1,73 @@
+"""How attention is spread: entropies of rows and of indirect paths, sparsity, and the weight of a sink."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saobp.metrics.gtd import BETA, HOPS, check_path, indirect_paths
+from saobp.metrics.maps import Maps, checked_maps
+
+
+def attention_entropy(attention: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
+    """Mean entropy of the real rows in nats, ``[..., length, length]`` to ``[...]``; differentiable."""
+    return attention_entropy_of(checked_maps(attention, padding_mask))
+
+
+def indirect_entropy(
+    attention: Tensor, *, beta: float = BETA, hops: int = HOPS, padding_mask: Tensor | None = None
+) -> Tensor:
+    """Mean entropy in nats of the real rows of G, each normalised; differentiable. See ``gtd`` for G."""
+    check_path(beta, hops)
+    return indirect_entropy_of(checked_maps(attention, padding_mask), beta, hops)
+
+
+def sparsity(
+    attention: Tensor, *, threshold: float | None = None, padding_mask: Tensor | None = None
+) -> Tensor:
+    """Share of entries between real tokens that lie below ``threshold`` (default: 1 / real tokens).
+
+    Entries hidden by a causal mask are zero and count as sparse. Not differentiable.
+    """
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise ValueError(f"threshold must lie from 0 to 1, not {threshold}")
+    return sparsity_of(checked_maps(attention, padding_mask), threshold)
+
+
+def sink_mass(attention: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
+    """Largest column mean over real rows: the share of all attention that the favourite token receives."""
+    return sink_mass_of(checked_maps(attention, padding_mask))
+
+
+def attention_entropy_of(maps: Maps) -> Tensor:
+    return maps.mean_over_rows(row_entropy(maps.rows))
+
+
+def indirect_entropy_of(
+    maps: Maps, beta: float = BETA, hops: int = HOPS, paths: Tensor | None = None
+) -> Tensor:
+    """Indirect entropy of checked maps; ``paths`` is G where it is already known."""
+    paths = indirect_paths(maps.rows, beta, hops) if paths is None else paths
+    return maps.mean_over_rows(row_entropy(normalised_rows(paths)))
+
+
+def sparsity_of(maps: Maps, threshold: float | None = None) -> Tensor:
+    limit = 1 / maps.tokens[..., None, None] if threshold is None else threshold
+    below = maps.rows < limit
+    if maps.real is not None:
+        below = below & maps.real.unsqueeze(-1) & maps.real.unsqueeze(-2)
+    return below.to(maps.rows.dtype).sum((-2, -1)) / maps.tokens**2
+
+
+def sink_mass_of(maps: Maps) -> Tensor:
+    return maps.rows.sum(-2).amax(-1) / maps.tokens
+
+
+def row_entropy(rows: Tensor) -> Tensor:
+    """Entropy of each row, ``[..., length]``; an entry of zero adds nothing and has a finite gradient."""
+    return -(rows * rows.clamp(min=torch.finfo(rows.dtype).tiny).log()).sum(-1)
+
+
+def normalised_rows(rows: Tensor) -> Tensor:
+    """Rows divided by their sum; rows of zeros, which are padding, stay zero."""
+    return rows / rows.sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)

@@ -1,0 +1,140 @@
+"""Heat maps of layers and heads, and curves over layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+
+from saobp.metrics.diagnosis import Diagnosis
+from saobp.metrics.verdict import DIFFUSE_ABOVE, HEALTHY_FROM, HEALTHY_TO, LOCALISED_BELOW
+
+TITLES = {
+    "gtd": "GTD",
+    "indirect_entropy": "indirect entropy (nats)",
+    "attention_entropy": "attention entropy (nats)",
+    "sink_mass": "sink mass",
+    "sparsity": "sparsity",
+    "clustering": "clustering",
+    "betweenness": "betweenness",
+    "cross_layer_gtd": "GTD across layers",
+}
+MARKS = {"localised": "▼", "diffuse": "▲", "sink": "●", "undefined": "?"}
+COLOURS = ("#1f5fa8", "#c2571a")
+
+_GTD_COLOURS = LinearSegmentedColormap.from_list(
+    "gtd",
+    [
+        (0.0, "#8c2d19"),
+        (LOCALISED_BELOW, "#f0c9a8"),
+        ((HEALTHY_FROM + HEALTHY_TO) / 2, "#dcebd8"),
+        (DIFFUSE_ABOVE, "#b9cfe6"),
+        (1.0, "#1d4477"),
+    ],
+)
+
+
+def heat_map(diagnoses: Sequence[Diagnosis], statistic: str) -> Figure:
+    """Layers down, heads across, one panel per diagnosis on a common scale; alarming heads are marked."""
+    grids = [_grid(diagnosis, statistic) for diagnosis in diagnoses]
+    finite = numpy.concatenate([grid[numpy.isfinite(grid)] for grid in grids] or [numpy.zeros(1)])
+    low, high = (0.0, 1.0) if statistic == "gtd" else _scale(finite)
+    layers, heads = grids[0].shape
+    width = min(14.0, max(2.6, 0.42 * heads)) * len(grids) + 1.6
+    figure = Figure(figsize=(width, max(2.4, 0.34 * layers + 1.3)), layout="constrained")
+    panels = numpy.atleast_1d(figure.subplots(1, len(grids), sharey=True))
+    colours = _GTD_COLOURS if statistic == "gtd" else "viridis"
+    image = None
+    for panel, diagnosis, grid in zip(panels, diagnoses, grids, strict=True):
+        image = panel.imshow(grid, vmin=low, vmax=high, cmap=colours, aspect="auto")
+        panel.set_title(_short(diagnosis.subject), fontsize=9)
+        panel.set_xlabel("head")
+        _whole_numbers(panel, *grid.shape)
+        for head in diagnosis.heads:
+            if head.verdict in MARKS:
+                mark = panel.text(head.head, head.layer, MARKS[head.verdict], ha="center", va="center")
+                mark.set(fontsize=7, path_effects=[withStroke(linewidth=1.5, foreground="white")])
+    panels[0].set_ylabel("layer")
+    figure.supxlabel("   ".join(f"{mark} {word}" for word, mark in MARKS.items() if mark != "?"), fontsize=7)
+    assert image is not None
+    figure.colorbar(image, ax=list(panels), label=TITLES[statistic], shrink=0.9)
+    return figure
+
+
+def layer_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
+    """Mean over heads of each statistic per layer with the range of heads, and GTD's healthy zone."""
+    statistics = list(diagnoses[0].statistics)
+    across = any(diagnosis.across_layers for diagnosis in diagnoses)
+    names = [*statistics, *(["cross_layer_gtd"] if across else [])]
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(3.6 * columns, 2.7 * rows), layout="constrained")
+    panels = numpy.atleast_1d(figure.subplots(rows, columns)).flatten()
+    for panel, name in zip(panels, names, strict=False):
+        if name in ("gtd", "cross_layer_gtd"):
+            panel.axhspan(HEALTHY_FROM, HEALTHY_TO, color="#dcebd8", zorder=0)
+            panel.set_ylim(0, 1)
+        for diagnosis, colour in zip(diagnoses, COLOURS, strict=False):
+            _curve(panel, diagnosis, name, colour)
+        panel.set_title(TITLES[name], fontsize=9)
+        panel.set_xlabel("layer")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in panels[len(names) :]:
+        panel.set_visible(False)
+    if len(diagnoses) > 1:
+        panels[0].legend(fontsize=7, frameon=False)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _curve(panel: Axes, diagnosis: Diagnosis, name: str, colour: str) -> None:
+    label = _short(diagnosis.subject)
+    if name == "cross_layer_gtd":
+        panel.plot(
+            list(diagnosis.across_layers),
+            list(diagnosis.across_layers.values()),
+            "o-",
+            color=colour,
+            label=label,
+            markersize=3,
+        )
+        return
+    layers = range(diagnosis.layers)
+    values = [numpy.array([head.values[name] for head in diagnosis.layer(layer)]) for layer in layers]
+    panel.plot(layers, [own.mean() for own in values], "o-", color=colour, label=label, markersize=3)
+    panel.fill_between(
+        layers, [own.min() for own in values], [own.max() for own in values], color=colour, alpha=0.15, lw=0
+    )
+
+
+def _grid(diagnosis: Diagnosis, statistic: str) -> numpy.ndarray:
+    grid = numpy.full((diagnosis.layers, 1 + max(head.head for head in diagnosis.heads)), numpy.nan)
+    for head in diagnosis.heads:
+        grid[head.layer, head.head] = head.values[statistic]
+    return grid
+
+
+def _scale(values: numpy.ndarray) -> tuple[float, float]:
+    if not len(values):
+        return 0.0, 1.0
+    return 0.0, max(float(values.max()), 1e-9)
+
+
+def _whole_numbers(panel: Axes, layers: int, heads: int) -> None:
+    panel.set_xticks(range(0, heads, max(1, heads // 8)))
+    panel.set_yticks(range(0, layers, max(1, layers // 12)))
+
+
+def _short(subject: str) -> str:
+    plain = subject.replace("$", r"\$")
+    return plain if len(plain) <= 36 else f"…{plain[-35:]}"

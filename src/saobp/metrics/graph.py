@@ -1,0 +1,147 @@
+"""Clustering and betweenness of the token graph that attention spans, many small graphs at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from saobp.metrics.maps import Maps, checked_maps
+
+TAU = 1e-4
+NODES = 40
+GRAPHS_AT_ONCE = 4096
+"""Graphs handled together: enough for one batched product, small enough for the processor's cache."""
+
+
+def clustering(
+    attention: Tensor,
+    *,
+    tau: float = TAU,
+    nodes: int = NODES,
+    seed: int = 0,
+    padding_mask: Tensor | None = None,
+) -> Tensor:
+    """Mean weighted clustering coefficient of the token graph, ``[..., length, length]`` to ``[...]``.
+
+    Two tokens are joined where their symmetrised weight exceeds ``tau``. A token's coefficient is the mean
+    geometric weight (largest weight = 1) of the triangles through it; with fewer than two neighbours it is 0,
+    so a graph without edges gives 0. Differentiable wherever no weight sits at ``tau``. ``nodes`` real tokens
+    are drawn by ``seed``, the same for maps with equally many real tokens.
+    """
+    _check_graph(tau, nodes)
+    return clustering_of(checked_maps(attention, padding_mask), tau, nodes, seed)
+
+
+def betweenness(
+    attention: Tensor,
+    *,
+    tau: float = TAU,
+    nodes: int = NODES,
+    seed: int = 0,
+    padding_mask: Tensor | None = None,
+) -> Tensor:
+    """Mean betweenness of the token graph on hops, not normalised, ``[..., length, length]`` to ``[...]``.
+
+    The graph is that of ``clustering``. Pairs without a path count nothing, so a graph without edges gives 0.
+    Not differentiable.
+    """
+    _check_graph(tau, nodes)
+    return betweenness_of(checked_maps(attention, padding_mask), tau, nodes, seed)
+
+
+def clustering_of(maps: Maps, tau: float = TAU, nodes: int = NODES, seed: int = 0) -> Tensor:
+    weights, sizes = token_graphs(maps, tau, nodes, seed)
+    return _in_pieces(clustering_of_graphs, weights, sizes, maps.rows.shape[:-2])
+
+
+def betweenness_of(maps: Maps, tau: float = TAU, nodes: int = NODES, seed: int = 0) -> Tensor:
+    with torch.no_grad():
+        weights, sizes = token_graphs(maps, tau, nodes, seed)
+        return _in_pieces(betweenness_of_graphs, weights, sizes, maps.rows.shape[:-2])
+
+
+def clustering_of_graphs(weights: Tensor, sizes: Tensor) -> Tensor:
+    """Mean clustering of graphs given by symmetric ``weights [graphs, nodes, nodes]`` without loops.
+
+    The triangles through a node are the diagonal of the cube of the matrix of cube roots.
+    """
+    edges = weights > 0
+    largest = weights.amax((-2, -1), keepdim=True)
+    roots = torch.where(edges, weights / largest.clamp(min=torch.finfo(weights.dtype).tiny), 1.0) ** (1 / 3)
+    roots = roots * edges
+    triangles = ((roots @ roots) * roots).sum(-1)
+    degree = edges.sum(-1).to(weights.dtype)
+    pairs = degree * (degree - 1)
+    return (triangles / pairs.clamp(min=1)).sum(-1) / sizes
+
+
+def betweenness_of_graphs(weights: Tensor, sizes: Tensor) -> Tensor:
+    """Mean betweenness of the same graphs.
+
+    A shortest path of d hops has d - 1 inner nodes, and the shares of all shortest paths of a pair add up to
+    one; so the sum over nodes is the sum of d - 1 over joined pairs, and distances are enough. They come from
+    one product per hop, for the graphs that still grow.
+    """
+    totals = torch.zeros(len(weights), dtype=weights.dtype, device=weights.device)
+    edges = (weights > 0).to(torch.float32)
+    identity = torch.eye(edges.shape[-1], dtype=edges.dtype, device=edges.device)
+    reached, alive, hops = edges + identity, torch.arange(len(weights), device=weights.device), 1
+    while len(alive):
+        further = ((reached @ edges) > 0) & (reached == 0)
+        added = further.sum((-2, -1))
+        totals[alive] += hops * added.to(totals.dtype)
+        grows = added > 0
+        alive, edges = alive[grows], edges[grows]
+        reached, hops = reached[grows] + further[grows], hops + 1
+    return totals / 2 / sizes
+
+
+def token_graphs(maps: Maps, tau: float, nodes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Symmetric weights above ``tau`` without loops, ``[graphs, nodes, nodes]``, and nodes per graph."""
+    rows, length = maps.rows, maps.rows.shape[-1]
+    batch = rows.shape[0] if rows.ndim > 2 else 1
+    flat = rows.reshape(batch, -1, length, length)
+    picked = _picked_tokens(maps, batch, nodes, seed).to(rows.device)
+    taken = picked >= 0
+    places = picked.clamp(min=0)
+    index = places[:, None, :, None].expand(-1, flat.shape[1], -1, length)
+    small = flat.gather(-2, index)
+    small = small.gather(-1, places[:, None, None, :].expand(-1, flat.shape[1], places.shape[1], -1))
+    weights = (small + small.transpose(-1, -2)) / 2
+    off_diagonal = ~torch.eye(places.shape[1], dtype=torch.bool, device=rows.device)
+    keep = (weights > tau) & off_diagonal & (taken[:, None, :, None] & taken[:, None, None, :])
+    sizes = taken.sum(-1).to(rows.dtype)[:, None].expand(-1, flat.shape[1])
+    return torch.where(keep, weights, 0.0).flatten(0, 1), sizes.reshape(-1)
+
+
+def _picked_tokens(maps: Maps, batch: int, nodes: int, seed: int) -> Tensor:
+    """Places of the drawn tokens in ascending order, ``[batch, nodes]``; -1 fills up short texts."""
+    length = maps.rows.shape[-1]
+    if maps.real is None:
+        return _draw(torch.arange(length), nodes, seed).expand(batch, -1)
+    real = maps.real.reshape(batch, length).cpu()
+    draws = [_draw(torch.nonzero(row)[:, 0], nodes, seed) for row in real]
+    return torch.nn.utils.rnn.pad_sequence(draws, batch_first=True, padding_value=-1)
+
+
+def _draw(places: Tensor, nodes: int, seed: int) -> Tensor:
+    if len(places) <= nodes:
+        return places
+    chosen = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))[:nodes]
+    return places[chosen.sort().values]
+
+
+def _in_pieces(
+    statistic: Callable[[Tensor, Tensor], Tensor], weights: Tensor, sizes: Tensor, shape: torch.Size
+) -> Tensor:
+    pieces = zip(weights.split(GRAPHS_AT_ONCE), sizes.split(GRAPHS_AT_ONCE), strict=True)
+    return torch.cat([statistic(part, size) for part, size in pieces]).reshape(shape)
+
+
+def _check_graph(tau: float, nodes: int) -> None:
+    if not 0 <= tau < 1:
+        raise ValueError(f"tau must lie from 0 up to but not including 1, not {tau}")
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        raise ValueError(f"nodes must be a whole number of at least 1, not {nodes!r}")

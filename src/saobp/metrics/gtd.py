@@ -1,0 +1,94 @@
+"""Global token dependency: how much of a head's reach is indirect, over paths of two hops and more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from saobp.metrics.maps import Maps, checked_maps
+
+BETA = 0.9
+HOPS = 4
+
+
+def gtd(
+    attention: Tensor, *, beta: float = BETA, hops: int = HOPS, padding_mask: Tensor | None = None
+) -> Tensor:
+    """Share of multi-hop attention, ``||G||^2 / (||A||^2 + ||G||^2)``, between 0 and 1; differentiable.
+
+    attention ``[..., length, length]`` gives ``[...]``. G sums beta^(t-1) A^t over t = 2 .. hops.
+    padding_mask ``[batch, length]`` is True for real tokens.
+    """
+    check_path(beta, hops)
+    return gtd_of(checked_maps(attention, padding_mask), beta, hops)
+
+
+def gtd_of(maps: Maps, beta: float = BETA, hops: int = HOPS, paths: Tensor | None = None) -> Tensor:
+    """GTD of checked maps; ``paths`` is G where it is already known."""
+    return _share(maps.rows, indirect_paths(maps.rows, beta, hops) if paths is None else paths)
+
+
+def indirect_paths(rows: Tensor, beta: float = BETA, hops: int = HOPS) -> Tensor:
+    """G, the discounted sum of paths of 2 to ``hops`` steps. ``[..., length, length]``
+
+    With M = beta A, G = beta A^2 (I + X), X = M + ... + M^(hops-2), and X is built two powers at a time from
+    A^2, so ``hops // 2`` matrix products are enough (two for the usual four hops).
+    """
+    square = rows @ rows
+    degree = hops - 2
+    if degree == 0:
+        return beta * square
+    step, two_steps = beta * rows, beta**2 * square
+    powers = step if degree % 2 else step + two_steps
+    for _ in range((degree - 1) // 2):
+        powers = step + two_steps + two_steps @ powers
+    return beta * (square + square @ powers)
+
+
+def cross_layer_gtd(
+    layers: Sequence[Tensor], *, beta: float = BETA, hops: int = HOPS, padding_mask: Tensor | None = None
+) -> Tensor:
+    """GTD along the depth of a model: A^t becomes the product of the attention of t consecutive layers.
+
+    layers are maps ``[batch, heads, length, length]`` from the first layer to the last; heads are averaged.
+    Returns ``[layers - 1, batch]``: for each layer from the second on, the share of what reaches it through
+    2 to ``hops`` layers (as many as lie below it), against its own map. Take the mean for one number.
+    """
+    check_path(beta, hops)
+    if len(layers) < 2:
+        raise ValueError(f"cross-layer GTD needs the maps of at least two layers, not {len(layers)}")
+    rows = averaged_heads(layers, padding_mask)
+    values = []
+    for top in range(1, len(rows)):
+        path = rows[top]
+        paths = torch.zeros_like(path)
+        for hop in range(1, min(hops, top + 1)):
+            path = path @ rows[top - hop]
+            paths = paths + beta**hop * path
+        values.append(_share(rows[top], paths))
+    return torch.stack(values)
+
+
+def averaged_heads(layers: Sequence[Tensor], padding_mask: Tensor | None) -> list[Tensor]:
+    """One map ``[batch, length, length]`` per layer, from maps with heads in the second dimension."""
+    for layer in layers:
+        if layer.ndim != 4 or layer.shape[-2:] != layers[0].shape[-2:] or len(layer) != len(layers[0]):
+            raise ValueError(
+                "every layer must be [batch, heads, length, length] of one batch and length, not "
+                + ", ".join(str(tuple(layer.shape)) for layer in layers)
+            )
+    return [checked_maps(layer, padding_mask).rows.mean(1) for layer in layers]
+
+
+def check_path(beta: float, hops: int) -> None:
+    if not 0 < beta <= 1:
+        raise ValueError(f"beta must lie above 0 and at most at 1, not {beta}")
+    if isinstance(hops, bool) or not isinstance(hops, int) or hops < 2:
+        raise ValueError(f"hops must be a whole number of at least 2, not {hops!r}")
+
+
+def _share(direct: Tensor, paths: Tensor) -> Tensor:
+    indirect = paths.square().sum((-2, -1))
+    return indirect / (direct.square().sum((-2, -1)) + indirect)

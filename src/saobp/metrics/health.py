@@ -1,0 +1,150 @@
+"""Running statistics of every head of a model: sums on the device, numbers when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saobp.metrics.estimates import Estimate
+from saobp.metrics.verdict import Verdict, verdict
+
+CROSS_LAYER = "cross_layer_gtd"
+
+
+@dataclass(frozen=True)
+class HeadHealth:
+    """One head: its layer (in order of execution) and module, its statistics with errors, and the verdict.
+
+    An error is that of the mean over all texts measured; with a single text it is the estimate's own.
+    """
+
+    layer: int
+    name: str
+    head: int
+    values: dict[str, float]
+    errors: dict[str, float]
+    verdict: Verdict
+    texts: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat and ready for JSON or a table."""
+        errors = {f"{name}_error": value for name, value in self.errors.items()}
+        return {
+            "layer": self.layer,
+            "name": self.name,
+            "head": self.head,
+            "verdict": self.verdict,
+            "texts": self.texts,
+            **self.values,
+            **errors,
+        }
+
+
+class Totals:
+    """Sums over texts for one layer: value, square, squared error ``[3, statistics, heads]``, and context."""
+
+    def __init__(self, statistics: int, heads: int, device: torch.device) -> None:
+        precision = torch.float32 if device.type == "mps" else torch.float64
+        self.sums = torch.zeros(3, statistics, heads, dtype=precision, device=device)
+        self.context = torch.zeros(4, dtype=precision, device=device)
+
+    def add(self, results: list[Estimate], largest_entropy: Tensor, across: Tensor | None) -> None:
+        """results ``[texts, heads]`` each; largest_entropy and across (cross-layer GTD) ``[texts]``."""
+        values = torch.stack([result.value for result in results]).to(self.sums.dtype)
+        errors = torch.stack([result.standard_error for result in results]).to(self.sums.dtype)
+        self.sums += torch.stack([values.sum(1), values.square().sum(1), errors.square().sum(1)])
+        texts = torch.tensor(float(values.shape[1]), device=values.device)
+        crossed = (
+            torch.zeros(2, device=values.device) if across is None else torch.stack([across.sum(), texts])
+        )
+        self.context += torch.stack([texts, largest_entropy.sum(), *crossed]).to(self.context.dtype)
+
+
+class Health:
+    """What a probe has gathered so far; filled as the model runs, and readable at any time."""
+
+    def __init__(self, statistics: tuple[str, ...]) -> None:
+        self.statistics = statistics
+        self.layers: dict[str, Totals] = {}
+        self.forwards = 0
+        self.skipped: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    def add(
+        self, name: str, found: Mapping[str, Estimate], largest_entropy: Tensor, across: Tensor | None = None
+    ) -> None:
+        results = [found[statistic] for statistic in self.statistics]
+        if name not in self.layers:
+            self.layers[name] = Totals(len(results), results[0].value.shape[-1], results[0].value.device)
+        self.layers[name].add(results, largest_entropy, across)
+
+    def reset(self) -> None:
+        """Forget everything measured so far."""
+        self.layers = {}
+        self.forwards = 0
+
+    def reduce(self) -> Health:
+        """Sum over the processes of a distributed run, in one packed all-reduce; every process must call it.
+
+        All of them must have measured the same layers. Without a process group nothing happens.
+        """
+        distributed = torch.distributed
+        if not distributed.is_available() or not distributed.is_initialized() or not self.layers:
+            return self
+        parts = [part for totals in self.layers.values() for part in (totals.sums, totals.context)]
+        packed = torch.cat([part.flatten() for part in parts])
+        distributed.all_reduce(packed)
+        for part, total in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))
+        return self
+
+    def heads(self) -> list[HeadHealth]:
+        """Every head measured, first layer first."""
+        found = []
+        for layer, (name, totals) in enumerate(self.layers.items()):
+            texts, entropies, *_ = totals.context.tolist()
+            means, squares, noise = (totals.sums / texts).cpu()
+            spread = (squares - means.square()).clamp(min=0) / max(texts - 1, 1)
+            errors = (spread if texts > 1 else noise).sqrt()
+            for head in range(means.shape[-1]):
+                values = dict(zip(self.statistics, means[:, head].tolist(), strict=True))
+                found.append(
+                    HeadHealth(
+                        layer,
+                        name,
+                        head,
+                        values,
+                        dict(zip(self.statistics, errors[:, head].tolist(), strict=True)),
+                        self._verdict(values, entropies / texts),
+                        int(texts),
+                    )
+                )
+        return found
+
+    def values(self, statistic: str) -> dict[str, Tensor]:
+        """Mean of one statistic per head, ``[heads]`` on the CPU, by layer name."""
+        if statistic not in self.statistics:
+            raise ValueError(f"{statistic!r} was not measured: there is {', '.join(self.statistics)}")
+        place = self.statistics.index(statistic)
+        return {
+            name: (totals.sums[0, place] / totals.context[0]).cpu() for name, totals in self.layers.items()
+        }
+
+    def cross_layer_gtd(self) -> dict[str, float]:
+        """GTD along the depth by layer name, from the second layer on; empty unless it was asked for."""
+        contexts = {name: totals.context.tolist() for name, totals in self.layers.items()}
+        return {name: across / texts for name, (_, _, across, texts) in contexts.items() if texts}
+
+    @staticmethod
+    def _verdict(values: dict[str, float], largest_entropy: float) -> Verdict:
+        if "gtd" not in values:
+            return "undefined"
+        entropy = values.get("attention_entropy")
+        share = None if entropy is None or largest_entropy <= 0 else entropy / largest_entropy
+        return verdict(values["gtd"], entropy_share=share, sink_mass=values.get("sink_mass"))

@@ -1,0 +1,211 @@
+"""Watch the attention of a model while it runs, without keeping any map."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from saobp.metrics.calls import heads_of
+from saobp.metrics.gtd import BETA, HOPS, check_path
+from saobp.metrics.health import CROSS_LAYER, Health
+from saobp.metrics.methods import Heads, checked_statistics, measure_heads
+from saobp.metrics.sampled import SAMPLED, Sampling
+from saobp.transformers.apply import attention_modules
+from saobp.transformers.watch import AttentionCall, watch
+
+EXACT_UP_TO = 1024
+"""Texts up to this many tokens are measured exactly by method ``auto``."""
+
+
+@contextmanager
+def probe(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    texts: int | None = None,
+    statistics: Collection[str] = SAMPLED,
+    method: Literal["auto", "exact", "sampled"] = "auto",
+    beta: float = BETA,
+    hops: int = HOPS,
+    sampling: Sampling | None = None,
+) -> Iterator[Health]:
+    """Measure every head of ``model`` in each forward inside this context; yields the growing Health.
+
+    ``every`` measures only each so-many-th forward, ``texts`` only the first texts of each batch. Statistics
+    are those of :func:`saobp.metrics.measure` and ``cross_layer_gtd``. ``auto`` samples beyond 1,024 tokens;
+    what it cannot sample, such as clustering, needs ``exact``. Give the compiled model if it is compiled:
+    measured forwards run eagerly, the others compiled. On leaving, also through an exception, the model is as
+    before.
+    """
+    recorder = Recorder(model, statistics, method, texts, beta, hops, sampling)
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be a whole number of at least 1, not {every!r}")
+    forwards = Forwards(recorder.measuring, every)
+    with forwards.of(model):
+        yield recorder.health
+    if not forwards.seen:
+        warnings.warn(
+            "the probe saw no forward: run the very model that it was given, compiled or not", stacklevel=3
+        )
+
+
+class Recorder:
+    """Turns attention calls into running statistics while ``measuring()``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        statistics: Collection[str] = SAMPLED,
+        method: str = "auto",
+        texts: int | None = None,
+        beta: float = BETA,
+        hops: int = HOPS,
+        sampling: Sampling | None = None,
+    ) -> None:
+        attention_modules(model)
+        check_path(beta, hops)
+        self.across = CROSS_LAYER in statistics
+        wanted = [name for name in statistics if name != CROSS_LAYER]
+        self.statistics = checked_statistics("sampled" if method == "auto" else method, wanted)
+        if self.across and method == "sampled":
+            raise ValueError(f"{CROSS_LAYER} has no sampled form: use method 'exact' or 'auto'")
+        if texts is not None and texts < 1:
+            raise ValueError(f"texts must be at least 1, not {texts}")
+        self.model, self.method, self.texts = model, method, texts
+        self.beta, self.hops, self.sampling = beta, hops, sampling or Sampling()
+        self.health = Health(self.statistics)
+        self._calls: dict[str, int] = {}
+        self._below: deque[Tensor] = deque(maxlen=hops - 1)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure whatever the model computes meanwhile; compiled parts run eagerly."""
+        self._calls.clear()
+        self._below.clear()
+        self.health.forwards += 1
+        with torch.compiler.set_stance("force_eager"), watch(self.model, self._record):
+            yield
+        self._below.clear()
+
+    def _record(self, call: AttentionCall) -> None:
+        device = call.query.device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            length = call.query.shape[-2]
+            sampled = self.method == "sampled" or (self.method == "auto" and length > EXACT_UP_TO)
+            heads = heads_of(call, self.texts, linear=sampled)
+            if heads is None:
+                self.health.skipped.add(call.name)
+                return
+            found = measure_heads(
+                heads,
+                "sampled" if sampled else "exact",
+                self.statistics,
+                beta=self.beta,
+                hops=self.hops,
+                sampling=self._sampling(),
+            )
+            across = self._across(heads) if self.across and not sampled else None
+            self.health.add(self._layer(call.name), found, _largest_entropies(heads), across)
+
+    def _sampling(self) -> Sampling:
+        """Other draws in every forward, so that errors average out."""
+        drawn = self.sampling
+        return Sampling(drawn.probes, drawn.rows, drawn.seed + self.health.forwards - 1)
+
+    def _layer(self, name: str) -> str:
+        """A module that serves several layers, as in ALBERT, counts as several."""
+        calls = self._calls[name] = self._calls.get(name, 0) + 1
+        name = name.removeprefix("_orig_mod.").removeprefix("module.")
+        return name if calls == 1 else f"{name} ({calls})"
+
+    def _across(self, heads: Heads) -> Tensor | None:
+        """Cross-layer GTD of each text for the layer at hand, from head averages of the layers below."""
+        batch, count = heads.query.shape[:2]
+        rows: Tensor | None = None
+        for head in range(count):
+            one = heads.some(slice(0, batch), slice(head, head + 1)).maps().rows[:, 0]
+            rows = one if rows is None else rows + one
+        assert rows is not None
+        rows, path, paths = rows / count, rows / count, torch.zeros_like(rows)
+        for hop, below in enumerate(self._below, 1):
+            if below.shape != rows.shape:
+                self._below.clear()
+                break
+            path = path @ below
+            paths = paths + self.beta**hop * path
+        first = not self._below
+        self._below.appendleft(rows)
+        if first:
+            return None
+        indirect = paths.square().sum((-2, -1))
+        return indirect / (rows.square().sum((-2, -1)) + indirect)
+
+
+def _largest_entropies(heads: Heads) -> Tensor:
+    """The entropy of uniform rows for each text, ``[texts]``, without waiting for the device."""
+    batch, _, length, _ = heads.query.shape
+    if heads.padding_mask is None:
+        tokens = torch.full((batch,), float(length), device=heads.query.device)
+    else:
+        tokens = heads.padding_mask.sum(-1).float()
+    if heads.causal or heads.in_order:
+        return torch.lgamma(tokens + 1) / tokens
+    return tokens.log()
+
+
+class Forwards:
+    """Enters ``measuring`` around each ``every``-th call of a model."""
+
+    def __init__(self, measuring: Callable[[], AbstractContextManager[None]], every: int) -> None:
+        self.measuring, self.every, self.seen = measuring, every, 0
+        self._open: list[ExitStack] = []
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """A model compiled in place is wrapped outside its compiled call, for hooks would run inside."""
+        compiled = model.__dict__.get("_compiled_call_impl")
+        if compiled is not None:
+            model.__dict__["_compiled_call_impl"] = self._around(compiled)
+            try:
+                yield
+            finally:
+                model.__dict__["_compiled_call_impl"] = compiled
+            return
+        handles = [
+            model.register_forward_pre_hook(self._before, prepend=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._before()
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                self._after()
+
+        return call
+
+    def _before(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._open.append(ExitStack())
+        if len(self._open) == 1:
+            self.seen += 1
+            if (self.seen - 1) % self.every == 0:
+                self._open[0].enter_context(self.measuring())
+
+    def _after(self, *_: Any) -> None:
+        if self._open and not torch.compiler.is_compiling():
+            self._open.pop().close()

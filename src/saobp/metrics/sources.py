@@ -1,0 +1,126 @@
+"""Models and texts for a diagnosis, from folders, files, the hub, or made on the spot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from saobp.refinement import Refinement
+from saobp.transformers import apply, load
+
+EXAMPLE = "planted example"
+EXAMPLE_TEXT = (
+    "Each head of this model attends by position. The first attends to all alike, the second to itself, "
+    "the third to the first token, the fourth one token back; the fifth sends each third to the next."
+)
+
+
+def load_model(
+    name: str, refinement: Refinement | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model and its tokenizer from a folder or the hub, refined as saved or as asked."""
+    if name == EXAMPLE:
+        model, tokenizer = example_model()
+    else:
+        model, tokenizer = _from_pretrained(name)
+    if refinement is not None:
+        apply(model, refinement)
+    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device), tokenizer
+
+
+def is_refinement(text: str) -> bool:
+    """Whether ``text`` is the written form of a refinement rather than a model's name."""
+    if Path(text).exists():
+        return False
+    try:
+        Refinement.parse(text)
+    except ValueError:
+        return False
+    return True
+
+
+def read_texts(path: Path, limit: int) -> list[str]:
+    """Texts of a file, split at blank lines, or at line ends if it has none."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}")
+    try:
+        whole = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{str(path)!r} is not text in UTF-8") from None
+    parts = whole.replace("\r\n", "\n").split("\n\n")
+    if len([part for part in parts if part.strip()]) < 2:
+        parts = whole.splitlines()
+    return _kept(parts, limit, f"{str(path)!r}")
+
+
+def dataset_texts(name: str, split: str, column: str | None, limit: int) -> list[str]:
+    """Texts of a column of a dataset, by default the first column of strings."""
+    import datasets
+
+    try:
+        data = datasets.load_dataset(name, split=split, streaming=True)
+        rows = list(data.take(limit))
+    except Exception as problem:
+        raise ValueError(f"cannot read split {split!r} of dataset {name!r}: {_first_line(problem)}") from None
+    strings = [key for key, value in rows[0].items() if isinstance(value, str)] if rows else []
+    if column is None and strings:
+        column = strings[0]
+    if column not in strings:
+        known = ", ".join(strings) or "none"
+        raise ValueError(f"dataset {name!r} has no column of text called {column!r}: it has {known}")
+    return _kept([row[column] for row in rows], limit, f"column {column!r} of {name!r}")
+
+
+def example_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model with planted heads and a tokenizer of words, both made here."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from saobp.testing.planted import planted_model
+
+    words = {word: place for place, word in enumerate(["[PAD]", "[UNK]"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return planted_model(), PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    )
+
+
+def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    folder = Path(name)
+    if not folder.is_dir() and (folder.is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise ValueError(f"there is no folder {name!r} with a model")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        model: Any = load(name, AutoModel) if _is_refined(folder) else AutoModel.from_pretrained(name)
+    except (OSError, ValueError, KeyError, ImportError) as problem:
+        raise ValueError(
+            f"cannot load a model with its tokenizer from {name!r}: {_first_line(problem)}"
+        ) from None
+    return model, tokenizer
+
+
+def _is_refined(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("saobp") is not None
+
+
+def _kept(texts: Iterable[str], limit: int, where: str) -> list[str]:
+    kept = [text.strip() for text in texts if text.strip()]
+    if not kept:
+        raise ValueError(f"{where} holds no text")
+    return kept[:limit]
+
+
+def _first_line(problem: BaseException) -> str:
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return lines[0] if lines else type(problem).__name__

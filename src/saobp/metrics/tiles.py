@@ -1,0 +1,175 @@
+"""Refined or oddly masked attention as an operator: pieces of the map are recomputed, used and dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saobp.metrics.operators import TILE_BYTES, score_rows
+from saobp.propagation.beliefs import Beliefs, propagate
+from saobp.propagation.factors import Factor, get_factor
+from saobp.propagation.graph import FactorGraph
+from saobp.refinement import Refinement
+
+TEMPORARIES = 6
+"""Tensors of the size of a tile that propagation holds at once."""
+
+
+@dataclass(frozen=True)
+class PieceOfGraph(FactorGraph):
+    """Some of the rows of a graph in which everyone hears everyone; ``past`` is the sum over all rows."""
+
+    def heard(self, messages: Tensor) -> Tensor:
+        assert self.past is not None
+        return self.past - self.spoken(messages)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What the rows of one text see, and whether they hear earlier rows alone.
+
+    visible and bias are ``[heads or 1, tokens, tokens]``; None says nothing.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+    in_order: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether fused kernels know this mask."""
+        return self.window is None and self.visible is None and self.bias is None
+
+    def rows(self, places: Tensor, tokens: int) -> Tensor | None:
+        """Visible keys of the rows at ``places``, broadcastable to ``[heads, places, tokens]``."""
+        seen = None if self.visible is None else self.visible[:, places]
+        distance = places[:, None] - torch.arange(tokens, device=places.device)
+        if self.causal:
+            seen = distance >= 0 if seen is None else seen & (distance >= 0)
+        if self.window is not None:
+            near = distance.abs() < self.window
+            seen = near if seen is None else seen & near
+        return seen
+
+
+class TiledOperator:
+    """Rows under any mask, refined by a factor whose messages depend on one row each, or not at all.
+
+    Without an order among rows the summed messages per key are found first, in one sweep per step. With
+    strict causality they grow from row to row, so every sweep goes through the text in order.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        refinement: Refinement,
+        strength: Tensor,
+        mask: Mask,
+        *,
+        scale: float,
+    ) -> None:
+        """query and key ``[heads, tokens, dim]``; strength ``[heads]``."""
+        factor = get_factor(refinement.factor)
+        if factor is not None and not speaks_row_by_row(factor):
+            raise ValueError(
+                f"the sampled method cannot take {refinement.factor!r} apart row by row"
+                f"{' under this mask' if refinement.factor == 'elemmul' else ''}: use method='exact'"
+            )
+        self.query, self.key, self.mask, self.scale = query, key, mask, scale
+        self.causal = mask.causal
+        self.factor, self.refinement = factor, refinement
+        self.precision = torch.promote_types(query.dtype, torch.float32)
+        self.strength = strength.to(self.precision)[:, None, None]
+        self.in_order = factor is not None and mask.in_order
+        self.heard: Tensor | None = None
+        if factor is not None and not self.in_order:
+            self._listen()
+
+    def rows(self, places: Tensor) -> Tensor:
+        if not self.in_order:
+            return self._beliefs(places).rows
+        found = self.query.new_empty(len(self.query), len(places), self.key.shape[1], dtype=self.precision)
+        for tile, rows in self._tiles():
+            here = ((places >= tile[0]) & (places <= tile[-1])).nonzero()[:, 0]
+            found[:, here] = rows[:, places[here] - tile[0]]
+        return found
+
+    def sweep(self, forward: Tensor | None, backward: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        output = None if forward is None else torch.empty_like(forward)
+        gathered = None if backward is None else torch.zeros_like(backward, dtype=self.precision)
+        for tile, rows in self._tiles():
+            if output is not None and forward is not None:
+                output[:, tile] = (rows @ forward.to(rows.dtype)).to(output.dtype)
+            if gathered is not None and backward is not None:
+                gathered += rows.transpose(-1, -2) @ backward[:, tile].to(rows.dtype)
+        return output, None if gathered is None or backward is None else gathered.to(backward.dtype)
+
+    def _tiles(self) -> Iterator[tuple[Tensor, Tensor]]:
+        past = None
+        for tile in self._places():
+            if not self.in_order:
+                yield tile, self._beliefs(tile).rows
+                continue
+            graph = FactorGraph(self._visible(tile), causal=True)
+            rows, past = propagate(
+                self._scores(tile),
+                self.factor,
+                self.strength,
+                graph,
+                steps=self.refinement.steps,
+                damping=self.refinement.damping,
+                past=past,
+                keep_messages=True,
+            )
+            yield tile, rows
+
+    def _listen(self) -> None:
+        """Sum the messages of all rows, ``[steps, heads, tokens]``; each step builds on the one before."""
+        heads, tokens = self.key.shape[:2]
+        self.heard = self.query.new_zeros(self.refinement.steps, heads, tokens, dtype=self.precision)
+        for step in range(self.refinement.steps):
+            total = torch.zeros_like(self.heard[step])
+            for places in self._places():
+                messages = self._beliefs(places, keep_messages=True).messages
+                assert messages is not None
+                total += messages[step]
+            self.heard[step] = total
+
+    def _beliefs(self, places: Tensor, keep_messages: bool = False) -> Beliefs:
+        return propagate(
+            self._scores(places),
+            self.factor,
+            self.strength,
+            PieceOfGraph(self._visible(places)),
+            steps=self.refinement.steps,
+            damping=self.refinement.damping,
+            past=self.heard,
+            keep_messages=keep_messages,
+        )
+
+    def _scores(self, places: Tensor) -> Tensor:
+        scores = score_rows(self.query[:, places], self.key, places, False, self.scale)
+        return scores if self.mask.bias is None else scores + self.mask.bias[:, places]
+
+    def _visible(self, places: Tensor) -> Tensor | None:
+        return self.mask.rows(places, self.key.shape[1])
+
+    def _places(self) -> tuple[Tensor, ...]:
+        heads, tokens = self.key.shape[:2]
+        step = max(1, TILE_BYTES // (TEMPORARIES * heads * tokens * self.precision.itemsize))
+        return torch.arange(tokens, device=self.key.device).split(step)
+
+
+def speaks_row_by_row(factor: Factor) -> bool:
+    """Whether a row's messages are the same without the other rows."""
+    beliefs = torch.tensor([[0.2, 0.5, 0.3], [0.7, 0.1, 0.2]])
+    strength = torch.tensor(0.5)
+    alone = factor.log_messages(beliefs[:1], strength)
+    together = factor.log_messages(beliefs, strength)
+    return together.shape == beliefs.shape and torch.equal(alone, together[:1])

@@ -1,0 +1,58 @@
+"""A model whose heads are known: what each must look like to an instrument is clear beforehand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import BertConfig, BertModel
+
+LENGTH = 48
+PLANTED = ("uniform", "diagonal", "first token", "previous token", "two-hop pointer")
+"""Heads in order. The pointer sends each third of the tokens, place modulo three, to the next."""
+PLANTED_VERDICTS = ("diffuse", "localised", "sink", "localised", "healthy")
+
+
+def planted_model(sharpness: float = 200.0) -> BertModel:
+    """A BERT of one layer that attends by position alone, for texts of up to 48 tokens.
+
+    Position vectors are one-hot; layer normalisation turns them into a multiple of themselves minus a
+    constant, which the biases take away again.
+    """
+    heads = len(PLANTED)
+    config = BertConfig(
+        vocab_size=256,
+        hidden_size=heads * LENGTH,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        intermediate_size=8,
+        max_position_embeddings=LENGTH,
+        pad_token_id=0,
+    )
+    model = BertModel(config, add_pooling_layer=False).eval()
+    embeddings, layer = model.embeddings, model.encoder.layer[0].attention.self
+    asks, holds = _patterns()
+    with torch.no_grad():
+        embeddings.word_embeddings.weight.zero_()
+        embeddings.token_type_embeddings.weight.zero_()
+        embeddings.position_embeddings.weight.copy_(torch.eye(LENGTH, config.hidden_size))
+        states = embeddings.LayerNorm(embeddings.position_embeddings.weight)
+        constant, peak = states[0, -1], states[0, 0] - states[0, -1]
+        for part, wanted in ((layer.query, sharpness * asks), (layer.key, holds)):
+            part.weight.zero_()
+            part.weight[:, :LENGTH] = wanted.flatten(1).T / peak
+            part.bias.copy_(-constant * part.weight.sum(1))
+    return model
+
+
+def _patterns() -> tuple[Tensor, Tensor]:
+    """What each place asks for and holds in each head, ``[places, heads, dim]``; a score is their product."""
+    asks, holds = torch.zeros(2, LENGTH, len(PLANTED), LENGTH)
+    place = torch.eye(LENGTH)
+    third = torch.arange(LENGTH) % 3
+    asks[:, 1] = holds[:, 1] = holds[:, 2] = holds[:, 3] = place
+    asks[:, 2, 0] = 1
+    asks[:, 3] = place[[0, *range(LENGTH - 1)]]
+    asks[:, 4] = functional.one_hot((third + 1) % 3, LENGTH)
+    holds[:, 4] = functional.one_hot(third, LENGTH)
+    return asks, holds

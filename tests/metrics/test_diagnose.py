@@ -1,0 +1,168 @@
+"""``saobp diagnose`` as a user meets it: what it prints, what it writes, and how it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MambaConfig, MambaModel
+from typer.testing import CliRunner, Result
+
+import saobp
+from saobp.cli import app
+from saobp.metrics.sources import example_model
+from saobp.testing.models import tiny_model
+from saobp.testing.planted import PLANTED_VERDICTS, planted_model
+
+HOSTILE = '<script>alert("x")</script> & <b>words</b> that are [red]text[/red] only {{ 7 * 7 }}'
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["diagnose", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Saved models with a tokenizer: an encoder, the same refined, a decoder, NaN weights, no attention."""
+    root = tmp_path_factory.mktemp("models")
+    broken = tiny_model("bert")
+    torch.nn.init.constant_(broken.bert.encoder.layer[1].output.dense.weight, math.nan)
+    models = {
+        "bert": tiny_model("bert"),
+        "refined": saobp.apply(tiny_model("bert"), "high,strength=learned"),
+        "gpt2": tiny_model("gpt2"),
+        "broken": broken,
+        "mamba": MambaModel(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+        example_model()[1].save_pretrained(root / name)
+    return {name: root / name for name in models}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.txt"
+    path.write_text(f"{HOSTILE}\n\nA second text, which has two lines\nand ends here.\n\n\n\nThird one.\n")
+    return path
+
+
+def test_without_arguments_it_explains_itself() -> None:
+    shown = run()
+    assert shown.exit_code == 0
+    assert "saobp diagnose --example" in shown.output
+
+
+def test_the_example_runs_offline_and_names_the_planted_heads(tmp_path: Path) -> None:
+    shown = run("--example", "--full", "--out", tmp_path / "out")
+    assert shown.exit_code == 0, shown.output
+    assert "2 localised ▼, 1 diffuse ▲, 1 sink ●, 1 healthy" in shown.output
+    (record,) = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    assert tuple(head["verdict"] for head in record["heads"]) == PLANTED_VERDICTS
+    assert record["heads"][4]["clustering"] >= 0
+
+
+def test_results_are_complete_and_hostile_text_stays_text(
+    folders: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shown = run(folders["bert"], "--text", text, "--out", out, "--compare", "high:0.5")
+    assert shown.exit_code == 0, shown.output
+    names = {"gtd", "indirect_entropy", "attention_entropy", "sink_mass", "layers"}
+    assert {path.name for path in out.glob("*.png")} == {f"{name}.png" for name in names}
+    plain, refined = json.loads((out / "diagnosis.json").read_text())
+    assert plain["texts"] == refined["texts"] == 3
+    assert refined["subject"].endswith("with high:0.5")
+    assert list(plain["cross_layer_gtd"]) == ["1"]
+    rows = list(csv.DictReader((out / "heads.csv").open()))
+    assert len(rows) == 16
+    assert float(rows[3]["gtd"]) == plain["heads"][3]["gtd"]
+    assert rows[8]["gtd"] != rows[0]["gtd"]
+    page = (out / "report.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt; &amp; &lt;b&gt;" in page
+    assert "{{ 7 * 7 }}" in page
+    assert page.count("data:image/png;base64,") == 5
+    assert "http" not in page
+
+
+def test_numbers_are_those_of_the_probe(folders: dict[str, Path], text: Path, tmp_path: Path) -> None:
+    run(folders["gpt2"], "--text", text, "--limit", 1, "--out", tmp_path / "out")
+    (record,) = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    tokenizer = example_model()[1]
+    model = tiny_model("gpt2")
+    with torch.no_grad(), saobp.probe(model) as health:
+        model(**tokenizer(HOSTILE, return_tensors="pt", return_token_type_ids=False))
+    for head, expected in zip(record["heads"], health.heads(), strict=True):
+        assert head["gtd"] == pytest.approx(expected.values["gtd"], rel=1e-5)
+
+
+def test_a_refined_model_is_loaded_with_its_refinement(
+    folders: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    shown = run(folders["bert"], "--text", text, "--out", tmp_path / "out", "--compare", folders["refined"])
+    assert shown.exit_code == 0, shown.output
+    assert "refined: 8 heads" in shown.output
+
+
+def test_texts_of_a_dataset(folders: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.jsonl").write_text(
+        '{"id": 1, "body": "some words here"}\n{"id": 2, "body": "other words"}\n'
+    )
+    shown = run(folders["bert"], "--dataset", data, "--out", tmp_path / "out")
+    assert shown.exit_code == 0, shown.output
+    assert json.loads((tmp_path / "out" / "diagnosis.json").read_text())[0]["texts"] == 2
+    refused = run(folders["bert"], "--dataset", data, "--column", "title")
+    assert refused.exit_code == 1
+    assert "has no column of text called 'title': it has body" in refused.output
+
+
+def test_wrong_input_gets_one_clear_sentence(folders: dict[str, Path], text: Path, tmp_path: Path) -> None:
+    empty, long, binary = tmp_path / "empty.txt", tmp_path / "long.txt", tmp_path / "binary.txt"
+    empty.write_text("\n \n")
+    long.write_text("word " * 90)
+    binary.write_bytes(b"\xff\xfe\x00")
+    bert = folders["bert"]
+    cases = [
+        ((folders["mamba"], "--text", text), "attention registry"),
+        ((bert, "--text", long), "a text has 90 tokens but the model takes 64: pass length=64"),
+        ((bert, "--text", empty), "holds no text"),
+        ((bert, "--text", binary), "is not text in UTF-8"),
+        ((bert, "--text", tmp_path / "none.txt"), "there is no file"),
+        ((folders["broken"], "--text", text), "hold NaN or infinite values, first in encoder.layer.1.output"),
+        ((tmp_path / "nowhere", "--text", text), "there is no folder"),
+        ((tmp_path, "--text", text), "cannot load a model"),
+        ((bert,), "there is nothing to read"),
+        ((bert, "--text", text, "--dataset", "x"), "not by both"),
+        ((bert, "--text", text, "--length", 99), "at most 64"),
+        ((bert, "--text", text, "--method", "guess"), "method must be"),
+        ((bert, "--text", text, "--compare", tmp_path / "nowhere"), "there is no folder"),
+    ]
+    for arguments, words in cases:
+        shown = run(*arguments, "--out", tmp_path / "out")
+        assert shown.exit_code == 1, arguments
+        assert words in shown.output, shown.output
+        assert "Traceback" not in shown.output
+        assert len(shown.output.strip().splitlines()) == 1, shown.output
+    assert not (tmp_path / "out").exists()
+    cut = run(bert, "--text", long, "--length", 64, "--out", tmp_path / "out")
+    assert cut.exit_code == 0, cut.output
+
+
+@pytest.mark.parametrize("method", ["exact", "sampled"])
+def test_planted_heads_get_the_verdict_they_must(method: str) -> None:
+    model = planted_model()
+    with torch.no_grad(), saobp.probe(model, method=method) as health:  # type: ignore[arg-type]
+        model(input_ids=torch.ones(1, 48, dtype=torch.long))
+    assert tuple(head.verdict for head in health.heads()) == PLANTED_VERDICTS
+    gtd = [head.values["gtd"] for head in health.heads()]
+    paths = 0.9 + 0.81 + 0.729
+    assert gtd[:3] == pytest.approx([paths**2 / (1 + paths**2)] * 3, abs=2e-3)
+    assert gtd[4] == pytest.approx(2 / 3, abs=0.06)

@@ -1,0 +1,144 @@
+"""Health in training logs, and correlations over checkpoints."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy
+import pytest
+import torch
+from scipy import stats
+from transformers import Trainer, TrainingArguments
+
+import saobp
+from saobp import metrics
+from saobp.metrics import HealthCallback, HealthLog
+from saobp.metrics.verdict import verdict
+from saobp.testing.models import tiny_batch, tiny_model
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = tiny_batch(batch=1, length=10, seed=index)["input_ids"][0]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def trainer(tmp_path, model=None, **options) -> Trainer:  # type: ignore[no-untyped-def]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        logging_steps=2,
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    return Trainer(model=model or tiny_model("bert"), args=arguments, train_dataset=Texts())
+
+
+def test_trainer_logs_health_where_the_loss_goes(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    run = trainer(tmp_path, report_to="tensorboard", gradient_accumulation_steps=2)
+    run.add_callback(
+        HealthCallback(run, every=3, texts=2, statistics=("gtd", "sink_mass", "attention_entropy"))
+    )
+    run.train()
+    entries = [entry for entry in run.state.log_history if "health/gtd" in entry]
+    assert [entry["step"] for entry in entries] == [1, 4]
+    for entry in entries:
+        assert 0 < entry["health/layer_01/gtd"] < 1
+        assert 0 < entry["health/layer_00/sink_mass"] < 1
+        layers = [entry[f"health/layer_0{layer}/gtd"] for layer in range(2)]
+        assert entry["health/gtd"] == pytest.approx(sum(layers) / 2)
+    assert "training_step" not in run.__dict__
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents.*")).parent))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/health/layer_01/gtd")] == [1, 4]
+
+
+def test_health_does_not_change_training(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    weights = []
+    for watched in (False, True):
+        run = trainer(tmp_path, tiny_model("gpt2"))
+        if watched:
+            run.add_callback(HealthCallback(run, every=2, method="sampled"))
+        run.train()
+        weights.append(run.model.state_dict())
+    for name in weights[0]:
+        assert torch.equal(weights[0][name], weights[1][name]), name
+
+
+def test_a_failing_step_leaves_nothing_switched_on(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from transformers.modeling_utils import AttentionInterface
+
+    before = AttentionInterface.get_interface
+    run = trainer(tmp_path)
+    run.add_callback(HealthCallback(run))
+    run.train_dataset = [{"input_ids": torch.full((4,), 9999), "labels": torch.zeros(4).long()}] * 8
+    with pytest.raises(IndexError):
+        run.train()
+    assert AttentionInterface.get_interface is before
+
+
+def test_plain_loop_logs_and_warns_once_per_change(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch, logged = tiny_model("bert"), tiny_batch(), []
+    send = HealthLog(lambda numbers, step: logged.append((step, numbers)))
+    with caplog.at_level(logging.WARNING, "saobp"), torch.no_grad(), saobp.probe(model) as health:
+        for step in range(2):
+            model(**batch)
+            send(health, step)
+        torch.nn.init.zeros_(model.bert.encoder.layer[0].attention.self.query.weight)
+        torch.nn.init.zeros_(model.bert.encoder.layer[0].attention.self.query.bias)
+        model(**batch)
+        send(health, 2)
+        send(health, 3)
+    assert [step for step, _ in logged] == [0, 1, 2]
+    assert logged[2][1]["health/layer_00/gtd"] == pytest.approx(0.856, abs=1e-3)
+    lines = [record.message for record in caplog.records]
+    assert "at step 2" in lines[-1]
+    assert "layer 0 head 3 diffuse (GTD 0.86)" in lines[-1]
+    assert not any("at step 1:" in line for line in lines)
+
+
+def test_verdicts_follow_the_ranges() -> None:
+    words = {0.3: "localised", 0.55: "borderline", 0.7: "healthy", 0.82: "borderline", 0.9: "diffuse"}
+    for value, word in words.items():
+        assert verdict(value) == word
+    assert verdict(0.7, sink_mass=0.6) == "sink"
+    assert verdict(0.7, entropy_share=0.05) == "localised"
+    assert verdict(float("nan")) == "undefined"
+
+
+def test_correlations_equal_scipy() -> None:
+    noise = numpy.random.default_rng(0).normal(size=(3, 12))
+    records = [
+        {"gtd": a, "cross_layer_gtd": b, "accuracy": a + 0.1 * c}
+        for a, b, c in zip(*noise.tolist(), strict=True)
+    ]
+    found = metrics.correlations(records, "accuracy")
+    truth = stats.pearsonr(noise[0], noise[0] + 0.1 * noise[2])
+    assert found["gtd"] == (pytest.approx(truth.statistic), pytest.approx(truth.pvalue), 12)
+    assert abs(found["cross_layer_gtd"].r) < found["gtd"].r
+
+
+@pytest.mark.parametrize(
+    ("values", "scores", "words"),
+    [
+        ([1, 2], [1, 2], "three checkpoints"),
+        ([1, 2, 3], [1, 2], "3 values but 2 scores"),
+        ([1, 1, 1], [1, 2, 3], "same at every"),
+        ([1, 2, float("nan")], [1, 2, 3], "NaN"),
+    ],
+)
+def test_correlations_without_meaning_are_refused(values: list, scores: list, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        metrics.pearson(values, scores)
+    with pytest.raises(ValueError, match="checkpoint 0 has no accuracy"):
+        metrics.correlations([{"gtd": 1.0}], "accuracy")
