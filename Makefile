@@ -5,7 +5,7 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-# Waiting threads sleep instead of spinning: ten times faster where the cores are shared with other work.
+# Waiting threads sleep instead of spinning: much faster where the cores are shared with other work.
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: setup quickstart test lock clean

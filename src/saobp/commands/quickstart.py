@@ -41,7 +41,7 @@ def quickstart(
     """Refine a small model's attention on real text and draw it before and after."""
     console = Console()
     try:
-        page = run(console, refinement, sentence, out)
+        page = run(console, refinement, sentence, out, steps=STEPS, seconds=SECONDS)
     except (ValueError, OSError) as problem:
         console.print(Text(str(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
@@ -54,12 +54,13 @@ def run(
     sentence: str | None,
     out: Path,
     *,
-    steps: int = STEPS,
-    seconds: float = SECONDS,
+    steps: int,
+    seconds: float,
 ) -> Path:
     """Read, train, compare, draw and write; returns the page. Training stops at ``steps`` or ``seconds``."""
     import transformers
 
+    import saobp
     from saobp.quickstart import comparison, page, pictures, prose, training
     from saobp.refinement import Refinement
 
@@ -85,10 +86,13 @@ def run(
         tell = stage("training a vocabulary")
         tokenizer = training.train_tokenizer(seen)
         lines, unseen = training.pack(tokenizer, seen), training.pack(tokenizer, held_out)
+        sentence = comparison.choose_sentence(tokenizer, held_out) if sentence is None else sentence
+        ids = comparison.encode(tokenizer, sentence)
         tell(1.0, f"{len(tokenizer):,} word pieces, {lines.numel():,} tokens")
 
         tell = stage("training a small model")
         model = training.new_model()
+        saobp.remove(saobp.apply(model, asked))
         start = time.monotonic()
         taken = training.train(
             model,
@@ -100,10 +104,8 @@ def run(
         trained = time.monotonic() - start
         tell(1.0, f"{taken:,} steps")
 
-        sentence = comparison.choose_sentence(tokenizer, held_out) if sentence is None else sentence
-        found = comparison.compare(
-            model, tokenizer, sentence, unseen, refinement, stage("refining its attention")
-        )
+        tell = stage("refining its attention")
+        found = comparison.compare(model, tokenizer, sentence, ids, unseen, refinement, tell)
 
         tell = stage("drawing")
         maps = page.png(pictures.draw_maps(found, found.most_moved_heads(HEADS_SHOWN)))
