@@ -1,0 +1,59 @@
+"""English prose that is on every machine with Python: the language's own documentation."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+
+LEAST_CHARACTERS = 80
+LEAST_LETTERS = 0.85
+NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def read_prose(progress: Callable[[float], object] = lambda _: None) -> list[str]:
+    """Different paragraphs of prose, shuffled the same way each time; ``progress`` is told the share done."""
+    found: dict[str, None] = {}
+    sources = sorted(
+        path for path in Path(sysconfig.get_path("stdlib")).rglob("*.py") if not NOT_READ & set(path.parts)
+    )
+    for text in topics.values():
+        found |= dict.fromkeys(paragraphs(text))
+    for place, source in enumerate(sources, 1):
+        for text in docstrings(source):
+            found |= dict.fromkeys(paragraphs(text))
+        progress(place / len(sources))
+    shuffled = list(found)
+    random.Random(0).shuffle(shuffled)
+    return shuffled
+
+
+def docstrings(source: Path) -> Iterator[str]:
+    """Docstrings of a Python file; a file that does not parse has none."""
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
+            yield text
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Paragraphs that read like prose: not indented, not grammar or a session, mostly letters."""
+    for block in re.split(r"\n\s*\n", text):
+        words = " ".join(block.split())
+        letters = sum(character.isalpha() or character == " " for character in words)
+        if (
+            len(words) >= LEAST_CHARACTERS
+            and letters >= LEAST_LETTERS * len(words)
+            and not block.startswith("   ")
+            and "::=" not in words
+            and ">>>" not in words
+        ):
+            yield words
