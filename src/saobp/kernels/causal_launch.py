@@ -1,0 +1,101 @@
+"""Sizes and launches of the strict causal kernels, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.library import wrap_triton
+
+from saobp.kernels import causal
+from saobp.kernels.launch import Block, Problem, empty_states, given, resources, strides
+
+SPAN = 2048
+"""Rows whose keys' sums are held at once: memory is linear in length because this is bounded."""
+
+
+def causal_block(problem: Problem, sweep: str) -> Block:
+    """Tile sizes. Sweeps that hear share one number of rows: the step at which keys' sums are kept."""
+    if problem.dtype == torch.float32:
+        return Block(32, 32, warps=4, stages=1) if problem.dim > 64 else Block(64, 32, warps=4, stages=1)
+    if problem.dim > 128:
+        return Block(64, 32, warps=4, stages=1)
+    if problem.dim > 64:
+        return Block(64, 64, warps=4, stages=2)
+    return {
+        "row_sums": Block(128, 64, 4, 3),
+        "earlier_messages": Block(64, 128, 4, 3),
+        "output": Block(64, 64, 4, 3),
+        "key_gradient": Block(64, 64, 4, 2),
+        "query_gradient": Block(64, 64, 4, 2),
+        "prior_key_gradient": Block(64, 128, 4, 3),
+    }[sweep]
+
+
+def spans(problem: Problem) -> list[tuple[int, int]]:
+    """The longest sequence's rows cut into spans; one span if rows do not hear each other."""
+    step = SPAN if problem.hears else problem.longest
+    return [(start, min(start + step, problem.longest)) for start in range(0, problem.longest, step)]
+
+
+def span_slots(problem: Problem) -> int:
+    """How many blocks of rows a span has at most."""
+    return triton.cdiv(min(SPAN, problem.longest), causal_block(problem, "output").rows)
+
+
+def saved_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shapes of what the backward pass needs besides the output: lse, heard, belief."""
+    rows = (problem.batch, problem.heads, problem.length)
+    return problem.lse_shape, rows if problem.hears else (0,), rows
+
+
+def sums(problem: Problem, device: torch.device) -> Tensor:
+    """``[batch, heads, slots, length]`` for one number per block of a span's rows and key."""
+    shape = (problem.batch, problem.heads, span_slots(problem), problem.length) if problem.hears else (0,)
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def programs(problem: Problem, tokens: int, step: int) -> int:
+    """One program for every ``step`` of so many tokens, for every head of every sequence."""
+    return triton.cdiv(tokens, step) * problem.sequences * problem.heads
+
+
+def span_blocks(block: Block, tokens: int, step: int) -> dict[str, Any]:
+    return {"blocks": triton.cdiv(tokens, step), "ROWS": block.rows, "KEYS": block.keys, **resources(block)}
+
+
+def run_causal_forward(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor,
+    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output and what the backward pass needs: lse, heard, belief."""
+    out = empty_states(problem, query)
+    lse, heard, belief = (
+        torch.empty(shape, dtype=torch.float32, device=query.device) for shape in saved_shapes(problem)
+    )
+    common: dict[str, Any] = {
+        "q_ptr": query, "k_ptr": key, "mask_ptr": given(mask, gamma), "cu_ptr": given(cu, gamma), "lse_ptr": lse,
+        **strides("q", query), **strides("k", key), **problem.numbers(), **problem.constants(),
+        "low_plane": problem.low_plane, "PRECISE": problem.precise,
+    }  # fmt: skip
+    block = causal_block(problem, "row_sums")
+    wrap_triton(causal.causal_row_sums)[(programs(problem, problem.longest, block.rows),)](
+        **common, **span_blocks(block, problem.longest, block.rows)
+    )
+    past = sums(problem, query.device)
+    common |= {"gamma_ptr": gamma, "past_ptr": past, "slots": span_slots(problem), **problem.message_numbers()}
+    for start, stop in spans(problem):
+        if problem.hears:
+            block = causal_block(problem, "earlier_messages")
+            wrap_triton(causal.earlier_messages)[(programs(problem, stop, block.keys),)](
+                **common, **span_blocks(block, stop, block.keys), heard_ptr=heard, span_start=start, span_stop=stop
+            )
+        block = causal_block(problem, "output")
+        wrap_triton(causal.causal_output)[(programs(problem, stop - start, block.rows),)](
+            **common, **span_blocks(block, stop - start, block.rows), **strides("v", value), **strides("o", out),
+            **problem.drop_numbers(), v_ptr=value, out_ptr=out, seed_ptr=given(seed, gamma), belief_ptr=belief,
+            span_start=start, HEARS=problem.hears, DROPS=problem.dropout > 0,
+        )  # fmt: skip
+    return out, lse, heard, belief
