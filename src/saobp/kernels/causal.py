@@ -53,7 +53,9 @@ def spoken(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def causal_scores(q, k, rows, keys, keys_real, EDGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def causal_scores(
+    q, k, rows, keys, keys_real, EDGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):
     """Raw products ``[rows, keys]``; minus infinity for padding and, in an EDGE tile, for later keys."""
     raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if EDGE:
@@ -91,7 +93,9 @@ def causal_row_sums(
         keys = begin + tl.arange(0, KEYS)
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
         real = real_tokens(mask_base, keys, tokens, MASKED)
-        reference = tl.maximum(reference, tl.max(causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION), 1))
+        reference = tl.maximum(
+            reference, tl.max(causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION), 1)
+        )
     reference = tl.where(reference == float("-inf"), 0.0, reference)
     if PRECISE != 2:
         reference *= score_scale
@@ -159,7 +163,9 @@ def _add_earlier(
     for begin in tl.range(start, stop, ROWS):
         rows = begin + tl.arange(0, ROWS)
         slot = (begin - span_start) // ROWS
-        tl.store(past_base + slot.to(tl.int64) * length + keys, tl.where(keys_real, heard, 0.0), mask=keys < tokens)
+        tl.store(
+            past_base + slot.to(tl.int64) * length + keys, tl.where(keys_real, heard, 0.0), mask=keys < tokens
+        )
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
         high, low = load_lse(lse_base, low_plane, rows, tokens, PRECISE, EDGE)
         if MASKED:
@@ -248,7 +254,9 @@ def _add_output(
         raw = causal_scores(q, k, rows, keys, real, EDGE, MASKED, PRECISION)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
         past = load_vector(past_base, keys, stop if HEARS else 0, 0.0, EDGE or not HEARS)
-        _, beliefs = believed(scores, rows_real[:, None], past[None, :], message, ROWS, TYPE, HEARS, PRECISE, MASKED)
+        _, beliefs = believed(
+            scores, rows_real[:, None], past[None, :], message, ROWS, TYPE, HEARS, PRECISE, MASKED
+        )
         raised = tl.maximum(top, tl.max(beliefs, 1))
         anchor = tl.where(raised == float("-inf"), 0.0, raised)
         shrink = tl.exp2(top - anchor)
@@ -313,4 +321,8 @@ def causal_output(
     out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
     out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
     store_rows(out_base, row_start, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
-    tl.store(belief_ptr + row_base + rows, tl.where(visible, top + tl.log2(total), float("inf")), mask=rows < tokens)
+    tl.store(
+        belief_ptr + row_base + rows,
+        tl.where(visible, top + tl.log2(total), float("inf")),
+        mask=rows < tokens,
+    )

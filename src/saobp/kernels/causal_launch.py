@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from saobp.kernels import causal
+from saobp.kernels import backward, causal, causal_backward
 from saobp.kernels.launch import Block, Problem, empty_states, given, resources, strides
 
 SPAN = 2048
@@ -85,12 +85,21 @@ def run_causal_forward(
         **common, **span_blocks(block, problem.longest, block.rows)
     )
     past = sums(problem, query.device)
-    common |= {"gamma_ptr": gamma, "past_ptr": past, "slots": span_slots(problem), **problem.message_numbers()}
+    common |= {
+        "gamma_ptr": gamma,
+        "past_ptr": past,
+        "slots": span_slots(problem),
+        **problem.message_numbers(),
+    }
     for start, stop in spans(problem):
         if problem.hears:
             block = causal_block(problem, "earlier_messages")
             wrap_triton(causal.earlier_messages)[(programs(problem, stop, block.keys),)](
-                **common, **span_blocks(block, stop, block.keys), heard_ptr=heard, span_start=start, span_stop=stop
+                **common,
+                **span_blocks(block, stop, block.keys),
+                heard_ptr=heard,
+                span_start=start,
+                span_stop=stop,
             )
         block = causal_block(problem, "output")
         wrap_triton(causal.causal_output)[(programs(problem, stop - start, block.rows),)](
@@ -99,3 +108,56 @@ def run_causal_forward(
             span_start=start, HEARS=problem.hears, DROPS=problem.dropout > 0,
         )  # fmt: skip
     return out, lse, heard, belief
+
+
+def run_causal_backward(
+    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor,
+    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
+    out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv with one key head per query head, and the gradient of gamma row by row."""
+    dq, dk, dv = (empty_states(problem, query) for _ in range(3))
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    rows_shape = (problem.batch, problem.heads, problem.length)
+    delta, inverse, heard_grad, dgamma = (torch.empty(rows_shape, **floats) for _ in range(4))
+    constants = problem.constants()
+    wrap_triton(backward.row_products)[(programs(problem, problem.longest, 128),)](
+        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, gamma), belief_ptr=belief, delta_ptr=delta, inverse_ptr=inverse,
+        **strides("g", grad), **strides("o", out),
+        heads=problem.heads, length=problem.length, blocks=triton.cdiv(problem.longest, 128), ROWS=128,
+        DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,
+    )  # fmt: skip
+    in_spans = spans(problem)
+    wide = torch.empty((), **floats)
+    key_sum = empty_states(problem, wide)
+    value_sum = dv if len(in_spans) == 1 else empty_states(problem, wide)
+    common: dict[str, Any] = {
+        "q_ptr": query, "k_ptr": key, "mask_ptr": given(mask, gamma), "cu_ptr": given(cu, gamma), "gamma_ptr": gamma,
+        "lse_ptr": lse, "low_plane": problem.low_plane, **strides("q", query), **strides("k", key),
+        **problem.numbers(), **constants, "PRECISE": problem.precise,
+    }  # fmt: skip
+    spanned: dict[str, Any] = {
+        **common, "v_ptr": value, "grad_ptr": grad, "seed_ptr": given(seed, gamma), **strides("v", value), **strides("g", grad),
+        "belief_ptr": belief, "delta_ptr": delta, "past_ptr": sums(problem, query.device), "later_ptr": sums(problem, query.device),
+        "slots": span_slots(problem), **problem.drop_numbers(), **problem.message_numbers(),
+        "HEARS": problem.hears, "DROPS": problem.dropout > 0,
+    }  # fmt: skip
+    heard = heard.clone()
+    for start, stop in reversed(in_spans):
+        block = causal_block(problem, "key_gradient")
+        wrap_triton(causal_backward.causal_key_gradient)[(programs(problem, stop, block.keys),)](
+            **spanned, **span_blocks(block, stop, block.keys), **strides("s", key_sum), span_start=start, span_stop=stop,
+            heard_ptr=heard, heard_grad_ptr=heard_grad, key_sum_ptr=key_sum, value_sum_ptr=value_sum,
+            LAST=stop == problem.longest,
+        )  # fmt: skip
+        block = causal_block(problem, "query_gradient")
+        wrap_triton(causal_backward.causal_query_gradient)[(programs(problem, stop - start, block.rows),)](
+            **spanned, **span_blocks(block, stop - start, block.rows), **strides("d", dq), span_start=start,
+            scale=problem.scale, dq_ptr=dq, strength_grad_ptr=dgamma,
+        )  # fmt: skip
+    block = causal_block(problem, "prior_key_gradient")
+    wrap_triton(causal_backward.prior_key_gradient)[(programs(problem, problem.longest, block.keys),)](
+        **common, **span_blocks(block, problem.longest, block.keys), **strides("s", key_sum), **strides("d", dk),
+        scale=problem.scale, strength_grad_ptr=dgamma, key_sum_ptr=key_sum, dk_ptr=dk,
+    )  # fmt: skip
+    return dq, dk, dv if len(in_spans) == 1 else value_sum.to(dv.dtype), dgamma

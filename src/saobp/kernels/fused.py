@@ -32,8 +32,8 @@ def unsupported(
         return f"factor {refinement.factor!r} has no kernel"
     if refinement.steps != 1:
         return f"{refinement.steps} steps were asked for and the kernels do one"
-    if is_causal:
-        return "causal attention has no kernel"
+    if is_causal and refinement.future == "paper" and POTTS[refinement.factor][1]:
+        return "the leaking form of causal attention has no kernel"
     if query.shape[2] != key.shape[2]:
         return f"{query.shape[2]} queries and {key.shape[2]} keys differ in number"
     if value.shape[3] != query.shape[3]:
@@ -56,6 +56,7 @@ def fused_attention(
     *,
     strongest: float | None = None,
     padding_mask: Tensor | None = None,
+    is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
@@ -63,6 +64,7 @@ def fused_attention(
 
     ``strongest`` bounds |strength|, where that is known without asking the GPU.
     """
+    from saobp.kernels.causal_operator import causal_refined_attention
     from saobp.kernels.operator import refined_attention
 
     sign, hears = POTTS[refinement.factor]
@@ -73,7 +75,8 @@ def fused_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if padding_mask is not None:
         padding_mask = padding_mask.contiguous()
-    out, *_ = refined_attention(
+    operator = causal_refined_attention if is_causal else refined_attention
+    out, *_ = operator(
         query, key, value, gamma, padding_mask, None, seed, query.shape[2], scale, dropout_p, hears, bound
     )
     return out
