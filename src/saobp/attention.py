@@ -71,7 +71,8 @@ def attention(
         if obstacle is None:
             return fused_attention(
                 query, key, value, refinement, strength,
-                strongest=strongest, padding_mask=padding_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
+                strongest=strongest, padding_mask=padding_mask, is_causal=is_causal, dropout_p=dropout_p,
+                scale=scale,
             )  # fmt: skip
         if backend == "fused":
             raise ValueError(f"the fused backend cannot do this call because {obstacle}")

@@ -53,6 +53,32 @@ def spoken(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def add_heard(heard, lost, messages, PRECISE: tl.constexpr):
+    """Add to long sums; in full float32 ``lost`` collects what rounding takes from them."""
+    total = heard + messages
+    if PRECISE == 2:
+        added = total - heard
+        lost += (heard - (total - added)) + (messages - added)
+    return total, lost
+
+
+@triton.jit
+def load_heard(heard_base, low_plane, keys, tokens, PRECISE: tl.constexpr):
+    """Sums and, in full float32, what rounding took from them; 0 from ``tokens`` on."""
+    heard = load_vector(heard_base, keys, tokens, 0.0, True)
+    if PRECISE == 2:
+        return heard, load_vector(heard_base + low_plane, keys, tokens, 0.0, True)
+    return heard, tl.zeros_like(heard)
+
+
+@triton.jit
+def store_heard(heard_base, low_plane, keys, tokens, real, heard, lost, PRECISE: tl.constexpr):
+    tl.store(heard_base + keys, tl.where(real, heard, 0.0), mask=keys < tokens)
+    if PRECISE == 2:
+        tl.store(heard_base + low_plane + keys, tl.where(real, lost, 0.0), mask=keys < tokens)
+
+
+@triton.jit
 def causal_scores(
     q, k, rows, keys, keys_real, EDGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
 ):
@@ -155,17 +181,16 @@ def row_walk(key_start, span_start, span_stop, tokens, ROWS: tl.constexpr, KEYS:
 
 @triton.jit
 def _add_earlier(
-    heard, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
+    heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
     start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     EDGE: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for begin in tl.range(start, stop, ROWS):
+        begin = tl.multiple_of(begin, ROWS)
         rows = begin + tl.arange(0, ROWS)
-        slot = (begin - span_start) // ROWS
-        tl.store(
-            past_base + slot.to(tl.int64) * length + keys, tl.where(keys_real, heard, 0.0), mask=keys < tokens
-        )
+        place = ((begin - span_start) // ROWS).to(tl.int64) * length + keys
+        tl.store(past_base + place, tl.where(keys_real, heard + lost, 0.0), mask=keys < tokens)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
         high, low = load_lse(lse_base, low_plane, rows, tokens, PRECISE, EDGE)
         if MASKED:
@@ -174,8 +199,8 @@ def _add_earlier(
         if EDGE:
             raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
         a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
-        heard += tl.sum(log2_message(a, message, PRECISE), 1)
-    return heard
+        heard, lost = add_heard(heard, lost, tl.sum(log2_message(a, message, PRECISE), 1), PRECISE)
+    return heard, lost
 
 
 @triton.jit
@@ -202,21 +227,21 @@ def earlier_messages(
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
     # Rows of earlier spans have seen only keys before the span.
-    heard = tl.load(heard_ptr + row_base + keys, mask=(keys < span_start) & (keys < tokens), other=0.0)
+    heard, lost = load_heard(heard_ptr + row_base, low_plane, keys, min(span_start, tokens), PRECISE)
     start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
-    heard = _add_earlier(
-        heard, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
+    heard, lost = _add_earlier(
+        heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
         start, full, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
-    heard = _add_earlier(
-        heard, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
+    heard, lost = _add_earlier(
+        heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
         full, tail, tokens, score_scale, ROWS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
-    heard = _add_earlier(
-        heard, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
+    heard, lost = _add_earlier(
+        heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
         tail, stop, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
-    tl.store(heard_ptr + row_base + keys, tl.where(keys_real, heard, 0.0), mask=keys < tokens)
+    store_heard(heard_ptr + row_base, low_plane, keys, tokens, keys_real, heard, lost, PRECISE)
 
 
 @triton.jit
@@ -231,9 +256,11 @@ def believed(
     """
     a = tl.exp2(scores)
     messages = spoken(a, rows_real, message, PRECISE, MASKED)
-    if HEARS:
-        # The sum has ROWS terms, so half precision is as good here as anywhere in half-precision attention.
-        beliefs = tl.dot(larger(ROWS, TYPE), messages.to(TYPE), scores + past, input_precision="ieee")
+    if HEARS and PRECISE == 2:
+        beliefs = scores + (past + tl.dot(larger(ROWS, TYPE), messages, input_precision="ieee"))
+    elif HEARS:
+        # The sum has at most ROWS terms, so half precision does.
+        beliefs = tl.dot(larger(ROWS, TYPE), messages.to(TYPE), scores + past)
     else:
         beliefs = scores - messages
     return a, beliefs
@@ -248,6 +275,7 @@ def _add_output(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     for begin in tl.range(start, stop, KEYS):
+        begin = tl.multiple_of(begin, KEYS)
         keys = begin + tl.arange(0, KEYS)
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, EDGE)
         real = real_tokens(mask_base, keys, tokens, MASKED)

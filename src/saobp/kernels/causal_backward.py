@@ -31,7 +31,17 @@ from saobp.kernels.arithmetic import (
     relative,
     store_rows,
 )
-from saobp.kernels.causal import believed, causal_scores, larger, row_walk, smaller, spoken
+from saobp.kernels.causal import (
+    add_heard,
+    believed,
+    causal_scores,
+    larger,
+    load_heard,
+    row_walk,
+    smaller,
+    spoken,
+    store_heard,
+)
 
 
 @triton.jit
@@ -45,7 +55,7 @@ def message_gradient(a, g, rows_real, message, PRECISE: tl.constexpr, MASKED: tl
 
 @triton.jit
 def _climb(
-    dk, dv, heard, later, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base, lse_base, low_plane,
+    dk, dv, heard, lost, later, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base, lse_base, low_plane,
     belief_base, delta_base, past_base, later_base, length, span_start, start, stop, tokens, score_scale,
     seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, TYPE: tl.constexpr,
@@ -53,7 +63,7 @@ def _climb(
 ):  # fmt: skip
     """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS."""
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
-        begin = start + (tl.cdiv(stop - start, ROWS) - 1 - step) * ROWS
+        begin = tl.multiple_of(start + (tl.cdiv(stop - start, ROWS) - 1 - step) * ROWS, ROWS)
         rows = begin + tl.arange(0, ROWS)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
         grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, EDGE)
@@ -69,9 +79,12 @@ def _climb(
         messages = spoken(a, rows_real, message, PRECISE, MASKED)
         scores -= belief[None, :]
         if HEARS:
-            heard -= tl.sum(messages, 1)
-            scores += heard[:, None]
-            scores = tl.dot(messages.to(TYPE), smaller(ROWS, TYPE), scores, input_precision="ieee")
+            heard, lost = add_heard(heard, lost, -tl.sum(messages, 1), PRECISE)
+        if HEARS and PRECISE == 2:
+            local = tl.dot(messages, smaller(ROWS, TYPE), input_precision="ieee")
+            scores += (heard + lost)[:, None] + local
+        elif HEARS:
+            scores = tl.dot(messages.to(TYPE), smaller(ROWS, TYPE), scores + heard[:, None])
         else:
             scores -= messages
         refined = tl.exp2(scores)
@@ -85,7 +98,7 @@ def _climb(
         d_beliefs = refined * (d_rows - delta[None, :])
         if HEARS:
             place = ((begin - span_start) // ROWS).to(tl.int64) * length + keys
-            tl.store(past_base + place, tl.where(keys_real, heard, 0.0), mask=keys < tokens)
+            tl.store(past_base + place, tl.where(keys_real, heard + lost, 0.0), mask=keys < tokens)
             tl.store(later_base + place, tl.where(keys_real, later, 0.0), mask=keys < tokens)
             g = tl.dot(d_beliefs.to(q.dtype), larger(ROWS, q.dtype), input_precision="ieee") + later[:, None]
             later += tl.sum(d_beliefs, 1)
@@ -93,7 +106,7 @@ def _climb(
             g = -d_beliefs
         d_scores = d_beliefs + message[0] * message_gradient(a, g, rows_real, message, PRECISE, MASKED)
         dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv, heard, later
+    return dk, dv, heard, lost, later
 
 
 @triton.jit
@@ -130,7 +143,7 @@ def causal_key_gradient(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-    heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
+    heard, lost = load_heard(heard_ptr + row_base, low_plane, keys, tokens if HEARS else 0, PRECISE)
     if LAST:
         later = tl.zeros([KEYS], tl.float32)
         dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
@@ -140,20 +153,20 @@ def causal_key_gradient(
         dk = load_rows(key_sum_ptr + sum_place, block * KEYS, tokens, s_row, KEYS, DIM, BLOCK_DIM, True)
         dv = load_rows(value_sum_ptr + sum_place, block * KEYS, tokens, s_row, KEYS, DIM, BLOCK_DIM, True)
     start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
-    dk, dv, heard, later = _climb(
-        dk, dv, heard, later, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
+    dk, dv, heard, lost, later = _climb(
+        dk, dv, heard, lost, later, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
         lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
         later_ptr + sums_base, length, span_start, tail, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
         ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
     )  # fmt: skip
-    dk, dv, heard, later = _climb(
-        dk, dv, heard, later, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
+    dk, dv, heard, lost, later = _climb(
+        dk, dv, heard, lost, later, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
         lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
         later_ptr + sums_base, length, span_start, full, tail, tokens, score_scale, seed, drop_threshold, keep_scale,
         ROWS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
     )  # fmt: skip
-    dk, dv, heard, later = _climb(
-        dk, dv, heard, later, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
+    dk, dv, heard, lost, later = _climb(
+        dk, dv, heard, lost, later, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
         lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
         later_ptr + sums_base, length, span_start, start, full, tokens, score_scale, seed, drop_threshold, keep_scale,
         ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
@@ -163,7 +176,7 @@ def causal_key_gradient(
     store_rows(key_sum_ptr + sum_place, block * KEYS, tokens, s_row, dk, KEYS, DIM, BLOCK_DIM)
     store_rows(value_sum_ptr + sum_place, block * KEYS, tokens, s_row, dv, KEYS, DIM, BLOCK_DIM)
     if HEARS:
-        tl.store(heard_ptr + row_base + keys, tl.where(keys_real, heard, 0.0), mask=keys < tokens)
+        store_heard(heard_ptr + row_base, low_plane, keys, tokens, keys_real, heard, lost, PRECISE)
         tl.store(heard_grad_ptr + row_base + keys, tl.where(keys_real, later, 0.0), mask=keys < tokens)
 
 
@@ -177,6 +190,7 @@ def _query_loop(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     for begin in tl.range(start, stop, KEYS):
+        begin = tl.multiple_of(begin, KEYS)
         keys = begin + tl.arange(0, KEYS)
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, EDGE)
         v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, EDGE)
@@ -270,6 +284,7 @@ def _add_prior(
     EDGE: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for begin in tl.range(start, stop, ROWS):
+        begin = tl.multiple_of(begin, ROWS)
         rows = begin + tl.arange(0, ROWS)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
         high, low = load_lse(lse_base, low_plane, rows, tokens, PRECISE, EDGE)

@@ -48,7 +48,7 @@ def span_slots(problem: Problem) -> int:
 def saved_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Shapes of what the backward pass needs besides the output: lse, heard, belief."""
     rows = (problem.batch, problem.heads, problem.length)
-    return problem.lse_shape, rows if problem.hears else (0,), rows
+    return problem.lse_shape, problem.lse_shape if problem.hears else (0,), rows
 
 
 def sums(problem: Problem, device: torch.device) -> Tensor:
