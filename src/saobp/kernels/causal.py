@@ -349,8 +349,10 @@ def causal_output(
     out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
     out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
     store_rows(out_base, row_start, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
-    tl.store(
-        belief_ptr + row_base + rows,
-        tl.where(visible, top + tl.log2(total), float("inf")),
-        mask=rows < tokens,
-    )
+    # In full float32 the normaliser has two parts, as the log-sum-exp does.
+    summed = tl.log2(total)
+    if PRECISE == 2:
+        tl.store(belief_ptr + low_plane + row_base + rows, tl.where(visible, summed, 0.0), mask=rows < tokens)
+    else:
+        top += summed
+    tl.store(belief_ptr + row_base + rows, tl.where(visible, top, float("inf")), mask=rows < tokens)

@@ -28,9 +28,9 @@ def causal_block(problem: Problem, sweep: str) -> Block:
         "row_sums": Block(128, 64, 4, 3),
         "earlier_messages": Block(64, 128, 4, 3),
         "output": Block(64, 64, 4, 3),
-        "key_gradient": Block(64, 64, 4, 2),
+        "key_gradient": Block(64, 128, 8, 2),
         "query_gradient": Block(64, 64, 4, 2),
-        "prior_key_gradient": Block(64, 128, 4, 3),
+        "value_gradient": Block(64, 128, 8, 2),
     }[sweep]
 
 
@@ -46,9 +46,8 @@ def span_slots(problem: Problem) -> int:
 
 
 def saved_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shapes of what the backward pass needs besides the output: lse, heard, belief."""
-    rows = (problem.batch, problem.heads, problem.length)
-    return problem.lse_shape, problem.lse_shape if problem.hears else (0,), rows
+    """Shapes of what the backward pass needs besides the output: lse, heard, belief; in float32 two parts each."""
+    return problem.lse_shape, problem.lse_shape if problem.hears else (0,), problem.lse_shape
 
 
 def sums(problem: Problem, device: torch.device) -> Tensor:
@@ -116,10 +115,10 @@ def run_causal_backward(
     out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv with one key head per query head, and the gradient of gamma row by row."""
-    dq, dk, dv = (empty_states(problem, query) for _ in range(3))
+    dq = empty_states(problem, query)
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     rows_shape = (problem.batch, problem.heads, problem.length)
-    delta, inverse, heard_grad, dgamma = (torch.empty(rows_shape, **floats) for _ in range(4))
+    delta, inverse, own, dgamma = (torch.empty(rows_shape, **floats) for _ in range(4))
     constants = problem.constants()
     wrap_triton(backward.row_products)[(programs(problem, problem.longest, 128),)](
         grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, gamma), belief_ptr=belief, delta_ptr=delta, inverse_ptr=inverse,
@@ -127,37 +126,36 @@ def run_causal_backward(
         heads=problem.heads, length=problem.length, blocks=triton.cdiv(problem.longest, 128), ROWS=128,
         DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,
     )  # fmt: skip
-    in_spans = spans(problem)
-    wide = torch.empty((), **floats)
-    key_sum = empty_states(problem, wide)
-    value_sum = dv if len(in_spans) == 1 else empty_states(problem, wide)
     common: dict[str, Any] = {
-        "q_ptr": query, "k_ptr": key, "mask_ptr": given(mask, gamma), "cu_ptr": given(cu, gamma), "gamma_ptr": gamma,
-        "lse_ptr": lse, "low_plane": problem.low_plane, **strides("q", query), **strides("k", key),
-        **problem.numbers(), **constants, "PRECISE": problem.precise,
+        "q_ptr": query, "k_ptr": key, "v_ptr": value, "grad_ptr": grad, "gamma_ptr": gamma,
+        "mask_ptr": given(mask, gamma), "cu_ptr": given(cu, gamma), "seed_ptr": given(seed, gamma),
+        "lse_ptr": lse, "belief_ptr": belief, "delta_ptr": delta,
+        "past_ptr": sums(problem, query.device), "later_ptr": sums(problem, query.device),
+        **strides("q", query), **strides("k", key), **strides("v", value), **strides("g", grad), **strides("d", dq),
+        **problem.numbers(), **constants, **problem.drop_numbers(), **problem.message_numbers(),
+        "low_plane": problem.low_plane, "slots": span_slots(problem),
+        "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
     }  # fmt: skip
-    spanned: dict[str, Any] = {
-        **common, "v_ptr": value, "grad_ptr": grad, "seed_ptr": given(seed, gamma), **strides("v", value), **strides("g", grad),
-        "belief_ptr": belief, "delta_ptr": delta, "past_ptr": sums(problem, query.device), "later_ptr": sums(problem, query.device),
-        "slots": span_slots(problem), **problem.drop_numbers(), **problem.message_numbers(),
-        "HEARS": problem.hears, "DROPS": problem.dropout > 0,
-    }  # fmt: skip
+    in_spans = spans(problem)
+    # Over several spans dK and dV are summed up in memory, so in float32.
+    exact = torch.empty((), **floats) if len(in_spans) > 1 else query
+    dk, dv = (empty_states(problem, exact) for _ in range(2))
     heard = heard.clone()
     for start, stop in reversed(in_spans):
-        block = causal_block(problem, "key_gradient")
-        wrap_triton(causal_backward.causal_key_gradient)[(programs(problem, stop, block.keys),)](
-            **spanned, **span_blocks(block, stop, block.keys), **strides("s", key_sum), span_start=start, span_stop=stop,
-            heard_ptr=heard, heard_grad_ptr=heard_grad, key_sum_ptr=key_sum, value_sum_ptr=value_sum,
-            LAST=stop == problem.longest,
+        last = stop == problem.longest
+        block = causal_block(problem, "value_gradient")
+        wrap_triton(causal_backward.causal_value_gradient)[(programs(problem, stop, block.keys),)](
+            **common, **span_blocks(block, stop, block.keys), span_start=start, span_stop=stop,
+            heard_ptr=heard, own_ptr=own, dv_ptr=dv, LAST=last,
         )  # fmt: skip
         block = causal_block(problem, "query_gradient")
         wrap_triton(causal_backward.causal_query_gradient)[(programs(problem, stop - start, block.rows),)](
-            **spanned, **span_blocks(block, stop - start, block.rows), **strides("d", dq), span_start=start,
+            **common, **span_blocks(block, stop - start, block.rows), span_start=start,
             scale=problem.scale, dq_ptr=dq, strength_grad_ptr=dgamma,
         )  # fmt: skip
-    block = causal_block(problem, "prior_key_gradient")
-    wrap_triton(causal_backward.prior_key_gradient)[(programs(problem, problem.longest, block.keys),)](
-        **common, **span_blocks(block, problem.longest, block.keys), **strides("s", key_sum), **strides("d", dk),
-        scale=problem.scale, strength_grad_ptr=dgamma, key_sum_ptr=key_sum, dk_ptr=dk,
-    )  # fmt: skip
-    return dq, dk, dv if len(in_spans) == 1 else value_sum.to(dv.dtype), dgamma
+        block = causal_block(problem, "key_gradient")
+        wrap_triton(causal_backward.causal_key_gradient)[(programs(problem, stop, block.keys),)](
+            **common, **span_blocks(block, stop, block.keys), span_start=start, span_stop=stop,
+            scale=problem.scale, strength_grad_ptr=dgamma, dk_ptr=dk, LAST=last,
+        )  # fmt: skip
+    return dq, dk.to(query.dtype), dv.to(query.dtype), dgamma
