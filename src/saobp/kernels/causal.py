@@ -188,11 +188,12 @@ def _add_earlier(
 ):  # fmt: skip
     for begin in tl.range(start, stop, ROWS):
         begin = tl.multiple_of(begin, ROWS)
-        rows = begin + tl.arange(0, ROWS)
-        place = ((begin - span_start) // ROWS).to(tl.int64) * length + keys
-        tl.store(past_base + place, tl.where(keys_real, heard + lost, 0.0), mask=keys < tokens)
+        local = tl.arange(0, ROWS)
+        rows = begin + local
+        past_row = past_base + ((begin - span_start) // ROWS).to(tl.int64) * length
+        tl.store(past_row + keys, tl.where(keys_real, heard + lost, 0.0), mask=keys < tokens)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
-        high, low = load_lse(lse_base, low_plane, rows, tokens, PRECISE, EDGE)
+        high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
         if MASKED:
             high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -276,12 +277,13 @@ def _add_output(
 ):  # fmt: skip
     for begin in tl.range(start, stop, KEYS):
         begin = tl.multiple_of(begin, KEYS)
-        keys = begin + tl.arange(0, KEYS)
+        local = tl.arange(0, KEYS)
+        keys = begin + local
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, EDGE)
         real = real_tokens(mask_base, keys, tokens, MASKED)
         raw = causal_scores(q, k, rows, keys, real, EDGE, MASKED, PRECISION)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
-        past = load_vector(past_base, keys, stop if HEARS else 0, 0.0, EDGE or not HEARS)
+        past = load_vector(past_base + begin, local, stop - begin if HEARS else 0, 0.0, EDGE or not HEARS)
         _, beliefs = believed(
             scores, rows_real[:, None], past[None, :], message, ROWS, TYPE, HEARS, PRECISE, MASKED
         )

@@ -76,10 +76,11 @@ def _climb(
     """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS; ``own`` is P^T D so far."""
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
         begin = tl.multiple_of(start + (tl.cdiv(stop - start, ROWS) - 1 - step) * ROWS, ROWS)
-        rows = begin + tl.arange(0, ROWS)
+        local = tl.arange(0, ROWS)
+        rows = begin + local
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
-        high, low = load_lse(lse_base, low_plane, rows, tokens, PRECISE, EDGE)
-        belief, part = load_lse(belief_base, low_plane, rows, tokens, PRECISE, EDGE)
+        high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
+        belief, part = load_lse(belief_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)[None, :]
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if EDGE:
@@ -87,15 +88,17 @@ def _climb(
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         messages = spoken(tl.exp2(scores), rows_real, message, PRECISE, MASKED)
         if HEARS:
-            place = ((begin - span_start) // ROWS).to(tl.int64) * length + keys
+            place = ((begin - span_start) // ROWS).to(tl.int64) * length
             later = tl.sum(v.to(tl.float32) * dv, 1) - own
-            tl.store(later_base + place, tl.where(keys_real, later, 0.0), mask=keys < tokens)
+            tl.store(later_base + place + keys, tl.where(keys_real, later, 0.0), mask=keys < tokens)
             heard, lost = add_heard(heard, lost, -tl.sum(messages, 1), PRECISE)
-            tl.store(past_base + place, tl.where(keys_real, heard + lost, 0.0), mask=keys < tokens)
+            tl.store(past_base + place + keys, tl.where(keys_real, heard + lost, 0.0), mask=keys < tokens)
         beliefs = heard_in_order(scores, messages, (heard + lost)[:, None], ROWS, TYPE, HEARS, PRECISE)
         refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
         if HEARS:
-            own += tl.sum(refined * load_vector(delta_base, rows, tokens, 0.0, EDGE)[None, :], 1)
+            own += tl.sum(
+                refined * load_vector(delta_base + begin, local, tokens - begin, 0.0, EDGE)[None, :], 1
+            )
         if DROPS:
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
             refined = tl.where(keep, refined * keep_scale, 0.0)
@@ -181,13 +184,14 @@ def _query_loop(
 ):  # fmt: skip
     for begin in tl.range(start, stop, KEYS):
         begin = tl.multiple_of(begin, KEYS)
-        keys = begin + tl.arange(0, KEYS)
+        local = tl.arange(0, KEYS)
+        keys = begin + local
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, EDGE)
         v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, EDGE)
         keys_real = real_tokens(mask_base, keys, tokens, MASKED)
         raw = causal_scores(q, k, rows, keys, keys_real, EDGE, MASKED, PRECISION)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
-        past = load_vector(past_base, keys, stop if HEARS else 0, 0.0, EDGE or not HEARS)
+        past = load_vector(past_base + begin, local, stop - begin if HEARS else 0, 0.0, EDGE or not HEARS)
         a, beliefs = believed(scores, rows_real, past[None, :], message, ROWS, TYPE, HEARS, PRECISE, MASKED)
         refined = tl.exp2(relative(beliefs, belief[:, None], part[:, None], 1.0, PRECISE))
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
@@ -196,7 +200,7 @@ def _query_loop(
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
         d_beliefs = refined * (d_rows - delta[:, None])
         if HEARS:
-            later = load_vector(later_base, keys, stop, 0.0, EDGE)
+            later = load_vector(later_base + begin, local, stop - begin, 0.0, EDGE)
             g = tl.dot(smaller(ROWS, k.dtype), d_beliefs.to(k.dtype), input_precision="ieee") + later[None, :]
         else:
             g = -d_beliefs
@@ -277,12 +281,13 @@ def _key_loop(
 ):  # fmt: skip
     for begin in tl.range(start, stop, ROWS):
         begin = tl.multiple_of(begin, ROWS)
-        rows = begin + tl.arange(0, ROWS)
+        local = tl.arange(0, ROWS)
+        rows = begin + local
         place = ((begin - span_start) // ROWS).to(tl.int64) * length
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
         grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, EDGE)
-        high, low = load_lse(lse_base, low_plane, rows, tokens, PRECISE, EDGE)
-        belief, part = load_lse(belief_base, low_plane, rows, tokens, PRECISE, EDGE)
+        high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
+        belief, part = load_lse(belief_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)[None, :]
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if EDGE:
@@ -297,14 +302,16 @@ def _key_loop(
         if DROPS:
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-        d_beliefs = refined * (d_rows - load_vector(delta_base, rows, tokens, 0.0, EDGE)[None, :])
+        d_beliefs = refined * (
+            d_rows - load_vector(delta_base + begin, local, tokens - begin, 0.0, EDGE)[None, :]
+        )
         if HEARS:
             later = load_vector(later_base + place, keys, tokens, 0.0, True)[:, None]
             g = tl.dot(d_beliefs.to(q.dtype), larger(ROWS, q.dtype), input_precision="ieee") + later
         else:
             g = -d_beliefs
         d_message = message_gradient(a, g, rows_real, message, PRECISE, MASKED)
-        strength_grad = load_vector(strength_grad_base, rows, tokens, 0.0, EDGE)[None, :]
+        strength_grad = load_vector(strength_grad_base + begin, local, tokens - begin, 0.0, EDGE)[None, :]
         d_scores = d_beliefs + message[0] * (d_message - a * strength_grad)
         dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk
