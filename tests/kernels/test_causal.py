@@ -32,9 +32,9 @@ def fused(inputs: AttentionInputs, refinement: Refinement, **options: object) ->
     return operation
 
 
-def check(inputs: AttentionInputs, factor: str = "high", **options: object) -> None:
+def check(inputs: AttentionInputs, factor: str = "high", times: float = 2.0) -> None:
     refinement = Refinement(factor, 0.2)
-    assert_within_budget(fused(inputs, refinement, **options), inputs, refinement, is_causal=True)
+    assert_within_budget(fused(inputs, refinement), inputs, refinement, is_causal=True, times=times)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,10 +101,28 @@ def test_trained_strengths_of_either_sign(strength: float, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("collapse", ["sink", "diagonal"])
-@pytest.mark.parametrize("gap", [10.0, 90.0])
-def test_collapsed_heads(gap: float, collapse: str, dtype: torch.dtype) -> None:
-    inputs = attention_inputs(1, 1, 100, 16, strength=1.0, dtype=dtype, device=DEVICE)
-    check(collapsed_inputs(inputs, gap, collapse))
+@pytest.mark.parametrize(("gap", "strength"), [(10.0, 0.5), (90.0, 1.0)])
+def test_collapsed_heads(gap: float, strength: float, collapse: str, dtype: torch.dtype) -> None:
+    """On the diagonal, dQ is a difference of large terms that D, made of rounded outputs, does not balance.
+
+    Flash attention shares this error, which is why half precision is allowed more than elsewhere.
+    """
+    inputs = attention_inputs(1, 1, 100, 16, strength=strength, dtype=dtype, device=DEVICE)
+    loose = collapse == "diagonal" and dtype != torch.float32
+    check(collapsed_inputs(inputs, gap, collapse), times=3.0 if loose else 2.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_head_that_sees_one_key_has_no_gradient(dtype: torch.dtype) -> None:
+    """All weight on key 0, by 90 nats: what is left of the gradients is rounding, over pairs of rows."""
+    inputs = collapsed_inputs(attention_inputs(1, 1, 100, 16, dtype=dtype, device=DEVICE), 90.0)
+    refinement = Refinement("high", 0.2)
+    operation = fused(inputs, refinement)
+    assert_within_budget(operation, inputs, refinement, is_causal=True, gradients=False)
+    found = run(operation, inputs)
+    terms = float((inputs.output_gradient.double() @ inputs.value[..., :1, :].double().mT).abs().sum())
+    for name in ("query", "key", "strength"):
+        assert float(found[name].abs().max()) < 1e-4 * terms, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
