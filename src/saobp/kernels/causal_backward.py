@@ -146,7 +146,7 @@ def causal_value_gradient(
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     if not LAST:
         own = load_vector(own_ptr + row_base, keys, tokens, 0.0, True)
-        dv = load_rows(dv_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True)
+        dv = load_rows(dv_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True).to(tl.float32)
     start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
     dv, own, heard, lost = _climb(
         dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
@@ -193,6 +193,7 @@ def _query_loop(
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
         past = load_vector(past_base + begin, local, stop - begin if HEARS else 0, 0.0, EDGE or not HEARS)
         a, beliefs = believed(scores, rows_real, past[None, :], message, ROWS, TYPE, HEARS, PRECISE, MASKED)
+        prior_k = tl.dot(a.to(k.dtype), k, prior_k, input_precision=PRECISION)
         refined = tl.exp2(relative(beliefs, belief[:, None], part[:, None], 1.0, PRECISE))
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         if DROPS:
@@ -207,7 +208,6 @@ def _query_loop(
         d_message = message_gradient(a, g, rows_real, message, PRECISE, MASKED)
         strength_grad += tl.sum(d_message, 1)
         dq = tl.dot((d_beliefs + message[0] * d_message).to(k.dtype), k, dq, input_precision=PRECISION)
-        prior_k = tl.dot(a.to(k.dtype), k, prior_k, input_precision=PRECISION)
     return dq, prior_k, strength_grad
 
 
@@ -353,7 +353,7 @@ def causal_key_gradient(
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     if not LAST:
-        dk = load_rows(dk_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True)
+        dk = load_rows(dk_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True).to(tl.float32)
     start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
     dk = _key_loop(
         dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,

@@ -19,7 +19,7 @@ SPAN = 2048
 def causal_block(problem: Problem, sweep: str) -> Block:
     """Tile sizes. Sweeps that hear share one number of rows: the step at which keys' sums are kept."""
     if problem.dtype == torch.float32:
-        return Block(32, 32, warps=4, stages=1) if problem.dim > 64 else Block(64, 32, warps=4, stages=1)
+        return Block(32, 32, warps=8, stages=1)
     if problem.dim > 128:
         return Block(64, 32, warps=4, stages=1)
     if problem.dim > 64:
