@@ -126,15 +126,15 @@ def test_a_head_that_sees_one_key_has_no_gradient(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("padding", [None, "left"])
-def test_spans(padding: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of keys carried from span to span, down and up again."""
     monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", 128)
-    check(
-        attention_inputs(
-            1 + bool(padding), 1, 300, 16, strength=0.7, padding=padding, dtype=dtype, device=DEVICE
-        )
-    )
+    check(attention_inputs(1, 1, 270, 16, strength=0.7, dtype=dtype, device=DEVICE))
+
+
+def test_spans_with_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", 64)
+    check(attention_inputs(2, 1, 140, 16, strength=0.7, padding="left", dtype=torch.float16, device=DEVICE))
 
 
 @pytest.mark.parametrize("factor", ["high", "high-listing"])
@@ -154,10 +154,10 @@ def test_no_row_depends_on_later_tokens(factor: str, monkeypatch: pytest.MonkeyP
 
 
 def test_repeats_are_bit_equal() -> None:
-    inputs = attention_inputs(1, 2, 70, 16, strength=1.0, device=DEVICE)
+    inputs = attention_inputs(1, 1, 70, 16, strength=1.0, device=DEVICE)
     operation = fused(inputs, Refinement("high"))
     first = run(operation, inputs)
-    for _ in range(100 if GPU else 2):
+    for _ in range(100 if GPU else 1):
         again = run(operation, inputs)
         assert all(torch.equal(again[name], first[name]) for name in first)
 
@@ -203,8 +203,8 @@ def test_packed_sequences_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     from saobp.kernels.causal_operator import causal_refined_attention
 
     monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", 64)
-    lengths = (5, 130, 0, 64)
-    inputs = attention_inputs(1, 2, sum(lengths), 16, strength=0.7, device=DEVICE)
+    lengths = (5, 70, 0, 64)
+    inputs = attention_inputs(1, 1, sum(lengths), 16, strength=0.7, device=DEVICE)
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     cu = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     query, key, value, strength = inputs.leaves()

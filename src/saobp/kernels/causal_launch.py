@@ -13,7 +13,7 @@ from saobp.kernels import backward, causal, causal_backward
 from saobp.kernels.launch import Block, Problem, empty_states, given, resources, strides
 
 SPAN = 2048
-"""Rows whose keys' sums are held at once: memory is linear in length because this is bounded."""
+"""Rows whose keys' sums are held at once, a multiple of a tile's rows: bounded, so memory is linear in length."""
 
 
 def causal_block(problem: Problem, sweep: str) -> Block:
