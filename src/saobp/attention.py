@@ -67,8 +67,8 @@ def attention(
         warn_of_leak()
     if kernels:
         return fused_attention(
-            query, key, value, refinement, strength,
-            strongest=strongest, padding_mask=padding_mask, dropout_p=dropout_p, scale=scale,
+            query, key, value, refinement, strength, strongest=strongest,
+            padding_mask=padding_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
         )  # fmt: skip
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device)
     return reference_attention(

@@ -43,9 +43,9 @@ def row_products(
     grad_ptr, out_ptr, cu_ptr, inverse_ptr, delta_ptr, scaled_ptr,
     g_batch, g_head, g_row, o_batch, o_head, o_row,
     heads, length, blocks,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """D = rowsum(dO * O), and the same divided by the normaliser of the refined row."""
+    """D = rowsum(dO * O) and, if SCALED, the same divided by the normaliser of the refined row."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
@@ -56,8 +56,9 @@ def row_products(
     row_base = (batch64 * heads + head) * length + first64
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(delta_ptr + row_base + rows, delta, mask=rows < tokens)
-    inverse = tl.load(inverse_ptr + row_base + rows, mask=rows < tokens, other=0.0)
-    tl.store(scaled_ptr + row_base + rows, delta * inverse, mask=rows < tokens)
+    if SCALED:
+        inverse = tl.load(inverse_ptr + row_base + rows, mask=rows < tokens, other=0.0)
+        tl.store(scaled_ptr + row_base + rows, delta * inverse, mask=rows < tokens)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saobp.kernels.elemmul_launch import centre_shape, elemmul_problem, run_elemmul, run_elemmul_backward
 from saobp.kernels.launch import empty_states
-from saobp.kernels.operator import _operator
+from saobp.kernels.operator import registered
 
 
 def _fake_forward(
@@ -23,7 +23,7 @@ def _fake_forward(
     return out, lse, centre, gathered, received, inverse
 
 
-@_operator("saobp::elemmul_attention", _fake_forward)
+@registered("saobp::elemmul_attention", _fake_forward)
 def elemmul_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None, longest: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -40,7 +40,7 @@ def _fake_backward(
     return dq, dk, dv
 
 
-@_operator("saobp::elemmul_attention_backward", _fake_backward)
+@registered("saobp::elemmul_attention_backward", _fake_backward)
 def elemmul_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None,
     out: Tensor, lse: Tensor, centre: Tensor, gathered: Tensor, received: Tensor, inverse: Tensor, longest: int, scale: float,

@@ -42,8 +42,8 @@ def unsupported(
         return "dropout on 'elemmul' needs the entries of A A^T, which its kernels never form"
     if refinement.steps != 1:
         return f"{refinement.steps} steps were asked for and the kernels do one"
-    if is_causal:
-        return "causal attention has no kernel"
+    if is_causal and refinement.future == "paper" and POTTS[refinement.factor][1]:
+        return "the leaking form of causal attention has no kernel"
     if query.shape[2] != key.shape[2]:
         return f"{query.shape[2]} queries and {key.shape[2]} keys differ in number"
     if value.shape[3] != query.shape[3]:
@@ -66,6 +66,7 @@ def fused_attention(
     *,
     strongest: float | None = None,
     padding_mask: Tensor | None = None,
+    is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
     cumulative_lengths: Tensor | None = None,
@@ -76,6 +77,7 @@ def fused_attention(
     ``strongest`` bounds |strength|, where that is known without asking the GPU. A packed batch is one of
     batch size 1 with ``cumulative_lengths`` and the length of its ``longest`` sequence.
     """
+    from saobp.kernels.causal_operator import causal_refined_attention
     from saobp.kernels.elemmul_operator import elemmul_attention
     from saobp.kernels.operator import refined_attention
 
@@ -91,7 +93,8 @@ def fused_attention(
     gamma = -torch.expm1(-sign * strength.float().clamp(-MAX_STRENGTH, MAX_STRENGTH))
     bound = 0.0 if strongest is None else -math.expm1(-sign * strongest)
     seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
-    out, *_ = refined_attention(
+    operator = causal_refined_attention if is_causal else refined_attention
+    out, *_ = operator(
         query, key, value, gamma, padding_mask, cumulative_lengths, seed, longest, scale, dropout_p, hears, bound
     )  # fmt: skip
     return out

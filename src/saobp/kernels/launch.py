@@ -299,7 +299,7 @@ def run_backward(
         grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, gamma), inverse_ptr=inverse, delta_ptr=delta, scaled_ptr=scaled,
         **strides("g", grad), **strides("o", out),
         heads=problem.heads, length=problem.length, blocks=triton.cdiv(problem.longest, 128), ROWS=128,
-        DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,
+        DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], SCALED=True, PACKED=problem.packed,
     )  # fmt: skip
     common |= {
         "lse_ptr": lse, "low_plane": problem.low_plane, "lowest_ptr": lowest, "lowest_blocks": problem.lowest_blocks,

@@ -16,7 +16,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs the kernels on the CPU, which is how they are tested without a GPU."""
 
 
-def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+def registered(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Inductor can see through ``triton_op``; the interpreter's kernels need an opaque operator."""
 
     def register(function: Callable[..., Any]) -> Any:
@@ -50,7 +50,7 @@ def _fake_forward(
     )
 
 
-@_operator("saobp::refined_attention", _fake_forward)
+@registered("saobp::refined_attention", _fake_forward)
 def refined_attention(
     query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
@@ -68,7 +68,7 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamm
     return dq, dk, dv, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-@_operator("saobp::refined_attention_backward", _fake_backward)
+@registered("saobp::refined_attention_backward", _fake_backward)
 def refined_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor, lowest: Tensor,
@@ -95,22 +95,25 @@ def refined_attention_backward(
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def saved_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Tensors in and out; the first seven inputs are tensors, the rest numbers."""
     ctx.save_for_backward(*inputs[:7], *output)
     ctx.numbers = inputs[7:]
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def gradients(operator: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of the twelve inputs, by a backward operator that gives dq, dk, dv and gamma's row by row."""
     query, key, value, gamma, mask, cu, seed, *saved = ctx.saved_tensors
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    dq, dk, dv, parts = refined_attention_backward(
-        grad, query, key, value, gamma, mask, cu, seed, *saved, *ctx.numbers
-    )
-    dgamma = parts.sum((0, 2))
+    dq, dk, dv, parts = operator(grad, query, key, value, gamma, mask, cu, seed, *saved, *ctx.numbers)
     if key.shape[1] != query.shape[1]:
         dk, dv = (d.unflatten(1, (key.shape[1], -1)).sum(2) for d in (dk, dv))
-    return dq, dk, dv, dgamma, None, None, None, None, None, None, None, None
+    return dq, dk, dv, parts.sum((0, 2)), None, None, None, None, None, None, None, None
 
 
-refined_attention.register_autograd(_backward, setup_context=_setup_context)
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    return gradients(refined_attention_backward, ctx, grad)
+
+
+refined_attention.register_autograd(_backward, setup_context=saved_for_backward)

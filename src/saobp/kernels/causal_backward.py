@@ -1,0 +1,380 @@
+"""Gradients of strict causal attention: three sweeps, no atomics.
+
+With P the refined rows, D = rowsum(dO * O), dT = P * (dO V^T - D), u = a / (1 - gamma a) (0 for padding rows)
+and g_ik the sum of dT_jk over the rows j > i, which hear row i:
+
+1. ``causal_value_gradient`` (over keys, upwards): dV = P^T dO, and for every block of rows what its keys
+   heard before it (``past``) and the sum of dT after it (``later`` = V . dV - P^T D so far). What was heard
+   starts from the forward pass's total and loses each row's message on the way up.
+2. ``causal_query_gradient`` (over rows): H = -u g, E = rowsum(H), dQ = (dT + gamma H) K - gamma E (a K).
+3. ``causal_key_gradient`` (over keys): dK = (dT + gamma (H - a E))^T Q.
+
+The derivative with respect to gamma is the sum of E. Rows of listing factors hear their own message alone,
+inverted: g = -dT.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.arithmetic import (
+    head_message,
+    head_seed,
+    inverse_message,
+    kept,
+    load_lse,
+    load_rows,
+    load_vector,
+    locate,
+    real_tokens,
+    relative,
+    store_rows,
+)
+from saobp.kernels.causal import (
+    add_heard,
+    believed,
+    causal_scores,
+    larger,
+    load_heard,
+    row_walk,
+    smaller,
+    spoken,
+    store_heard,
+)
+
+
+@triton.jit
+def message_gradient(a, g, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
+    """H = -u g; padding rows, which send nothing, have none."""
+    gradient = -(a * inverse_message(a, message, PRECISE)) * g
+    if MASKED:
+        gradient = tl.where(rows_real, gradient, 0.0)
+    return gradient
+
+
+@triton.jit
+def heard_in_order(
+    scores, messages, past, ROWS: tl.constexpr, TYPE: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr
+):  # fmt: skip
+    """Log beliefs of a tile ``[keys, ROWS]``: ``believed`` turned around. ``past`` is ``[keys, 1]``."""
+    if HEARS and PRECISE == 2:
+        return scores + (past + tl.dot(messages, smaller(ROWS, TYPE), input_precision="ieee"))
+    if HEARS:
+        return tl.dot(messages.to(TYPE), smaller(ROWS, TYPE), scores + past)
+    return scores - messages
+
+
+@triton.jit
+def _climb(
+    dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base, lse_base, low_plane,
+    belief_base, delta_base, past_base, later_base, length, span_start, start, stop, tokens, score_scale,
+    seed, drop_threshold, keep_scale,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, TYPE: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS; ``own`` is P^T D so far."""
+    for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
+        begin = tl.multiple_of(start + (tl.cdiv(stop - start, ROWS) - 1 - step) * ROWS, ROWS)
+        local = tl.arange(0, ROWS)
+        rows = begin + local
+        q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
+        high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
+        belief, part = load_lse(belief_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
+        rows_real = real_tokens(mask_base, rows, tokens, MASKED)[None, :]
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        if EDGE:
+            raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
+        scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
+        messages = spoken(tl.exp2(scores), rows_real, message, PRECISE, MASKED)
+        if HEARS:
+            place = ((begin - span_start) // ROWS).to(tl.int64) * length
+            later = tl.sum(v.to(tl.float32) * dv, 1) - own
+            tl.store(later_base + place + keys, tl.where(keys_real, later, 0.0), mask=keys < tokens)
+            heard, lost = add_heard(heard, lost, -tl.sum(messages, 1), PRECISE)
+            tl.store(past_base + place + keys, tl.where(keys_real, heard + lost, 0.0), mask=keys < tokens)
+        beliefs = heard_in_order(scores, messages, (heard + lost)[:, None], ROWS, TYPE, HEARS, PRECISE)
+        refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
+        if HEARS:
+            own += tl.sum(
+                refined * load_vector(delta_base + begin, local, tokens - begin, 0.0, EDGE)[None, :], 1
+            )
+        if DROPS:
+            keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
+            refined = tl.where(keep, refined * keep_scale, 0.0)
+        grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, EDGE)
+        dv = tl.dot(refined.to(grad.dtype), grad, dv, input_precision=PRECISION)
+    return dv, own, heard, lost
+
+
+@triton.jit
+def causal_value_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
+    lse_ptr, belief_ptr, delta_ptr, heard_ptr, own_ptr, past_ptr, later_ptr, dv_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, blocks, slots, span_start, span_stop, low_plane, score_scale, drop_threshold, keep_scale,
+    r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds a span's part to dV; LAST: this span ends the sequence, so the sum begins here."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        return
+    TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
+    keys = block * KEYS + tl.arange(0, KEYS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
+    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    dv_base = dv_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    row_base = (batch64 * heads + head) * length + first64
+    sums_base = (batch64 * heads + head) * slots * length + first64
+    mask_base = mask_ptr + batch64 * length
+    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    seed = tl.zeros([], tl.uint32)
+    if DROPS:
+        seed = head_seed(seed_ptr, row_base)
+    k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+    keys_real = real_tokens(mask_base, keys, tokens, MASKED)
+    heard, lost = load_heard(heard_ptr + row_base, low_plane, keys, tokens if HEARS else 0, PRECISE)
+    own = tl.zeros([KEYS], tl.float32)
+    dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
+    if not LAST:
+        own = load_vector(own_ptr + row_base, keys, tokens, 0.0, True)
+        dv = load_rows(dv_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True).to(tl.float32)
+    start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
+    dv, own, heard, lost = _climb(
+        dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
+        lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
+        later_ptr + sums_base, length, span_start, tail, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    dv, own, heard, lost = _climb(
+        dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
+        lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
+        later_ptr + sums_base, length, span_start, full, tail, tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    dv, own, heard, lost = _climb(
+        dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
+        lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
+        later_ptr + sums_base, length, span_start, start, full, tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    dv = tl.where(keys_real[:, None], dv, 0.0)
+    store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
+    if HEARS:
+        store_heard(heard_ptr + row_base, low_plane, keys, tokens, keys_real, heard, lost, PRECISE)
+        tl.store(own_ptr + row_base + keys, tl.where(keys_real, own, 0.0), mask=keys < tokens)
+
+
+@triton.jit
+def _query_loop(
+    dq, prior_k, strength_grad, q, grad, high, low, belief, part, delta, rows, rows_real, message,
+    k_base, k_row, v_base, v_row, mask_base, past_base, later_base,
+    start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
+    TYPE: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    for begin in tl.range(start, stop, KEYS):
+        begin = tl.multiple_of(begin, KEYS)
+        local = tl.arange(0, KEYS)
+        keys = begin + local
+        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, EDGE)
+        v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, EDGE)
+        keys_real = real_tokens(mask_base, keys, tokens, MASKED)
+        raw = causal_scores(q, k, rows, keys, keys_real, EDGE, MASKED, PRECISION)
+        scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
+        past = load_vector(past_base + begin, local, stop - begin if HEARS else 0, 0.0, EDGE or not HEARS)
+        a, beliefs = believed(scores, rows_real, past[None, :], message, ROWS, TYPE, HEARS, PRECISE, MASKED)
+        prior_k = tl.dot(a.to(k.dtype), k, prior_k, input_precision=PRECISION)
+        refined = tl.exp2(relative(beliefs, belief[:, None], part[:, None], 1.0, PRECISE))
+        d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        if DROPS:
+            keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
+            d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+        d_beliefs = refined * (d_rows - delta[:, None])
+        if HEARS:
+            later = load_vector(later_base + begin, local, stop - begin, 0.0, EDGE)
+            g = tl.dot(smaller(ROWS, k.dtype), d_beliefs.to(k.dtype), input_precision="ieee") + later[None, :]
+        else:
+            g = -d_beliefs
+        d_message = message_gradient(a, g, rows_real, message, PRECISE, MASKED)
+        strength_grad += tl.sum(d_message, 1)
+        dq = tl.dot((d_beliefs + message[0] * d_message).to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq, prior_k, strength_grad
+
+
+@triton.jit
+def causal_query_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
+    lse_ptr, belief_ptr, delta_ptr, past_ptr, later_ptr, dq_ptr, strength_grad_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, blocks, slots, span_start, low_plane, scale, score_scale, drop_threshold, keep_scale,
+    r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of a block of the span's rows, and E: the gradient of gamma, row by row."""
+    slot, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    slot = blocks - 1 - slot
+    row_start = span_start + slot * ROWS
+    if row_start >= tokens:
+        return
+    TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
+    rows = row_start + tl.arange(0, ROWS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
+    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    row_base = (batch64 * heads + head) * length + first64
+    sums_base = ((batch64 * heads + head) * slots + slot) * length + first64
+    mask_base = mask_ptr + batch64 * length
+    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    seed = tl.zeros([], tl.uint32)
+    if DROPS:
+        seed = head_seed(seed_ptr, row_base)
+    q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+    grad = load_rows(g_base, row_start, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
+    high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
+    belief, part = load_lse(belief_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
+    delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
+    rows_real = real_tokens(mask_base, rows, tokens, MASKED)[:, None]
+    dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    strength_grad = tl.zeros([ROWS], tl.float32)
+    edge = row_start // KEYS * KEYS
+    dq, prior_k, strength_grad = _query_loop(
+        dq, prior_k, strength_grad, q, grad, high, low, belief, part, delta, rows, rows_real, message,
+        k_base, k_row, v_base, v_row, mask_base, past_ptr + sums_base, later_ptr + sums_base,
+        0, edge, tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, KEYS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    dq, prior_k, strength_grad = _query_loop(
+        dq, prior_k, strength_grad, q, grad, high, low, belief, part, delta, rows, rows_real, message,
+        k_base, k_row, v_base, v_row, mask_base, past_ptr + sums_base, later_ptr + sums_base,
+        edge, min(row_start + ROWS, tokens), tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, KEYS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    dq = (dq - (message[0] * strength_grad)[:, None] * prior_k) * scale
+    dq_base = dq_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    store_rows(dq_base, row_start, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
+    tl.store(strength_grad_ptr + row_base + rows, strength_grad, mask=rows < tokens)
+
+
+@triton.jit
+def _key_loop(
+    dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_base, low_plane,
+    belief_base, delta_base, strength_grad_base, past_base, later_base, length, span_start,
+    start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, TYPE: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for begin in tl.range(start, stop, ROWS):
+        begin = tl.multiple_of(begin, ROWS)
+        local = tl.arange(0, ROWS)
+        rows = begin + local
+        place = ((begin - span_start) // ROWS).to(tl.int64) * length
+        q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
+        grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, EDGE)
+        high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
+        belief, part = load_lse(belief_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
+        rows_real = real_tokens(mask_base, rows, tokens, MASKED)[None, :]
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        if EDGE:
+            raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
+        scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
+        a = tl.exp2(scores)
+        messages = spoken(a, rows_real, message, PRECISE, MASKED)
+        past = load_vector(past_base + place, keys, tokens if HEARS else 0, 0.0, True)[:, None]
+        beliefs = heard_in_order(scores, messages, past, ROWS, TYPE, HEARS, PRECISE)
+        refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
+        d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        if DROPS:
+            keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
+            d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+        d_beliefs = refined * (
+            d_rows - load_vector(delta_base + begin, local, tokens - begin, 0.0, EDGE)[None, :]
+        )
+        if HEARS:
+            later = load_vector(later_base + place, keys, tokens, 0.0, True)[:, None]
+            g = tl.dot(d_beliefs.to(q.dtype), larger(ROWS, q.dtype), input_precision="ieee") + later
+        else:
+            g = -d_beliefs
+        d_message = message_gradient(a, g, rows_real, message, PRECISE, MASKED)
+        strength_grad = load_vector(strength_grad_base + begin, local, tokens - begin, 0.0, EDGE)[None, :]
+        d_scores = d_beliefs + message[0] * (d_message - a * strength_grad)
+        dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk
+
+
+@triton.jit
+def causal_key_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
+    lse_ptr, belief_ptr, delta_ptr, strength_grad_ptr, past_ptr, later_ptr, dk_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, blocks, slots, span_start, span_stop, low_plane, scale, score_scale, drop_threshold, keep_scale,
+    r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds a span's part to dK; LAST: this span ends the sequence, so the sum begins here."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        return
+    TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
+    keys = block * KEYS + tl.arange(0, KEYS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
+    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    dk_base = dk_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    row_base = (batch64 * heads + head) * length + first64
+    sums_base = (batch64 * heads + head) * slots * length + first64
+    mask_base = mask_ptr + batch64 * length
+    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    seed = tl.zeros([], tl.uint32)
+    if DROPS:
+        seed = head_seed(seed_ptr, row_base)
+    k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+    keys_real = real_tokens(mask_base, keys, tokens, MASKED)
+    dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
+    if not LAST:
+        dk = load_rows(dk_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True).to(tl.float32)
+    start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
+    dk = _key_loop(
+        dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
+        belief_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base, past_ptr + sums_base,
+        later_ptr + sums_base, length, span_start, start, full, tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    dk = _key_loop(
+        dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
+        belief_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base, past_ptr + sums_base,
+        later_ptr + sums_base, length, span_start, full, tail, tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    dk = _key_loop(
+        dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
+        belief_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base, past_ptr + sums_base,
+        later_ptr + sums_base, length, span_start, tail, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    # Earlier spans do not see the keys of this one: their sum is complete.
+    if block * KEYS >= span_start:
+        dk *= scale
+    dk = tl.where(keys_real[:, None], dk, 0.0)
+    store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)

@@ -1,0 +1,58 @@
+"""Strict causal attention as registered operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saobp.kernels.causal_launch import run_causal_backward, run_causal_forward, saved_shapes
+from saobp.kernels.launch import Problem, empty_states
+from saobp.kernels.operator import gradients, registered, saved_for_backward
+
+
+def _fake_forward(
+    query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    lse, heard, belief = (query.new_empty(shape, dtype=torch.float32) for shape in saved_shapes(problem))
+    return empty_states(problem, query), lse, heard, belief
+
+
+@registered("saobp::causal_refined_attention", _fake_forward)
+def causal_refined_attention(
+    query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    return run_causal_forward(problem, query, key, value, gamma, mask, cu, seed)
+
+
+def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None,
+    cu: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor,
+    longest: int, scale: float, dropout: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    dq, dk, dv = (empty_states(problem, query) for _ in range(3))
+    return dq, dk, dv, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@registered("saobp::causal_refined_attention_backward", _fake_backward)
+def causal_refined_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor,
+    longest: int, scale: float, dropout: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    return run_causal_backward(
+        problem, grad, query, key, value, gamma, mask, cu, seed, out, lse, heard, belief
+    )
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    return gradients(causal_refined_attention_backward, ctx, grad)
+
+
+causal_refined_attention.register_autograd(_backward, setup_context=saved_for_backward)
