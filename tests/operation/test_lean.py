@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -102,6 +104,27 @@ def test_output_order_suits_models() -> None:
     inputs = attention_inputs(2, 2, 9, 8)
     output = saobp.attention(inputs.query, inputs.key, inputs.value, saobp.Refinement("high", 0.2))
     assert output.transpose(1, 2).is_contiguous()
+
+
+def test_kept_memory_is_not_seen_from_outside() -> None:
+    """Inference mode, other sizes, and other threads in between change nothing."""
+    first, other = attention_inputs(2, 2, 9, 8), attention_inputs(1, 3, 30, 8, seed=1)
+    refinement = saobp.Refinement("high", 0.5)
+
+    def attend(inputs: AttentionInputs) -> Tensor:
+        return saobp.attention(inputs.query, inputs.key, inputs.value, refinement)
+
+    lean._scratch.kept = None
+    with torch.inference_mode():
+        before = attend(first)
+    kept = before.clone()
+    attend(other)
+    with ThreadPoolExecutor(4) as pool:
+        several = list(pool.map(attend, [first, other] * 20))
+    assert all(torch.equal(x, several[i % 2]) for i, x in enumerate(several))
+    assert torch.equal(attend(first), kept)
+    assert torch.equal(before, kept)
+    assert torch.equal(several[0], kept)
 
 
 def test_inputs_are_left_alone() -> None:

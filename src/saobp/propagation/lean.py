@@ -6,6 +6,8 @@ belief is the softmax of scores plus heard log messages, as in the reference, so
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -35,9 +37,12 @@ def lean_supports(
     Under ``torch.compile`` the reference is better, because the compiler fuses it.
     """
     states = (query, key, value, strength)
-    if type(get_factor(refinement.factor)) not in _LEAN or dropout_p or refinement.steps != 1:
+    factor = get_factor(refinement.factor)
+    if type(factor) not in _LEAN or dropout_p or refinement.steps != 1:
         return False
     if any(x.device.type != "cpu" for x in states) or 0 in query.shape or 0 in value.shape:
+        return False
+    if isinstance(factor, Similarity) and query.shape[2] != key.shape[2]:
         return False
     return is_unwatched(*states)
 
@@ -46,12 +51,12 @@ def is_unwatched(*states: Tensor) -> bool:
     """Whether only values matter: no gradient of any kind, autocast, compiler, tracer or subclass."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
         return False
+    if torch.autograd.forward_ad._current_level >= 0:
+        return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in states):
         return False
     return not any(
-        type(x) not in (Tensor, torch.nn.Parameter)
-        or torch._C._functorch.is_functorch_wrapped_tensor(x)
-        or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+        type(x) not in (Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(x)
         for x in states
     )
 
@@ -107,12 +112,9 @@ def lean_attention(
     message = torch.expm1(-sign * head_strength(strength, query.new_empty(0, dtype=arithmetic)))
     message = message.unsqueeze(0) if speaks is None else message * speaks
     output = query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
-    buffers = None
     for part in _parts(batch, heads, queries * key.shape[-2]):
         q, k, v = (_chunk(x, part, arithmetic) for x in (query, key, value))
-        if buffers is None or buffers.shape[1] != len(q):
-            buffers = q.new_empty(2, len(q), queries, k.shape[-2])
-        scores, rows = buffers
+        scores, rows = _two_maps(len(q), queries, k.shape[-2], arithmetic)
         hidden = None if bias is None else _spread(bias, part, batch, heads)
         if hidden is None:
             torch.baddbmm(scores, q, k.mT, beta=0, alpha=scale, out=scores)
@@ -122,7 +124,7 @@ def lean_attention(
         if isinstance(factor, Potts):
             gammas = _spread(message, part, batch, heads)
             _hear_potts(scores, rows, gammas, graph.causal, isinstance(factor, PottsListing))
-            refined = torch.bmm(rows, v)
+            refined = _product(rows, v, scores)
         else:
             assert isinstance(factor, Similarity)
             refined = _similar(scores, rows, v, hidden, factor.prior)
@@ -163,7 +165,15 @@ def _similar(scores: Tensor, rows: Tensor, value: Tensor, hidden: Tensor | None,
     if not prior:
         scores.zero_() if hidden is None else scores.copy_(hidden.expand_as(scores))
     torch.softmax(scores.add_(alike), -1, out=rows)
-    return torch.bmm(rows, value)
+    return _product(rows, value, scores)
+
+
+def _product(rows: Tensor, value: Tensor, spare: Tensor) -> Tensor:
+    """rows @ value, written over ``spare`` where it fits."""
+    shape = *rows.shape[:2], value.shape[2]
+    if value.shape[2] > spare.shape[2]:
+        return torch.bmm(rows, value)
+    return torch.bmm(rows, value, out=spare.view(-1)[: math.prod(shape)].view(shape))
 
 
 def _parts(batch: int, heads: int, entries: int) -> Iterator[Slices]:
@@ -174,6 +184,28 @@ def _parts(batch: int, heads: int, entries: int) -> Iterator[Slices]:
     for first in range(0, batch, some_batch):
         for head in range(0, heads, some_heads):
             yield slice(first, first + some_batch), slice(head, head + some_heads)
+
+
+class _Scratch(threading.local):
+    """Memory for maps, kept from call to call: fresh pages cost as much as a softmax."""
+
+    kept: Tensor | None = None
+
+
+_scratch = _Scratch()
+
+
+def _two_maps(chunk: int, queries: int, keys: int, arithmetic: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two ``[chunk, queries, keys]`` to write to, which the next call on this thread writes to again."""
+    entries, room = chunk * queries * keys, ENTRIES_PER_THREAD * torch.get_num_threads()
+    if entries > room or arithmetic != torch.float32:
+        first, second = torch.empty(2, entries, dtype=arithmetic)
+    else:
+        if _scratch.kept is None or _scratch.kept.shape[1] != room:
+            with torch.inference_mode(False):
+                _scratch.kept = torch.empty(2, room, dtype=torch.float32)
+        first, second = _scratch.kept[:, :entries]
+    return first.view(chunk, queries, keys), second.view(chunk, queries, keys)
 
 
 def _chunk(states: Tensor, part: Slices, arithmetic: torch.dtype) -> Tensor:
