@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from saobp.commands.bench import bench
 from saobp.commands.quickstart import quickstart
 
 app = typer.Typer(
@@ -12,6 +13,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command()(quickstart)
+app.add_typer(bench, name="bench")
 
 
 @app.callback()
