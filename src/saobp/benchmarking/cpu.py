@@ -21,8 +21,8 @@ def cpu_inference(
     batches: Sequence[int] = (1, 32),
     length: int = 128,
     threads: int = 2,
-    turns: int = 21,
-    budget: float = 15.0,
+    turns: int = 15,
+    budget: float = 5.0,
     vocabulary: int = VOCABULARY,
     say: Callable[[str], None] = print,
 ) -> Table:

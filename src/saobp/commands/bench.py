@@ -99,7 +99,7 @@ def cpu(
     """BERT-mini inference on a CPU, refined against original."""
     from saobp.benchmarking.cpu import cpu_inference
 
-    table = cpu_inference(threads=threads, turns=5 if quick else 21, budget=2.0 if quick else 15.0, say=_say)
+    table = cpu_inference(threads=threads, turns=5 if quick else 15, budget=1.0 if quick else 5.0, say=_say)
     table.show(Console(width=120))
     table.write(out)
     table.draw(out / "cpu.png", "version", ["over original"], ["batch"], "times as long as original")
