@@ -126,6 +126,11 @@ def test_cpu_rows_and_threads() -> None:
     assert "2 threads used" in table.facts["CPU"]
     assert [row["batch"] for row in table.rows] == [1] * 4 + [2] * 4
     assert table.rows[0]["over original"] == 1.0
+    busy = cpu_inference(
+        batches=(1,), length=8, turns=2, budget=0.0, vocabulary=40, busy=True, say=lambda _: None
+    )
+    assert "1 threads used" in busy.facts["CPU"]
+    assert any("Processor time" in note for note in busy.notes)
 
 
 def test_commands_need_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import BertModel
 from saobp.benchmarking.machine import machine
 from saobp.benchmarking.models import SIZES, VOCABULARY, bert
 from saobp.benchmarking.table import Table, milliseconds, ratio, spread
-from saobp.benchmarking.timing import in_turn, wall_clock
+from saobp.benchmarking.timing import in_turn, processor_clock, wall_clock
 
 VERSIONS = ("original", "high", "learned")
 
@@ -23,15 +23,19 @@ def cpu_inference(
     threads: int = 2,
     turns: int = 15,
     budget: float = 5.0,
+    busy: bool = False,
     vocabulary: int = VOCABULARY,
     say: Callable[[str], None] = print,
 ) -> Table:
-    """Milliseconds of a forward pass in single precision, versions in turn, the original twice."""
+    """Milliseconds of a forward pass in single precision, versions in turn, the original twice.
+
+    ``busy`` is for a machine that others use: processor time on one thread, whatever ``threads`` says.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1 if busy else threads)
     try:
         title = f"BERT-{size} inference on a CPU, {length} tokens, float32, no gradient"
-        table = Table("cpu", title, machine("cpu"))
+        table = Table("cpu-busy" if busy else "cpu", title, machine("cpu"))
         models = {v: bert(BertModel, SIZES[size], v, vocabulary=vocabulary) for v in VERSIONS}
         for batch in batches:
             say(f"batch {batch} x {length} ...")
@@ -39,7 +43,8 @@ def cpu_inference(
             mask = torch.ones_like(ids)
             calls = {name: _forward(model, ids, mask) for name, model in models.items()}
             calls["original again"] = calls["original"]
-            found = in_turn(calls, turns=turns, budget=budget, clock=wall_clock)
+            clock = processor_clock if busy else wall_clock
+            found = in_turn(calls, turns=turns, budget=budget, clock=clock)
             base = found["original"]
             for name, result in found.items():
                 table.rows.append(
@@ -53,6 +58,8 @@ def cpu_inference(
                 )
     finally:
         torch.set_num_threads(before)
+    if busy:
+        table.notes.append("Processor time on one thread, because others were using the machine.")
     table.notes.append(
         f"Medians of {turns} turns, each version once per turn; a ratio is the median over turns of "
         "neighbours in time, the spread half the distance between quartiles. 'original again' is the noise "
