@@ -13,6 +13,7 @@ from saobp.kernels.fused import fused_attention, unsupported
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
+from saobp.propagation.lean import is_unwatched, lean_attention, lean_supports, plain_attention
 from saobp.propagation.reference import head_strength, reference_attention
 from saobp.refinement import Refinement
 
@@ -49,9 +50,12 @@ def attention(
     trained values; ``strongest``, an upper bound on it if one is known, makes the kernels faster.
 
     backend ``auto`` takes the fused kernels on a CUDA GPU where they support the call and says once why
-    where they do not; ``fused`` insists on them. Queries may differ in number from keys where that has a
-    meaning: without causality (all queries then count as real), or for causal ``none`` and the listing
-    factors (the last query is aligned with the last key).
+    where they do not; ``fused`` insists on them. On a CPU, ``auto`` takes a lean path where no gradient is
+    needed; for ``none`` it takes PyTorch's own attention. ``reference`` is the specification.
+
+    Queries may differ in number from keys where that has a meaning: without causality (all queries then
+    count as real), or for causal ``none`` and the listing factors (the last query is aligned with the last
+    key).
     """
     check_states(query, key, value)
     check_dropout(dropout_p)
@@ -71,6 +75,15 @@ def attention(
             padding_mask=padding_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
         )  # fmt: skip
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device)
+    if backend == "auto":
+        if refinement.is_plain and (query.is_cuda or is_unwatched(query, key, value)):
+            triangle = is_causal and padding_mask is None and queries == keys
+            return plain_attention(
+                query, key, value, None if triangle else graph.visible,
+                is_causal=triangle, dropout_p=dropout_p, scale=scale,
+            )  # fmt: skip
+        if lean_supports(query, key, value, refinement, strength, dropout_p):
+            return lean_attention(query, key, value, refinement, strength, graph, scale=scale)
     return reference_attention(
         query, key, value, refinement, strength, graph, dropout_p=dropout_p, scale=scale
     ).output
@@ -99,7 +112,8 @@ def kernels_apply(
         return True
     if backend == "fused":
         raise ValueError(f"the fused backend cannot do this call because {obstacle}")
-    _say_once(obstacle)
+    if not refinement.is_plain:
+        _say_once(obstacle)
     return False
 
 

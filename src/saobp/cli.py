@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from saobp.commands.bench import bench
 from saobp.commands.diagnose import diagnose
 from saobp.commands.quickstart import quickstart
 
@@ -14,6 +15,7 @@ app = typer.Typer(
 )
 app.command()(quickstart)
 app.command()(diagnose)
+app.add_typer(bench, name="bench")
 
 
 @app.callback()

@@ -72,7 +72,7 @@ class Similarity(Factor):
         self.prior = prior
 
     def log_messages(self, beliefs: Tensor, strength: Tensor) -> Tensor:  # noqa: ARG002
-        return torch.log(_floored(beliefs @ beliefs.transpose(-1, -2)))
+        return torch.log(floored(beliefs @ beliefs.transpose(-1, -2)))
 
     def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
         graph.require_square(beliefs, "ElemMul compares every row with every other")
@@ -80,7 +80,7 @@ class Similarity(Factor):
         return alike + log_prior if self.prior else alike
 
 
-def _floored(values: Tensor) -> Tensor:
+def floored(values: Tensor) -> Tensor:
     """Keeps log finite with a zero gradient where two rows share no key, and 1 / value far from overflow."""
     precision = torch.finfo(values.dtype)
     return values.clamp(min=precision.tiny / precision.eps)

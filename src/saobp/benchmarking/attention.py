@@ -1,0 +1,246 @@
+"""The operation alone: fused kernels against PyTorch's attention and the reference, eager and compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import saobp
+from saobp.attention import Backend
+from saobp.benchmarking.machine import machine
+from saobp.benchmarking.table import Cell, Table, milliseconds, ratio, spread
+from saobp.benchmarking.timing import Call, Failure, Result, Timing, captured, cuda_clock, in_turn, wall_clock
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+COMPILED = (2048, 8192)
+SDPA = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+HEADS, DIM, ROWS = 16, 64, 1 << 18
+"""Heads, head size, and about how many rows (batch x heads x length) each measurement has."""
+REPLAYED = 256
+"""Up to this length calls are replayed as a CUDA graph, because launches would hide the kernels."""
+_MAPS = {"forward": 6, "forward + backward": 11}
+"""Maps in single precision that the eager reference holds at once."""
+STRENGTH = 0.2
+REFINEMENT = saobp.Refinement("high", STRENGTH)
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def attention_speed(
+    *,
+    device: str = "cuda",
+    lengths: Sequence[int] = LENGTHS,
+    compiled: Sequence[int] = COMPILED,
+    rows: int = ROWS,
+    heads: int = HEADS,
+    turns: int = 7,
+    budget: float = 0.15,
+    say: Callable[[str], None] = print,
+    save: Callable[[Table], object] = lambda _: None,
+) -> Table:
+    """Forward, and forward + backward, bidirectional and causal, one row of the table for each length."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    title = f"Refined attention (high, strength 0.2) against PyTorch's, {dtype}, head size {DIM}"
+    table = Table("attention", title, machine(device))
+    table.notes.append(
+        f"Milliseconds, medians of {turns} turns in which every version runs once. About {rows} rows "
+        f"(batch x heads x length) each. Up to length {REPLAYED} a CUDA graph is replayed. 'sdpa' is the "
+        "fastest of PyTorch's backends, named in its column. The reference is left out where its maps do "
+        "not fit. 'again' is the fused version timed a second time, over the first: the noise of a ratio."
+    )
+    for causal in (False, True):
+        for length in lengths:
+            shape = max(1, rows // (heads * length)), heads, length, DIM
+            for direction in _MAPS:
+                say(f"{'causal' if causal else 'bidirectional'}, length {length}, {direction} ...")
+                found = _time_all(
+                    shape, dtype, device, causal, direction, length in compiled, turns=turns, budget=budget
+                )
+                table.rows.append(_row(shape, causal, direction, found))
+                save(table)
+    return table
+
+
+def _time_all(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    causal: bool,
+    direction: str,
+    compiled: bool,
+    *,
+    turns: int,
+    budget: float,
+) -> dict[str, Result]:
+    strength = torch.full((shape[1],), STRENGTH, device=device)
+    versions: dict[str, Attend] = {"fused": partial(_refined, "fused", causal, strength)}
+    versions["fused again"] = versions["fused"]
+    for name, backend in SDPA.items() if device == "cuda" else {"default": None}.items():
+        versions[f"sdpa {name}"] = partial(_sdpa, backend, causal)
+    if _fits(shape, direction, device):
+        versions["eager"] = partial(_refined, "reference", causal, strength)
+        if compiled:
+            torch._dynamo.reset()
+            versions["compiled"] = torch.compile(
+                partial(_refined, "reference", causal, strength), dynamic=False
+            )
+    states = _states(shape, dtype, device)
+    calls: dict[str, Call] = {}
+    failed: dict[str, Result] = {}
+    for name, attend in versions.items():
+        call = _call(attend, states, direction)
+        try:
+            replayed = device == "cuda" and shape[2] <= REPLAYED
+            calls[name] = captured(call) if replayed else call
+        except Exception as error:
+            failed[name] = Failure.of(error)
+            if device == "cuda":
+                torch.cuda.synchronize()
+    clock = cuda_clock if device == "cuda" else wall_clock
+    return {**in_turn(calls, turns=turns, budget=budget, clock=clock), **failed}
+
+
+def _row(shape: tuple[int, ...], causal: bool, direction: str, found: dict[str, Result]) -> dict[str, Cell]:
+    fused, eager, compiled = found["fused"], found.get("eager"), found.get("compiled")
+    backend, sdpa = fastest({n.removeprefix("sdpa "): r for n, r in found.items() if n.startswith("sdpa ")})
+    return {
+        "attention": "causal" if causal else "bidirectional",
+        "pass": direction,
+        "length": shape[2],
+        "batch": shape[0],
+        "fused": milliseconds(fused),
+        "sdpa": milliseconds(sdpa),
+        "backend": backend,
+        "eager": milliseconds(eager),
+        "compiled": milliseconds(compiled),
+        "fused / sdpa": ratio(fused, sdpa),
+        "eager / fused": ratio(eager, fused),
+        "compiled / fused": ratio(compiled, fused),
+        "spread %": spread(fused),
+        "again": ratio(found["fused again"], fused),
+    }
+
+
+def fastest(results: dict[str, Result]) -> tuple[str, Result]:
+    """Name and result of the fastest that could be timed; the first failure where none could."""
+    timed = {name: result for name, result in results.items() if isinstance(result, Timing)}
+    if timed:
+        best = min(timed, key=lambda name: timed[name].median)
+        return best, timed[best]
+    return "none", next(iter(results.values()))
+
+
+def training_memory(
+    *,
+    lengths: Sequence[int] = (2048, 4096, 8192, 16384),
+    heads: int = HEADS,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Table:
+    """Peak memory of forward + backward beyond the inputs, batch 1, and how its excess over SDPA grows."""
+    table = Table(
+        "memory", f"Memory of a training step's attention, 1 x {heads} heads, {dtype}", machine("cuda")
+    )
+    for causal in (False, True):
+        extra: dict[int, float] = {}
+        for length in lengths:
+            states = _states((1, heads, length, DIM), dtype, "cuda")
+            strength = torch.full((heads,), STRENGTH, device="cuda")
+            peaks: dict[str, float | str] = {}
+            versions: dict[str, Attend] = {"fused": partial(_refined, "fused", causal, strength)}
+            versions["sdpa"] = partial(_sdpa, SDPBackend.FLASH_ATTENTION, causal)
+            for name, attend in versions.items():
+                try:
+                    peaks[name] = _peak(_call(attend, states, "forward + backward"))
+                except Exception as error:
+                    peaks[name] = Failure.of(error).reason
+            fused, sdpa = peaks["fused"], peaks["sdpa"]
+            if isinstance(fused, float) and isinstance(sdpa, float):
+                extra[length] = fused - sdpa
+            table.rows.append(
+                {
+                    "attention": "causal" if causal else "bidirectional",
+                    "length": length,
+                    "fused MiB": fused,
+                    "sdpa MiB": sdpa,
+                    "extra MiB": extra.get(length),
+                    "one float32 map MiB": heads * length**2 * 4 / 2**20,
+                }
+            )
+        power = growth(extra)
+        if power is not None:
+            kind = "causal" if causal else "bidirectional"
+            table.notes.append(f"The extra memory, {kind}, grows as length to the power {power:.2f}.")
+    return table
+
+
+def growth(sizes: dict[int, float]) -> float | None:
+    """Exponent of a power law through positive sizes, by least squares in logarithms."""
+    points = [(math.log(n), math.log(size)) for n, size in sizes.items() if size > 0]
+    if len(points) < 2:
+        return None
+    x, y = (sum(axis) / len(points) for axis in zip(*points, strict=True))
+    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+
+
+def _peak(call: Call) -> float:
+    """MiB allocated at most during a call, beyond what was there before; the second call is measured."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _refined(backend: Backend, causal: bool, strength: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return saobp.attention(
+        q, k, v, REFINEMENT, is_causal=causal, backend=backend, strength=strength, strongest=STRENGTH
+    )
+
+
+def _sdpa(backend: SDPBackend | None, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if backend is None:
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def _states(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Query, key, value and the output's gradient, strided as models pass them."""
+    batch, heads, length, dim = shape
+    random = torch.Generator(device).manual_seed(0)
+    make = partial(torch.randn, batch, length, heads, dim, generator=random, device=device, dtype=dtype)
+    return [make().transpose(1, 2) for _ in range(4)]
+
+
+def _call(attend: Attend, states: list[Tensor], direction: str) -> Call:
+    *inputs, gradient = states
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend(*inputs)
+
+    def both() -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        return torch.autograd.grad(attend(*leaves), leaves, gradient)
+
+    return forward if direction == "forward" else both
+
+
+def _fits(shape: tuple[int, ...], direction: str, device: str) -> bool:
+    """Whether the eager reference's maps take less than four fifths of the free memory."""
+    if device != "cuda":
+        return True
+    torch.cuda.empty_cache()
+    return math.prod(shape[:2]) * shape[2] ** 2 * 4 * _MAPS[direction] < 0.8 * torch.cuda.mem_get_info()[0]

@@ -1,0 +1,67 @@
+"""What a measurement was taken on."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+def machine(device: str) -> dict[str, str]:
+    """Hardware, driver, versions, commit and date of a measurement on ``cuda`` or ``cpu``."""
+    facts = {"CPU": f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads used"}
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        facts["GPU"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
+        facts["driver"] = f"{driver()}, CUDA {torch.version.cuda}"
+    for name in ("torch", "triton", "transformers"):
+        facts[name] = version(name)
+    facts["Python"] = platform.python_version()
+    facts["commit"] = commit()
+    facts["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return facts
+
+
+def processor() -> str:
+    """The name of the processor, as far as the system tells it."""
+    details = Path("/proc/cpuinfo")
+    if details.exists():
+        for line in details.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def driver() -> str:
+    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown driver"
+
+
+def commit() -> str:
+    """The commit of the source tree, marked where files differ from it; the version of an installed copy."""
+    here = str(Path(__file__).parent)
+    name = _said("git", "-C", here, "rev-parse", "--short", "HEAD")
+    if not name:
+        return f"saobp {version('saobp')}"
+    changed = _said("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
+    return f"{name} with uncommitted changes" if changed else name
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _said(*command: str) -> str:
+    """First line that a command prints, or nothing where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().split("\n")[0]

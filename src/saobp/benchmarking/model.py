@@ -1,0 +1,153 @@
+"""BERT of the paper's sizes on a GPU: a training step and inference, refined against original."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import BertForMaskedLM, BertModel, PreTrainedModel
+
+from saobp.benchmarking.machine import machine
+from saobp.benchmarking.models import MASK, SIZES, VOCABULARY, bert
+from saobp.benchmarking.table import Cell, Table, milliseconds, ratio, spread
+from saobp.benchmarking.timing import Call, Failure, Result, captured, cuda_clock, in_turn, wall_clock
+
+STAGES = ("training step", "inference")
+
+
+def model_speed(
+    *,
+    device: str = "cuda",
+    sizes: Sequence[str] = tuple(SIZES),
+    versions: Sequence[str] = ("original", "high", "learned"),
+    stages: Sequence[str] = STAGES,
+    training: tuple[int, int] = (256, 128),
+    inference: tuple[int, int] = (32, 128),
+    vocabulary: int = VOCABULARY,
+    compiled: bool = True,
+    turns: int = 9,
+    budget: float = 2.0,
+    limit: float = float("inf"),
+    say: Callable[[str], None] = print,
+    save: Callable[[Table], object] = lambda _: None,
+) -> Table:
+    """One row per stage and size, every version in turn; no row is begun after ``limit`` seconds."""
+    how = "torch.compile" if compiled else "eager"
+    table = Table("model", f"BERT, refined against original (SDPA), bfloat16, {how}", machine(device))
+    table.notes.append(
+        f"Milliseconds, medians of {turns} turns in which every version runs once. Training: forward, "
+        f"masked-token loss on 15 % of {training[0]} x {training[1]} tokens, backward, fused AdamW, "
+        f"bfloat16 autocast. Inference: {inference[0]} x {inference[1]} tokens, bfloat16 weights, also as "
+        "the replay of a CUDA graph, without gaps between launches. 'again' is the original timed a second "
+        "time, over the first."
+    )
+    start = time.monotonic()
+    for stage in stages:
+        for size in sizes:
+            if time.monotonic() - start > limit:
+                table.notes.append(f"{stage}, {size}: left out, because {limit:g} seconds had passed.")
+                continue
+            say(f"{stage}, {size} ...")
+            torch._dynamo.reset()
+            shape = training if stage == "training step" else inference
+            calls, failed = _calls(stage, size, versions, shape, vocabulary, device, compiled, say)
+            clock = cuda_clock if device == "cuda" else wall_clock
+            found = {**in_turn(calls, turns=turns, budget=budget, clock=clock), **failed}
+            for replayed in (False, True):
+                mine = {n: r for n, r in found.items() if n.endswith(" replayed") == replayed}
+                if mine:
+                    table.rows.append(_row(stage, size, replayed, versions, mine))
+            save(table)
+    return table
+
+
+def _calls(
+    stage: str,
+    size: str,
+    versions: Sequence[str],
+    shape: tuple[int, int],
+    vocabulary: int,
+    device: str,
+    compiled: bool,
+    say: Callable[[str], None],
+) -> tuple[dict[str, Call], dict[str, Result]]:
+    """What to time, warmed up (and so compiled), and what failed on the way."""
+    ids, labels = masked_batch(shape, vocabulary, device)
+    calls: dict[str, Call] = {}
+    failed: dict[str, Result] = {}
+    for version in versions:
+        began = time.monotonic()
+        try:
+            kind: type[PreTrainedModel] = BertForMaskedLM if stage == "training step" else BertModel
+            model = bert(kind, SIZES[size], version, vocabulary=vocabulary).to(torch.device(device))  # type: ignore[arg-type]
+            if stage == "training step":
+                calls[version] = training_step(model, ids, labels, device, compiled)
+            else:
+                calls[version] = forward_pass(model, ids, device, compiled)
+            for _ in range(3):
+                calls[version]()
+        except Exception as error:
+            calls.pop(version, None)
+            failed[version] = Failure.of(error)
+            continue
+        finally:
+            say(f"  {version}: ready after {time.monotonic() - began:.0f} s")
+        if stage == "inference" and device == "cuda":
+            try:
+                calls[f"{version} replayed"] = captured(calls[version])
+            except Exception as error:
+                failed[f"{version} replayed"] = Failure.of(error)
+    for name in ("original", "original replayed"):
+        if name in calls:
+            calls[name.replace("original", "again")] = calls[name]
+    return calls, failed
+
+
+def _row(
+    stage: str, size: str, replayed: bool, versions: Sequence[str], found: dict[str, Result]
+) -> dict[str, Cell]:
+    found = {name.removesuffix(" replayed"): result for name, result in found.items()}
+    base = found.get("original")
+    cells: dict[str, Cell] = {"stage": stage, "size": size, "CUDA graph": "yes" if replayed else "no"}
+    cells |= {version: milliseconds(found.get(version)) for version in versions}
+    cells |= {f"{v} / original": ratio(found.get(v), base) for v in versions if v != "original"}
+    return cells | {"spread %": spread(base), "again": ratio(found.get("again"), base)}
+
+
+def masked_batch(shape: tuple[int, int], vocabulary: int, device: str) -> tuple[Tensor, Tensor]:
+    """Random tokens ``[batch, length]`` with 15 % masked, and labels that count at these places alone."""
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, shape, generator=random)
+    chosen = torch.rand(shape, generator=random) < 0.15
+    chosen[:, 0] = True
+    ids, labels = tokens.masked_fill(chosen, min(MASK, vocabulary - 1)), tokens.masked_fill(~chosen, -100)
+    return ids.to(device), labels.to(device)
+
+
+def training_step(model: PreTrainedModel, ids: Tensor, labels: Tensor, device: str, compiled: bool) -> Call:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    forward = torch.compile(model, dynamic=False) if compiled else model
+
+    def step() -> None:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = forward(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def forward_pass(model: PreTrainedModel, ids: Tensor, device: str, compiled: bool) -> Call:
+    if device == "cuda":
+        model.bfloat16()
+    forward = torch.compile(model, dynamic=False) if compiled else model
+
+    def call() -> object:
+        with torch.no_grad():
+            return forward(input_ids=ids)
+
+    return call

@@ -1,0 +1,46 @@
+"""The paper's BERT sizes with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from transformers import BertConfig, PreTrainedModel
+
+import saobp
+
+VOCABULARY, MASK = 30522, 103
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+
+
+SIZES = {"mini": Size(4, 256, 4, 1024), "small": Size(4, 512, 8, 2048), "medium": Size(8, 512, 8, 2048)}
+REFINEMENTS = {"original": None, "high": "high", "learned": "high,strength=learned"}
+"""Version of a model to the refinement applied to it; ``original`` is Transformers' own SDPA attention."""
+
+
+def bert(
+    kind: type[Model], size: Size, version: str, *, vocabulary: int = VOCABULARY, seed: int = 0
+) -> Model:
+    """A BERT of a kind (a Transformers class) in evaluation mode, refined as its version says."""
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        intermediate_size=size.ffn,
+    )
+    model = kind(config).eval()
+    model.set_attn_implementation("sdpa")
+    refinement = REFINEMENTS[version]
+    return model if refinement is None else saobp.apply(model, refinement)

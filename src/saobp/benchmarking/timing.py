@@ -1,0 +1,126 @@
+"""Medians of repeated timings, with versions in turn so that a drifting machine hits them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call, one number per turn."""
+
+    turns: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.turns)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a share of the median."""
+        if len(self.turns) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.turns, n=4, method="inclusive")
+        return (high - low) / 2 / self.median
+
+    def over(self, other: Timing) -> float:
+        """How many times as long as the other: the median over turns, each against its neighbour in time."""
+        return statistics.median(a / b for a, b in zip(self.turns, other.turns, strict=True))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A version that could not be timed, and why."""
+
+    reason: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        lines = str(error).strip().splitlines()
+        return cls(f"{type(error).__name__}: {lines[0][:100] if lines else 'no message'}")
+
+
+Result = Timing | Failure
+
+
+def in_turn(
+    calls: Mapping[str, Call],
+    *,
+    turns: int,
+    budget: float,
+    clock: Callable[[Call, int], float],
+    warm_up: int = 2,
+) -> dict[str, Result]:
+    """Time every call ``turns`` times, one after the other in each turn; a failing one is left out.
+
+    ``budget`` is the number of seconds that one call may take in all turns together. ``clock`` returns
+    milliseconds per call for a number of calls in a row.
+    """
+    results: dict[str, Result] = {}
+    repeats: dict[str, int] = {}
+    for name, call in calls.items():
+        try:
+            for _ in range(warm_up):
+                call()
+            repeats[name] = max(1, min(1000, int(budget * 1000 / turns / max(clock(call, 1), 1e-4))))
+        except Exception as error:
+            results[name] = Failure.of(error)
+    found: dict[str, list[float]] = {name: [] for name in repeats}
+    for _ in range(turns):
+        for name in list(repeats):
+            try:
+                found[name].append(clock(calls[name], repeats[name]))
+            except Exception as error:
+                results[name] = Failure.of(error)
+                del repeats[name]
+    results.update({name: Timing(tuple(found[name])) for name in repeats})
+    return {name: results[name] for name in calls}
+
+
+def wall_clock(call: Call, repeats: int) -> float:
+    """Milliseconds per call on a CPU."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) * 1e3 / repeats
+
+
+def processor_clock(call: Call, repeats: int) -> float:
+    """Milliseconds of this thread's processor time per call: steadier than wall time on a busy machine."""
+    start = time.thread_time()
+    for _ in range(repeats):
+        call()
+    return (time.thread_time() - start) * 1e3 / repeats
+
+
+def cuda_clock(call: Call, repeats: int) -> float:
+    """Milliseconds per call between two CUDA events around a queue of calls."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(repeats):
+        call()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / repeats
+
+
+def captured(call: Call) -> Call:
+    """The call as a CUDA graph, whose replay has no gaps between launches."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay

@@ -1,0 +1,121 @@
+"""``saobp bench``: speed on the machine at hand, as tables and plots with the hardware in their header."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
+
+Out = Annotated[Path, typer.Option(help="Folder for the Markdown, CSV and PNG files.")]
+Quick = Annotated[bool, typer.Option(help="Fewer lengths, versions and turns.")]
+Listed = Annotated[str, typer.Option(help="Names or numbers joined by commas; all of them by default.")]
+
+_RESULTS = Path("benchmarks/results")
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)
+
+
+def _require_cuda() -> None:
+    if not torch.cuda.is_available():
+        _say("This benchmark needs a CUDA GPU and PyTorch finds none on this machine; try `saobp bench cpu`.")
+        raise typer.Exit(1)
+
+
+@bench.command()
+def attention(out: Out = _RESULTS, quick: Quick = False, lengths: Listed = "", memory: bool = True) -> None:
+    """The fused operation against PyTorch's attention and the reference, by length."""
+    from saobp.benchmarking.attention import COMPILED, LENGTHS, attention_speed, training_memory
+
+    _require_cuda()
+    chosen = tuple(int(n) for n in lengths.split(",")) if lengths else LENGTHS
+    if quick and not lengths:
+        chosen = (128, 512, 2048, 8192, 16384)
+    table = attention_speed(
+        lengths=chosen,
+        compiled=(8192,) if quick else COMPILED,
+        turns=5 if quick else 9,
+        budget=0.08 if quick else 0.2,
+        say=_say,
+        save=lambda table: table.write(out),
+    )
+    table.show(Console(width=220))
+    table.write(out)
+    series = ["fused / sdpa", "eager / fused", "compiled / fused"]
+    table.draw(out / "attention.png", "length", series, ["attention", "pass"], "times as long")
+    if memory:
+        extra = training_memory(lengths=[n for n in chosen if n >= 512] or chosen)
+        extra.show(Console(width=160))
+        extra.write(out)
+
+
+@bench.command()
+def model(
+    out: Out = _RESULTS,
+    quick: Quick = False,
+    sizes: Listed = "",
+    versions: Listed = "",
+    stages: Listed = "",
+    limit: Annotated[float, typer.Option(help="Begin no further row after this many seconds.")] = 3600.0,
+) -> None:
+    """BERT training steps and inference on a GPU, refined against original."""
+    from saobp.benchmarking.model import STAGES, model_speed
+    from saobp.benchmarking.models import REFINEMENTS, SIZES
+
+    _require_cuda()
+    known = {"sizes": tuple(SIZES), "versions": tuple(REFINEMENTS), "stages": STAGES}
+    asked = {"sizes": sizes, "versions": versions, "stages": stages}
+    if quick and not versions:
+        asked["versions"] = "original,high"
+    chosen = {name: _chosen(name, asked[name], known[name]) for name in known}
+    table = model_speed(
+        sizes=chosen["sizes"],
+        versions=chosen["versions"],
+        stages=chosen["stages"],
+        turns=7 if quick else 15,
+        budget=0.7 if quick else 3.0,
+        limit=limit,
+        say=_say,
+        save=lambda table: table.write(out),
+    )
+    table.show(Console(width=180))
+    table.write(out)
+    series = [f"{v} / original" for v in chosen["versions"] if v != "original"]
+    table.draw(out / "model.png", "size", series, ["stage", "CUDA graph"], "times as long as original")
+
+
+@bench.command()
+def cpu(
+    out: Out = _RESULTS,
+    quick: Quick = False,
+    threads: Annotated[int, typer.Option(help="Threads that PyTorch may use.")] = 2,
+    busy: Annotated[
+        bool, typer.Option(help="Count processor time on one thread: for a machine that others use.")
+    ] = False,
+) -> None:
+    """BERT-mini inference on a CPU, refined against original."""
+    from saobp.benchmarking.cpu import cpu_inference
+
+    table = cpu_inference(
+        threads=threads, busy=busy, turns=5 if quick else 15, budget=1.0 if quick else 5.0, say=_say
+    )
+    table.show(Console(width=120))
+    table.write(out)
+    table.draw(
+        out / f"{table.name}.png", "version", ["over original"], ["batch"], "times as long as original"
+    )
+
+
+def _chosen(name: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Entries of a list that the user may have shortened."""
+    chosen = tuple(part.strip() for part in text.split(",")) if text else known
+    for entry in chosen:
+        if entry not in known:
+            raise typer.BadParameter(f"{entry!r} is none of the {name}: {', '.join(known)}")
+    return chosen

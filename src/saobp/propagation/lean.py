@@ -1,0 +1,238 @@
+"""Refined attention for inference on a CPU: the reference's arithmetic with little memory traffic.
+
+The maps of a few heads at a time are computed in two buffers that stay in the cache and are used again. The
+belief is the softmax of scores plus heard log messages, as in the reference, so that no row underflows.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from saobp.propagation.factors import Potts, PottsListing, Similarity, floored, get_factor
+from saobp.propagation.graph import FactorGraph
+from saobp.propagation.reference import head_strength, share_heads
+from saobp.refinement import Refinement
+
+ENTRIES_PER_THREAD = 1 << 16
+"""Map entries per thread and chunk: two buffers of them in single precision fill half a megabyte of cache."""
+
+_TINY = 1e-20
+"""A row of ElemMul whose similarities sum to less than this feels the floor under each of them."""
+
+_LEAN = (Potts, PottsListing, Similarity)
+Slices = tuple[slice, slice]
+
+
+def lean_supports(
+    query: Tensor, key: Tensor, value: Tensor, refinement: Refinement, strength: Tensor, dropout_p: float
+) -> bool:
+    """Whether a call may take this path: a built-in factor on a CPU, no dropout, one step, no watcher.
+
+    Under ``torch.compile`` the reference is better, because the compiler fuses it.
+    """
+    states = (query, key, value, strength)
+    factor = get_factor(refinement.factor)
+    if type(factor) not in _LEAN or dropout_p or refinement.steps != 1:
+        return False
+    if any(x.device.type != "cpu" for x in states) or 0 in query.shape or 0 in value.shape:
+        return False
+    if isinstance(factor, Similarity) and query.shape[2] != key.shape[2]:
+        return False
+    return is_unwatched(*states)
+
+
+def is_unwatched(*states: Tensor) -> bool:
+    """Whether only values matter: no gradient of any kind, autocast, compiler, tracer or subclass."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
+        return False
+    if torch.autograd.forward_ad._current_level >= 0:
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in states):
+        return False
+    return not any(
+        type(x) not in (Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        for x in states
+    )
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    *,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention without refinement by PyTorch's own operation; rows that see no key give zeros.
+
+    ``visible`` as in a FactorGraph; ``is_causal`` stands for a triangle of as many queries as keys.
+    """
+    key, value = share_heads(key, query.shape[1]), share_heads(value, query.shape[1])
+    if visible is None:
+        return scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale
+        )
+    seen = visible.any(-1, keepdim=True)
+    output = scaled_dot_product_attention(
+        query, key, value, visible | ~seen, dropout_p=dropout_p, scale=scale
+    )
+    return output.masked_fill(~seen, 0.0)
+
+
+def lean_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    refinement: Refinement,
+    strength: Tensor,
+    graph: FactorGraph,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention with refined rows where :func:`lean_supports` agrees; arguments as ``reference_attention``.
+
+    The output ``[batch, heads, queries, dim]`` is a view of ``[batch, queries, heads, dim]``, the order that
+    models want next. Half precision is computed in single precision throughout.
+    """
+    factor = get_factor(refinement.factor)
+    batch, heads, queries, dim = query.shape
+    scale = dim**-0.5 if scale is None else scale
+    arithmetic = torch.promote_types(query.dtype, torch.float32)
+    key, value = share_heads(key, heads), share_heads(value, heads)
+    bias, speaks = _bias(graph, arithmetic), _speaking(graph)
+    sign = factor.sign if isinstance(factor, Potts) else 1
+    message = torch.expm1(-sign * head_strength(strength, query.new_empty(0, dtype=arithmetic)))
+    message = message.unsqueeze(0) if speaks is None else message * speaks
+    output = query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
+    for part in _parts(batch, heads, queries * key.shape[-2]):
+        q, k, v = (_chunk(x, part, arithmetic) for x in (query, key, value))
+        scores, rows = _two_maps(len(q), queries, k.shape[-2], arithmetic)
+        hidden = None if bias is None else _spread(bias, part, batch, heads)
+        if hidden is None:
+            torch.baddbmm(scores, q, k.mT, beta=0, alpha=scale, out=scores)
+        else:
+            torch.baddbmm(hidden.expand_as(scores), q, k.mT, alpha=scale, out=scores)
+        torch.softmax(scores, -1, out=rows)
+        if isinstance(factor, Potts):
+            gammas = _spread(message, part, batch, heads)
+            _hear_potts(scores, rows, gammas, graph.causal, isinstance(factor, PottsListing))
+            refined = _product(rows, v, scores)
+        else:
+            assert isinstance(factor, Similarity)
+            refined = _similar(scores, rows, v, hidden, factor.prior)
+        target = output[part]
+        target.copy_(refined.view(target.shape))
+    if graph.visible is not None:
+        output.masked_fill_(~graph.visible.any(-1, keepdim=True), 0.0)
+    return output
+
+
+def _hear_potts(scores: Tensor, rows: Tensor, message: Tensor, causal: bool, listing: bool) -> None:
+    """Priors in ``rows`` become refined rows, by way of their log messages; ``scores`` are used up.
+
+    ``[chunk, node, label]``; message ``[chunk, node or 1, 1]`` is -gamma, and 0 for rows that do not speak.
+    """
+    rows.mul_(message).log1p_()
+    if listing:
+        scores.sub_(rows)
+    elif causal:
+        scores[:, 1:].add_(rows.cumsum_(1)[:, :-1])
+    else:
+        scores.add_(rows.sum(1, keepdim=True)).sub_(rows)
+    torch.softmax(scores, -1, out=rows)
+
+
+def _similar(scores: Tensor, rows: Tensor, value: Tensor, hidden: Tensor | None, prior: bool) -> Tensor:
+    """ElemMul: A (A^T V) without A A^T where each row sees the same keys and no row's sum underflows."""
+    if not prior and (hidden is None or hidden.shape[1] == 1):
+        if hidden is None:
+            received, total = torch.bmm(rows.mT, value), rows.sum(1).unsqueeze(-1)
+        else:
+            real = hidden.mT.isfinite().to(value)
+            received, total = torch.bmm(rows.mT, value * real), torch.bmm(rows.mT, real)
+        norm = torch.bmm(rows, total)
+        if norm.min() > _TINY:
+            return torch.bmm(rows, received).div_(norm)
+    alike = floored(torch.bmm(rows, rows.mT)).log_()
+    if not prior:
+        scores.zero_() if hidden is None else scores.copy_(hidden.expand_as(scores))
+    torch.softmax(scores.add_(alike), -1, out=rows)
+    return _product(rows, value, scores)
+
+
+def _product(rows: Tensor, value: Tensor, spare: Tensor) -> Tensor:
+    """rows @ value, written over ``spare`` where it fits."""
+    shape = *rows.shape[:2], value.shape[2]
+    if value.shape[2] > spare.shape[2]:
+        return torch.bmm(rows, value)
+    return torch.bmm(rows, value, out=spare.view(-1)[: math.prod(shape)].view(shape))
+
+
+def _parts(batch: int, heads: int, entries: int) -> Iterator[Slices]:
+    """Batch and head slices of about equal work: several sequences with all heads, or some heads of one."""
+    room = ENTRIES_PER_THREAD * torch.get_num_threads()
+    some_heads = min(heads, max(1, room // entries))
+    some_batch = max(1, room // (entries * heads))
+    for first in range(0, batch, some_batch):
+        for head in range(0, heads, some_heads):
+            yield slice(first, first + some_batch), slice(head, head + some_heads)
+
+
+class _Scratch(threading.local):
+    """Memory for maps, kept from call to call: fresh pages cost as much as a softmax."""
+
+    kept: Tensor | None = None
+
+
+_scratch = _Scratch()
+
+
+def _two_maps(chunk: int, queries: int, keys: int, arithmetic: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two ``[chunk, queries, keys]`` to write to, which the next call on this thread writes to again."""
+    entries, room = chunk * queries * keys, ENTRIES_PER_THREAD * torch.get_num_threads()
+    if entries > room or arithmetic != torch.float32:
+        first, second = torch.empty(2, entries, dtype=arithmetic)
+    else:
+        if _scratch.kept is None or _scratch.kept.shape[1] != room:
+            with torch.inference_mode(False):
+                _scratch.kept = torch.empty(2, room, dtype=torch.float32)
+        first, second = _scratch.kept[:, :entries]
+    return first.view(chunk, queries, keys), second.view(chunk, queries, keys)
+
+
+def _chunk(states: Tensor, part: Slices, arithmetic: torch.dtype) -> Tensor:
+    """``[chunk, length, dim]`` in the precision of the arithmetic, from ``[batch, heads, length, dim]``."""
+    return states[part].to(arithmetic).reshape(-1, *states.shape[2:])
+
+
+def _spread(values: Tensor, part: Slices, batch: int, heads: int) -> Tensor:
+    """``[chunk, n, m]`` from values whose first two dimensions broadcast to batch and heads."""
+    here = values.expand(batch, heads, *values.shape[2:])[part]
+    return here.reshape(-1, *values.shape[2:])
+
+
+def _bias(graph: FactorGraph, arithmetic: torch.dtype) -> Tensor | None:
+    """0 where a row sees and minus infinity elsewhere, ``[batch or 1, heads or 1, node or 1, label]``."""
+    if graph.visible is None:
+        return None
+    return _four_dimensional(graph.hidden(torch.zeros_like(graph.visible, dtype=arithmetic)))
+
+
+def _speaking(graph: FactorGraph) -> Tensor | None:
+    """Rows that send messages, ``[batch or 1, heads or 1, node, 1]``: neither padding nor blind."""
+    if graph.visible is None:
+        return graph.speaks
+    seen = graph.visible.any(-1, keepdim=True)
+    return _four_dimensional(seen if graph.speaks is None else seen & graph.speaks)
+
+
+def _four_dimensional(values: Tensor) -> Tensor:
+    return values.view(*[1] * (4 - values.ndim), *values.shape)

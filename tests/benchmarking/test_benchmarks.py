@@ -1,0 +1,164 @@
+"""Each benchmark at a tiny size on a CPU, and the command around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from saobp.benchmarking import model as model_benchmark
+from saobp.benchmarking import models
+from saobp.benchmarking.attention import attention_speed
+from saobp.benchmarking.cpu import cpu_inference
+from saobp.benchmarking.model import masked_batch, model_speed
+from saobp.benchmarking.table import Table
+from saobp.cli import app
+
+TINY = models.Size(1, 16, 2, 16)
+
+
+@pytest.fixture
+def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in models.SIZES:
+        monkeypatch.setitem(models.SIZES, size, TINY)
+
+
+def test_attention_on_a_cpu_records_that_the_kernels_cannot() -> None:
+    saved: list[int] = []
+    table = attention_speed(
+        device="cpu",
+        lengths=(8, 16),
+        compiled=(),
+        rows=32,
+        heads=2,
+        turns=2,
+        budget=0.0,
+        say=lambda _: None,
+        save=lambda table: saved.append(len(table.rows)),
+    )
+    assert saved == list(range(1, 9))
+    assert [(row["attention"], row["pass"], row["length"]) for row in table.rows][:3] == [
+        ("bidirectional", "forward", 8),
+        ("bidirectional", "forward + backward", 8),
+        ("bidirectional", "forward", 16),
+    ]
+    for row in table.rows:
+        assert "because" in str(row["fused"])
+        assert row["fused / sdpa"] is None
+        assert isinstance(row["sdpa"], float)
+        assert isinstance(row["eager"], float)
+        assert row["backend"] == "default"
+
+
+@pytest.mark.usefixtures("tiny_sizes")
+def test_model_rows_and_ratios() -> None:
+    table = model_speed(
+        device="cpu",
+        sizes=("mini", "small"),
+        training=(2, 8),
+        inference=(1, 8),
+        vocabulary=40,
+        compiled=False,
+        turns=2,
+        budget=0.0,
+        say=lambda _: None,
+    )
+    kinds = [(row["stage"], row["size"]) for row in table.rows]
+    assert kinds == [(stage, size) for stage in model_benchmark.STAGES for size in ("mini", "small")]
+    for row in table.rows:
+        assert all(isinstance(row[version], float) for version in models.REFINEMENTS)
+        assert isinstance(row["high / original"], float)
+        assert isinstance(row["again"], float)
+
+
+@pytest.mark.usefixtures("tiny_sizes")
+def test_a_model_that_fails_leaves_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = model_benchmark.bert
+
+    def broken(kind, size, version, **options):  # type: ignore[no-untyped-def]
+        if version == "high":
+            raise RuntimeError("out of luck")
+        return plain(kind, size, version, **options)
+
+    monkeypatch.setattr(model_benchmark, "bert", broken)
+    options = {"device": "cpu", "sizes": ("mini",), "stages": ("inference",), "inference": (1, 8)}
+    table = model_speed(
+        **options, vocabulary=40, compiled=False, turns=1, budget=0.0, say=lambda _: None  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert table.rows[0]["high"] == "RuntimeError: out of luck"
+    assert isinstance(table.rows[0]["learned / original"], float)
+
+
+def test_no_row_begins_after_the_limit() -> None:
+    table = model_speed(device="cpu", limit=-1.0, say=lambda _: None)
+    assert not table.rows
+    assert any("training step, mini: left out" in note for note in table.notes)
+
+
+def test_masked_batch_counts_masked_places_alone() -> None:
+    ids, labels = masked_batch((64, 32), 200, "cpu")
+    counted = labels != -100
+    assert (ids[counted] == models.MASK).all()
+    assert 0.1 < counted.float().mean() < 0.25
+
+
+def test_versions_are_what_their_names_say() -> None:
+    from transformers import BertModel
+
+    original, high, learned = (
+        models.bert(BertModel, TINY, version, vocabulary=40) for version in models.REFINEMENTS
+    )
+    assert original.config._attn_implementation == "sdpa"
+    assert high.config.saobp["factor"] == "high"
+    assert high.config.saobp["strength"] > 0
+    assert learned.config.saobp["strength"] == "learned"
+    for own, other in zip(original.parameters(), high.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+@pytest.mark.usefixtures("tiny_sizes")
+def test_cpu_rows_and_threads() -> None:
+    threads = torch.get_num_threads()
+    table = cpu_inference(batches=(1, 2), length=8, turns=2, budget=0.0, vocabulary=40, say=lambda _: None)
+    assert torch.get_num_threads() == threads
+    assert "2 threads used" in table.facts["CPU"]
+    assert [row["batch"] for row in table.rows] == [1] * 4 + [2] * 4
+    assert table.rows[0]["over original"] == 1.0
+    busy = cpu_inference(
+        batches=(1,), length=8, turns=2, budget=0.0, vocabulary=40, busy=True, say=lambda _: None
+    )
+    assert "1 threads used" in busy.facts["CPU"]
+    assert any("Processor time" in note for note in busy.notes)
+
+
+def test_commands_need_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in ("attention", "model"):
+        said = CliRunner().invoke(app, ["bench", command, "--out", str(tmp_path)])
+        assert said.exit_code == 1
+        assert said.stdout.strip().splitlines() == [
+            "This benchmark needs a CUDA GPU and PyTorch finds none on this machine; try `saobp bench cpu`."
+        ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_cpu_command_writes_page_data_and_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def tiny(**options):  # type: ignore[no-untyped-def]
+        table = Table("cpu", f"{options['threads']} threads", {"CPU": "abacus"})
+        table.rows.append({"batch": 1, "version": "high", "over original": 1.1})
+        return table
+
+    monkeypatch.setattr("saobp.benchmarking.cpu.cpu_inference", tiny)
+    said = CliRunner().invoke(app, ["bench", "cpu", "--threads", "3", "--out", str(tmp_path)])
+    assert said.exit_code == 0
+    assert "3 threads" in said.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cpu.csv", "cpu.md", "cpu.png"]
+
+
+def test_unknown_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    said = CliRunner().invoke(app, ["bench", "model", "--sizes", "mini,huge"])
+    assert said.exit_code == 2
+    assert "huge" in said.output

@@ -1,0 +1,122 @@
+"""What the benchmarks do with their numbers: ratios, failing versions, files. No speed is asserted."""
+
+from __future__ import annotations
+
+import csv
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from saobp.benchmarking.attention import fastest, growth
+from saobp.benchmarking.machine import machine
+from saobp.benchmarking.table import Table, milliseconds, ratio, spread, text
+from saobp.benchmarking.timing import Failure, Timing, in_turn, wall_clock
+
+
+def small_table() -> Table:
+    table = Table("speeds", "Two speeds", {"CPU": "abacus", "commit": "abc"}, notes=["A note."])
+    table.rows.append({"length": 8, "kind": "plain", "ms": 1.23456, "ratio": 2.0})
+    table.rows.append(
+        {"length": 16, "kind": "plain", "ms": "ValueError: a | b", "ratio": None, "extra": 1234.56}
+    )
+    return table
+
+
+def test_ratio_compares_neighbours_in_time() -> None:
+    """The machine is slow in the second turn for both: the ratio does not see it."""
+    base, other = Timing((1.0, 10.0, 2.0)), Timing((2.0, 20.0, 4.0))
+    assert ratio(other, base) == 2.0
+    assert milliseconds(other) == 4.0
+    assert ratio(Failure("no"), base) is None
+    assert ratio(other, None) is None
+    assert milliseconds(Failure("no")) == "no"
+    assert milliseconds(None) is None
+
+
+def test_spread_is_half_the_quartile_distance() -> None:
+    assert spread(Timing((1.0, 2.0, 3.0, 4.0, 5.0))) == pytest.approx(100 * 1.0 / 3.0)
+    assert spread(Timing((2.0,))) == 0
+    assert spread(Failure("no")) is None
+
+
+def test_a_failing_version_does_not_stop_the_others() -> None:
+    order: list[str] = []
+    later = iter([None] * 4 + [RuntimeError("late\nsecond line")])
+
+    def breaks_later() -> None:
+        error = next(later)
+        if error is not None:
+            raise error
+
+    def breaks() -> None:
+        raise ValueError("never works")
+
+    calls = {
+        "a": lambda: order.append("a"),
+        "never": breaks,
+        "late": breaks_later,
+        "b": lambda: order.append("b"),
+    }
+    found = in_turn(calls, turns=3, budget=0.0, clock=wall_clock, warm_up=1)
+    assert list(found) == ["a", "never", "late", "b"]
+    assert found["never"] == Failure("ValueError: never works")
+    assert found["late"] == Failure("RuntimeError: late")
+    assert isinstance(found["a"], Timing)
+    assert len(found["a"].turns) == 3
+    assert order[-6:] == ["a", "b"] * 3
+
+
+def test_fastest_backend() -> None:
+    slow, quick, failed = Timing((3.0,)), Timing((1.0,)), Failure("not here")
+    assert fastest({"x": slow, "y": quick, "z": failed}) == ("y", quick)
+    assert fastest({"z": failed}) == ("none", failed)
+
+
+def test_growth_finds_the_exponent() -> None:
+    assert growth({n: 3.0 * n**2 for n in (2, 4, 8)}) == pytest.approx(2.0)
+    assert growth({2: 1.0, 4: -1.0}) is None
+
+
+def test_text_of_cells() -> None:
+    assert [text(c) for c in (1.23456, 1234.56, 7, "x", None)] == ["1.23", "1235", "7", "x", "-"]
+
+
+def test_markdown_has_facts_rows_and_notes() -> None:
+    page = small_table().markdown()
+    assert page.startswith("# Two speeds\n\n- CPU: abacus\n- commit: abc\n\n")
+    assert "| length | kind | ms | ratio | extra |\n|---|---|---|---|---|\n" in page
+    assert "| 8 | plain | 1.23 | 2 | - |" in page
+    assert "| 16 | plain | ValueError: a \\| b | - | 1235 |" in page
+    assert page.endswith("\nA note.\n")
+
+
+def test_files(tmp_path: Path) -> None:
+    table = small_table()
+    page, data = table.write(tmp_path / "new")
+    assert page.read_text() == table.markdown()
+    lines = data.read_text().splitlines()
+    assert lines[:2] == ["# CPU: abacus", "# commit: abc"]
+    rows = list(csv.DictReader(lines[2:]))
+    assert float(rows[0]["ms"]) == 1.23456
+    assert rows[1]["ms"] == "ValueError: a | b"
+    picture = table.draw(tmp_path / "speeds.png", "length", ["ms", "ratio"], ["kind"], "ms")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_terminal() -> None:
+    console = Console(file=StringIO(), width=120)
+    small_table().show(console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Two speeds" in shown
+    assert "1.23" in shown
+    assert "A note." in shown
+
+
+def test_header_names_what_was_used() -> None:
+    facts = machine("cpu")
+    assert facts["torch"].startswith(torch.__version__.split("+")[0])
+    assert f"{torch.get_num_threads()} threads used" in facts["CPU"]
+    assert all(facts[name] for name in ("CPU", "triton", "transformers", "commit", "date"))
