@@ -11,6 +11,9 @@ from hypothesis import settings
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if not torch.cuda.is_available():
+    # Kernels then run in Triton's interpreter, which must be asked for before anything imports them.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("saobp", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("saobp")
