@@ -30,7 +30,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    refinement: Refinement,
+    refinement: Refinement | str,
     *,
     padding_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -57,6 +57,7 @@ def attention(
     count as real), or for causal ``none`` and the listing factors (the last query is aligned with the last
     key).
     """
+    refinement = Refinement.of(refinement)
     check_states(query, key, value)
     check_dropout(dropout_p)
     queries, keys = query.shape[-2], key.shape[-2]
@@ -119,7 +120,7 @@ def kernels_apply(
 
 def refine(
     probabilities: Tensor,
-    refinement: Refinement,
+    refinement: Refinement | str,
     *,
     padding_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -131,6 +132,7 @@ def refine(
     tokens; for maps without a batch, ``[heads, length, length]`` or ``[length, length]``, it is ``[length]``.
     Entries that are no probability (negative, NaN) give NaN rows.
     """
+    refinement = Refinement.of(refinement)
     if probabilities.ndim < 2 or not probabilities.is_floating_point():
         what = f"{probabilities.dtype} of shape {tuple(probabilities.shape)}"
         raise ValueError(f"probabilities must be floating point with at least two dimensions, not {what}")

@@ -43,7 +43,10 @@ class Refinement:
 
     def __post_init__(self) -> None:
         if self.factor not in factor_names():
-            raise ValueError(f"unknown factor {self.factor!r}: choose one of {', '.join(factor_names())}")
+            raise ValueError(
+                f"unknown factor {self.factor!r}: choose one of {', '.join(factor_names())}, "
+                "in text with a strength as in 'high:0.2'"
+            )
         object.__setattr__(self, "strength", _checked_strength(self.strength))
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
             raise ValueError(f"steps must be a whole number of at least 1, not {self.steps!r}")
@@ -71,6 +74,18 @@ class Refinement:
             return None
         entries = (self.strength,) if isinstance(self.strength, float) else self.strength
         return max(max(entry) if isinstance(entry, tuple) else entry for entry in entries)
+
+    @classmethod
+    def of(cls, given: Refinement | str | Mapping[str, Any]) -> Refinement:
+        """A refinement from any of its forms: itself, text such as ``high:0.2``, or the dict of a config."""
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, str):
+            return cls.parse(given)
+        if isinstance(given, Mapping):
+            return cls.from_dict(given)
+        kind = type(given).__name__
+        raise TypeError(f"a refinement is a saobp.Refinement, text such as 'high:0.2' or a dict, not {kind}")
 
     @classmethod
     def parse(cls, text: str) -> Refinement:

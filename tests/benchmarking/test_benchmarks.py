@@ -25,7 +25,8 @@ def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(models.SIZES, size, TINY)
 
 
-def test_attention_on_a_cpu_records_that_the_kernels_cannot() -> None:
+def test_attention_on_a_cpu_records_that_the_kernels_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     saved: list[int] = []
     table = attention_speed(
         device="cpu",

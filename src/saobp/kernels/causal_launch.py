@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.library import wrap_triton
 
 from saobp.kernels import backward, causal, causal_backward
 from saobp.kernels.launch import Block, Problem, empty_states, given, resources, strides
@@ -80,7 +79,7 @@ def run_causal_forward(
         "low_plane": problem.low_plane, "PRECISE": problem.precise,
     }  # fmt: skip
     block = causal_block(problem, "row_sums")
-    wrap_triton(causal.causal_row_sums)[(programs(problem, problem.longest, block.rows),)](
+    causal.causal_row_sums[(programs(problem, problem.longest, block.rows),)](
         **common, **span_blocks(block, problem.longest, block.rows)
     )
     past = sums(problem, query.device)
@@ -93,7 +92,7 @@ def run_causal_forward(
     for start, stop in spans(problem):
         if problem.hears:
             block = causal_block(problem, "earlier_messages")
-            wrap_triton(causal.earlier_messages)[(programs(problem, stop, block.keys),)](
+            causal.earlier_messages[(programs(problem, stop, block.keys),)](
                 **common,
                 **span_blocks(block, stop, block.keys),
                 heard_ptr=heard,
@@ -101,7 +100,7 @@ def run_causal_forward(
                 span_stop=stop,
             )
         block = causal_block(problem, "output")
-        wrap_triton(causal.causal_output)[(programs(problem, stop - start, block.rows),)](
+        causal.causal_output[(programs(problem, stop - start, block.rows),)](
             **common, **span_blocks(block, stop - start, block.rows), **strides("v", value), **strides("o", out),
             **problem.drop_numbers(), v_ptr=value, out_ptr=out, seed_ptr=given(seed, gamma), belief_ptr=belief,
             span_start=start, HEARS=problem.hears, DROPS=problem.dropout > 0,
@@ -120,7 +119,7 @@ def run_causal_backward(
     rows_shape = (problem.batch, problem.heads, problem.length)
     delta, own, dgamma = (torch.empty(rows_shape, **floats) for _ in range(3))
     constants = problem.constants()
-    wrap_triton(backward.row_products)[(programs(problem, problem.longest, 128),)](
+    backward.row_products[(programs(problem, problem.longest, 128),)](
         grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, gamma), inverse_ptr=gamma, delta_ptr=delta, scaled_ptr=gamma, SCALED=False,
         **strides("g", grad), **strides("o", out),
         heads=problem.heads, length=problem.length, blocks=triton.cdiv(problem.longest, 128), ROWS=128,
@@ -144,17 +143,17 @@ def run_causal_backward(
     for start, stop in reversed(in_spans):
         last = stop == problem.longest
         block = causal_block(problem, "value_gradient")
-        wrap_triton(causal_backward.causal_value_gradient)[(programs(problem, stop, block.keys),)](
+        causal_backward.causal_value_gradient[(programs(problem, stop, block.keys),)](
             **common, **span_blocks(block, stop, block.keys), span_start=start, span_stop=stop,
             heard_ptr=heard, own_ptr=own, dv_ptr=dv, LAST=last,
         )  # fmt: skip
         block = causal_block(problem, "query_gradient")
-        wrap_triton(causal_backward.causal_query_gradient)[(programs(problem, stop - start, block.rows),)](
+        causal_backward.causal_query_gradient[(programs(problem, stop - start, block.rows),)](
             **common, **span_blocks(block, stop - start, block.rows), span_start=start,
             scale=problem.scale, dq_ptr=dq, strength_grad_ptr=dgamma,
         )  # fmt: skip
         block = causal_block(problem, "key_gradient")
-        wrap_triton(causal_backward.causal_key_gradient)[(programs(problem, stop, block.keys),)](
+        causal_backward.causal_key_gradient[(programs(problem, stop, block.keys),)](
             **common, **span_blocks(block, stop, block.keys), span_start=start, span_stop=stop,
             scale=problem.scale, strength_grad_ptr=dgamma, dk_ptr=dk, LAST=last,
         )  # fmt: skip

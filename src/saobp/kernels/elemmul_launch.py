@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.library import wrap_triton
 
 from saobp.kernels import elemmul, elemmul_backward, forward
 from saobp.kernels.launch import Block, Problem, blocks, empty_states, given, strides, sweep_block
@@ -48,7 +47,7 @@ def run_elemmul(
     common = _common(problem, query, key, mask, cu, lse)
 
     block = sweep_block(problem, "row_sums")
-    wrap_triton(forward.row_sums)[(problem.programs(block.rows),)](
+    forward.row_sums[(problem.programs(block.rows),)](
         **common, **blocks(problem, block, block.rows, block.keys)
     )
     _find_centre(problem, value, mask, cu, centre, REAL=True)
@@ -57,11 +56,11 @@ def run_elemmul(
         "ANCHORED": problem.dtype == torch.float16,
     }  # fmt: skip
     block = elemmul_block(problem, "gathered_values")
-    wrap_triton(elemmul.gathered_values)[(problem.programs(block.keys),)](
+    elemmul.gathered_values[(problem.programs(block.keys),)](
         **common, **gathers, **blocks(problem, block, block.keys), v_ptr=value, **strides("v", value)
     )
     block = elemmul_block(problem, "elemmul_output")
-    wrap_triton(elemmul.elemmul_output)[(problem.programs(block.rows),)](
+    elemmul.elemmul_output[(problem.programs(block.rows),)](
         **common, **gathers, **blocks(problem, block, block.rows),
         out_ptr=out, inverse_ptr=inverse, **strides("o", out),
     )  # fmt: skip
@@ -78,7 +77,7 @@ def run_elemmul_backward(
     d_centre = torch.empty_like(centre)
     _find_centre(problem, grad, mask, cu, d_centre, REAL=False)
     constants = problem.constants()
-    wrap_triton(elemmul_backward.row_terms)[(problem.programs(64),)](
+    elemmul_backward.row_terms[(problem.programs(64),)](
         grad_ptr=grad, out_ptr=out, v_ptr=value, cu_ptr=given(cu, lse), centre_ptr=centre, d_centre_ptr=d_centre,
         delta_ptr=delta, offset_ptr=offset, **strides("g", grad), **strides("o", out), **strides("v", value),
         heads=problem.heads, group=problem.group, length=problem.length, blocks=triton.cdiv(problem.longest, 64),
@@ -91,7 +90,7 @@ def run_elemmul_backward(
         **strides("g", grad), **strides("m", d_gathered),
     }  # fmt: skip
     block = elemmul_block(problem, "gathered_gradient")
-    wrap_triton(elemmul_backward.gathered_gradient)[(problem.programs(block.keys),)](
+    elemmul_backward.gathered_gradient[(problem.programs(block.keys),)](
         **common, **blocks(problem, block, block.keys), centre_ptr=centre, d_centre_ptr=d_centre
     )
     common |= {
@@ -99,11 +98,11 @@ def run_elemmul_backward(
         **strides("v", value), **strides("d", dq),
     }  # fmt: skip
     block = elemmul_block(problem, "row_gradients")
-    wrap_triton(elemmul_backward.row_gradients)[(problem.programs(block.rows),)](
+    elemmul_backward.row_gradients[(problem.programs(block.rows),)](
         **common, **blocks(problem, block, block.rows), d_centre_ptr=d_centre, dq_ptr=dq, dv_ptr=dv
     )
     block = elemmul_block(problem, "elemmul_key_gradient")
-    wrap_triton(elemmul_backward.elemmul_key_gradient)[(problem.programs(block.keys),)](
+    elemmul_backward.elemmul_key_gradient[(problem.programs(block.keys),)](
         **common, **blocks(problem, block, block.keys), dk_ptr=dk
     )
     return dq, dk, dv
@@ -118,7 +117,7 @@ def _find_centre(
     problem: Problem, states: Tensor, mask: Tensor | None, cu: Tensor | None, centre: Tensor, REAL: bool
 ) -> None:
     constants = problem.constants()
-    wrap_triton(elemmul.centres)[(problem.sequences * problem.heads,)](
+    elemmul.centres[(problem.sequences * problem.heads,)](
         x_ptr=states, mask_ptr=given(mask, centre), cu_ptr=given(cu, centre), centre_ptr=centre,
         **strides("x", states), heads=problem.heads, group=problem.heads // states.shape[1], length=problem.length,
         DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], ROWS=64, REAL=REAL,

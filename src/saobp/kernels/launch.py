@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.library import wrap_triton
 
 from saobp.kernels import backward, forward, short
 
@@ -227,7 +226,7 @@ def run_forward(
     rows_parts |= {"anchor_ptr": anchor, "inverse_ptr": inverse, "lowest_ptr": lowest}
     if problem.is_short:
         block = short_block(problem)
-        wrap_triton(short.short_forward)[(problem.sequences * problem.heads,)](
+        short.short_forward[(problem.sequences * problem.heads,)](
             **tensors, **output, **flags, **problem.numbers(), **problem.constants(), **rows_parts,
             **blocks(problem, block, block.rows, block.keys),
         )  # fmt: skip
@@ -235,7 +234,7 @@ def run_forward(
         return out, lse, heard, weight, anchor, inverse, lowest
 
     block = sweep_block(problem, "row_sums")
-    wrap_triton(forward.row_sums)[(problem.programs(block.rows),)](
+    forward.row_sums[(problem.programs(block.rows),)](
         **tensors,
         **problem.numbers(),
         **problem.constants(),
@@ -248,18 +247,18 @@ def run_forward(
         block = sweep_block(problem, "column_messages")
         count = triton.cdiv(problem.longest, block.keys)
         peak = torch.empty(problem.programs(block.keys), **floats)
-        wrap_triton(forward.column_messages)[(problem.programs(block.keys),)](
+        forward.column_messages[(problem.programs(block.keys),)](
             **tensors, **problem.numbers(), **problem.constants(), **blocks(problem, block, block.keys, block.rows), **messages,
             lse_ptr=lse, low_plane=problem.low_plane, gamma_ptr=gamma, heard_ptr=heard, peak_ptr=peak,
             PRECISE=problem.precise,
         )  # fmt: skip
-        wrap_triton(forward.key_weights)[(problem.programs(block.keys),)](
+        forward.key_weights[(problem.programs(block.keys),)](
             heard_ptr=heard, peak_ptr=peak, weight_ptr=weight, cu_ptr=given(cu, gamma), heads=problem.heads,
             length=problem.length, blocks=count, KEYS=block.keys, BLOCKS=triton.next_power_of_2(count),
             PACKED=problem.packed,
         )  # fmt: skip
     block = sweep_block(problem, "refined_output")
-    wrap_triton(forward.refined_output)[(problem.programs(block.rows),)](
+    forward.refined_output[(problem.programs(block.rows),)](
         **tensors, **output, **flags, **problem.numbers(), **problem.constants(),
         **blocks(problem, block, block.rows, block.keys), **rows_parts,
     )  # fmt: skip
@@ -271,7 +270,7 @@ def run_careful(problem: Problem, rows: int, arguments: dict[str, Any]) -> None:
     """Repeats what underflowed."""
     if problem.may_underflow:
         block = Block(rows, 32, stages=1)
-        wrap_triton(forward.careful_output)[(problem.programs(rows),)](
+        forward.careful_output[(problem.programs(rows),)](
             **arguments, **problem.numbers(), **problem.constants(), **blocks(problem, block, rows, 32),
             lowest_sum=problem.lowest_sum, PRECISE=problem.precise, DROPS=problem.dropout > 0,
         )  # fmt: skip
@@ -295,7 +294,7 @@ def run_backward(
     rows_shape = (problem.batch, problem.heads, problem.length)
     delta, scaled, heard_grad, dgamma, row_term = (torch.empty(rows_shape, **floats) for _ in range(5))
     constants = problem.constants()
-    wrap_triton(backward.row_products)[(problem.programs(128),)](
+    backward.row_products[(problem.programs(128),)](
         grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, gamma), inverse_ptr=inverse, delta_ptr=delta, scaled_ptr=scaled,
         **strides("g", grad), **strides("o", out),
         heads=problem.heads, length=problem.length, blocks=triton.cdiv(problem.longest, 128), ROWS=128,
@@ -311,7 +310,7 @@ def run_backward(
     ways = (fast, careful) if problem.may_underflow else (fast,)
     block = sweep_block(problem, "value_gradient")
     for way in ways:
-        wrap_triton(backward.value_gradient)[(problem.programs(block.keys),)](
+        backward.value_gradient[(problem.programs(block.keys),)](
             **common, **way, **blocks(problem, block, block.keys, block.rows),
             delta_ptr=delta, dv_ptr=dv, heard_grad_ptr=heard_grad,
         )  # fmt: skip
@@ -319,13 +318,13 @@ def run_backward(
     block = sweep_block(problem, "query_gradient")
     for part in (0,) if problem.precise == 0 else (1, 2):
         for way in ways:
-            wrap_triton(backward.query_gradient)[(problem.programs(block.rows),)](
+            backward.query_gradient[(problem.programs(block.rows),)](
                 **common, **way, **blocks(problem, block, block.rows, block.keys), PART=part,
                 delta_ptr=scaled, dq_ptr=dq, strength_grad_ptr=dgamma,
             )  # fmt: skip
     block = sweep_block(problem, "key_gradient")
     for way in ways:
-        wrap_triton(backward.key_gradient)[(problem.programs(block.keys),)](
+        backward.key_gradient[(problem.programs(block.keys),)](
             **common, **way, **blocks(problem, block, block.keys, block.rows),
             delta_ptr=scaled, dk_ptr=dk,
         )  # fmt: skip

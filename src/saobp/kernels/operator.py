@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op, triton_op
+from torch.library import custom_op
 
 from saobp.kernels.launch import Problem, empty_states, run_backward, run_forward
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton's interpreter runs the kernels on the CPU, which is how they are tested without a GPU."""
-
 
 def registered(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Inductor can see through ``triton_op``; the interpreter's kernels need an opaque operator."""
+    """An operator that the compiler keeps whole and knows by the shapes that ``fake`` gives."""
 
     def register(function: Callable[..., Any]) -> Any:
-        if not INTERPRETED:
-            return triton_op(name, function, mutates_args=())
         operator = custom_op(name, function, mutates_args=())
         operator.register_fake(fake)
         return operator

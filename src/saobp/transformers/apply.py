@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar
@@ -38,18 +39,19 @@ class Before:
     implementations: list[tuple[Any, str | None]]
 
 
-def apply(model: Model, refinement: Refinement | str) -> Model:
+def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Model:
     """Refine the attention rows of a Transformers model, in place, and return it.
 
     ``refinement`` may be in text form, for instance ``"high:0.2"``. It is written to ``config.saobp`` and is
     saved with the model, learned strengths with the weights. Applying again replaces what was there.
     """
-    if isinstance(refinement, str):
-        refinement = Refinement.parse(refinement)
+    refinement = Refinement.of(refinement)
     check_model(model)
     modules = attention_modules(model)
     parameters = model.num_parameters() - sum(p.numel() for p in strength_parameters(model))
-    refinement = refinement.resolved(parameters)
+    if refinement.strength == "auto":
+        refinement = refinement.resolved(parameters)
+        warn_of_strength(refinement, parameters)
     owns = build(modules, refinement)
     remove(model)
     attach(modules, owns)
@@ -57,8 +59,21 @@ def apply(model: Model, refinement: Refinement | str) -> Model:
     return model
 
 
+def warn_of_strength(refinement: Refinement, parameters: int) -> None:
+    """``auto`` follows the paper's rule, which was made for 11 to 41 million parameters."""
+    if refinement.strongest is not None and refinement.strongest > 1:
+        warnings.warn(
+            f"strength 'auto' gives {refinement.strongest:.3g} for a model of {parameters} parameters, "
+            "far above the paper's 0.05 to 0.2: name a strength, for instance 'high:0.2'",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
 def remove(model: Model) -> Model:
     """Take a refinement off again, in place: the model is as it was before :func:`apply`."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"saobp.remove takes a Transformers model, not {type(model).__name__}")
     for name, _ in list(attached(model)):
         module = model.get_submodule(name)
         forget_cache_of(module)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -31,6 +32,12 @@ def load(path: str | PathLike[str], auto_class: Any, **kwargs: Any) -> Any:
     ``auto_class`` is a model class or an auto class such as ``AutoModelForMaskedLM``; other arguments go to
     its ``from_pretrained``.
     """
+    if not hasattr(auto_class, "from_pretrained"):
+        raise TypeError(
+            f"saobp.load takes a model class such as transformers.AutoModelForMaskedLM, not {auto_class!r}"
+        )
+    if _looks_local(path) and not Path(path).is_dir():
+        raise FileNotFoundError(f"there is no folder {str(path)!r} to load a model from")
     if kwargs.pop("output_loading_info", False):
         raise ValueError("saobp.load returns the model alone: leave output_loading_info out")
     if kwargs.get("attn_implementation") == IMPLEMENTATION:
@@ -41,6 +48,12 @@ def load(path: str | PathLike[str], auto_class: Any, **kwargs: Any) -> Any:
     if lost:
         raise ValueError(f"the checkpoint at {str(path)!r} lacks its learned strengths ({lost[0]}, ...)")
     return model
+
+
+def _looks_local(path: str | PathLike[str]) -> bool:
+    """A path object, or text that cannot be the name of a model on the hub."""
+    text = str(path)
+    return not isinstance(path, str) or text.startswith((".", "/", "~")) or text.count("/") > 1
 
 
 def warn_without_refinement() -> None:
