@@ -21,12 +21,12 @@ def test_every_form_of_a_refinement_is_taken() -> None:
     assert torch.equal(saobp.refine(rows, "high:0.2"), saobp.refine(rows, Refinement("high", 0.2)))
     model = saobp.apply(tiny_model("bert"), {"factor": "low", "strength": 0.1})
     assert Refinement.from_dict(model.config.saobp) == Refinement("low", 0.1)
-    with pytest.raises(TypeError, match="text such as 'high:0.2' or a dict, not NoneType"):
+    with pytest.raises(TypeError, match=r"text such as 'high:0\.2' or a dict, not NoneType"):
         saobp.apply(model, None)  # type: ignore[arg-type]
 
 
 def test_a_missing_colon_is_explained() -> None:
-    with pytest.raises(ValueError, match="'high 0.2'.*as in 'high:0.2'"):
+    with pytest.raises(ValueError, match=r"'high 0\.2'.*as in 'high:0\.2'"):
         Refinement.parse("high 0.2")
 
 
@@ -36,7 +36,7 @@ def test_auto_on_a_tiny_model_says_how_strong_it_is() -> None:
 
 
 def test_remove_and_load_name_what_they_take(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="saobp.remove takes a Transformers model, not Linear"):
+    with pytest.raises(TypeError, match=r"saobp\.remove takes a Transformers model, not Linear"):
         saobp.remove(torch.nn.Linear(2, 2))  # type: ignore[type-var]
     with pytest.raises(TypeError, match="takes a model class such as"):
         saobp.load(tmp_path, "AutoModel")
