@@ -13,7 +13,7 @@ from saobp.testing.budget import Operation, assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+DTYPES = [torch.float32, torch.float16]
 ELEMMUL = saobp.Refinement("elemmul")
 
 
