@@ -61,7 +61,8 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
 
 def warn_of_strength(refinement: Refinement, parameters: int) -> None:
     """``auto`` follows the paper's rule, which was made for 11 to 41 million parameters."""
-    if refinement.strongest is not None and refinement.strongest > 1:
+    factor = get_factor(refinement.factor)
+    if factor is not None and factor.has_strength and (refinement.strongest or 0) > 1:
         warnings.warn(
             f"strength 'auto' gives {refinement.strongest:.3g} for a model of {parameters} parameters, "
             "far above the paper's 0.05 to 0.2: name a strength, for instance 'high:0.2'",
