@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from saobp.metrics.gtd import BETA, HOPS, check_path, indirect_share
 from saobp.metrics.health import CROSS_LAYER, Health
 from saobp.metrics.methods import Heads, checked_statistics, measure_heads
 from saobp.metrics.sampled import SAMPLED, Sampling
+from saobp.propagation.beliefs import without_autocast
 from saobp.transformers.apply import attention_modules
 from saobp.transformers.watch import AttentionCall, watch
 
@@ -155,11 +156,6 @@ def _largest_entropies(heads: Heads) -> Tensor:
     if heads.causal or heads.in_order:
         return torch.lgamma(tokens + 1) / tokens
     return tokens.log()
-
-
-def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Mixed precision would round the products of maps."""
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class Forwards:

@@ -41,7 +41,7 @@ def propagate(
     ``keep_messages`` returned for earlier nodes, extended with zeros for new labels: ``[steps, ..., label]``.
     Everything stays in the precision of ``scores``, also under autocast.
     """
-    with _without_autocast(scores):
+    with without_autocast(scores.device.type):
         log_prior = torch.log_softmax(graph.hidden(scores), -1)
         prior = beliefs = graph.shown(log_prior.exp())
         if factor is None:
@@ -59,7 +59,6 @@ def propagate(
         return Beliefs(beliefs, torch.stack(totals) if keep_messages else None)
 
 
-def _without_autocast(states: Tensor) -> AbstractContextManager[object]:
-    """A factor's matrix products must not fall back to half precision."""
-    device = states.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Keeps products in the precision of their inputs. Meta tensors know no autocast."""
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
