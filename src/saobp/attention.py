@@ -67,9 +67,9 @@ def attention(
     if strength is None:
         strongest = refinement.strongest
     strength = call_strength(refinement, strength, query.shape[1], query.device)
-    kernels = kernels_apply(query, key, value, refinement, is_causal, scale, dropout_p, backend)
     if is_causal and refinement.future == "paper":
         warn_of_leak()
+    kernels = kernels_apply(query, key, value, refinement, is_causal, scale, dropout_p, backend)
     if kernels:
         return fused_attention(
             query, key, value, refinement, strength, strongest=strongest,

@@ -36,7 +36,7 @@ def rows_of(seed: int, length: int) -> Tensor:
     return (3 * torch.randn(2, 3, length, length, generator=random, dtype=torch.float64)).softmax(-1)
 
 
-def same(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+def assert_same(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -70,7 +70,7 @@ def test_rows_sum_to_one_and_masked_entries_stay_zero(
         padding_mask=real,
         is_causal=causal,
     )
-    same(rows.sum(-1), visible.any(-1).double())
+    assert_same(rows.sum(-1), visible.any(-1).double())
     assert (rows >= 0).all()
     assert (rows[~visible] == 0).all()
 
@@ -82,8 +82,8 @@ def test_strength_zero_is_softmax(factor: str, seed: int, length: int, steps: in
     expected = functional.scaled_dot_product_attention(
         inputs.query, inputs.key, inputs.value, is_causal=causal
     )
-    same(attend(inputs, saobp.Refinement(factor, 0.0, steps=steps), is_causal=causal), expected)
-    same(attend(inputs, saobp.Refinement("none"), is_causal=causal), expected)
+    assert_same(attend(inputs, saobp.Refinement(factor, 0.0, steps=steps), is_causal=causal), expected)
+    assert_same(attend(inputs, saobp.Refinement("none"), is_causal=causal), expected)
 
 
 @pytest.mark.parametrize("suffix", ["", "-listing"])
@@ -94,12 +94,12 @@ def test_low_is_high_with_the_sign_turned(
     inputs = inputs_of(seed, length)
     signed = torch.tensor([strength, -strength], dtype=torch.float64)
     high, low = (saobp.Refinement(name + suffix, steps=steps) for name in ("high", "low"))
-    same(
+    assert_same(
         attend(inputs, high, strength=-signed, is_causal=causal),
         attend(inputs, low, strength=signed, is_causal=causal),
     )
     number = saobp.Refinement("low" + suffix, strength, steps=steps)
-    same(
+    assert_same(
         attend(inputs, high, strength=-signed.abs(), is_causal=causal),
         attend(inputs, number, is_causal=causal),
     )
@@ -119,7 +119,7 @@ def test_permuting_tokens_permutes_the_result(
         refinement,
         padding_mask=real[:, order],
     )
-    same(mixed, straight[:, :, order])
+    assert_same(mixed, straight[:, :, order])
 
 
 @given(
@@ -150,7 +150,7 @@ def test_padding_changes_nothing(
         is_causal=order != "bidirectional",
     )
     padded = attend(wide, refinement, padding_mask=real, is_causal=order != "bidirectional")
-    same(padded[:, :, inner], alone)
+    assert_same(padded[:, :, inner], alone)
 
 
 @pytest.mark.parametrize("factor", FACTORS)
@@ -170,7 +170,7 @@ def test_strict_rows_do_not_see_the_future(
     real[1, 0] = False
     straight = attend(one, refinement, is_causal=True, padding_mask=real)
     changed = saobp.attention(*mixed, refinement, is_causal=True, padding_mask=real)
-    same(changed[:, :, :cut], straight[:, :, :cut], tolerance=1e-13)
+    assert_same(changed[:, :, :cut], straight[:, :, :cut], tolerance=1e-13)
 
 
 @pytest.mark.parametrize("factor", ["high", "low"])
@@ -199,17 +199,17 @@ def test_refine_and_attention_are_one_operation(
         scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), float("-inf"))
     refinement = saobp.Refinement(factor, strength, steps=steps, damping=0.25)
     rows = saobp.refine(scores.softmax(-1), refinement, is_causal=causal)
-    same(rows @ inputs.value, attend(inputs, refinement, is_causal=causal))
-    same(saobp.refine(scores[0].softmax(-1), refinement, is_causal=causal), rows[0])
-    same(saobp.refine(scores[0, 0].softmax(-1), refinement, is_causal=causal), rows[0, 0])
+    assert_same(rows @ inputs.value, attend(inputs, refinement, is_causal=causal))
+    assert_same(saobp.refine(scores[0].softmax(-1), refinement, is_causal=causal), rows[0])
+    assert_same(saobp.refine(scores[0, 0].softmax(-1), refinement, is_causal=causal), rows[0, 0])
 
 
 def test_refine_takes_one_mask_for_maps_without_a_batch() -> None:
     rows, refinement = rows_of(0, 5), saobp.Refinement("high", 1.0)
     real = torch.tensor([True, True, True, False, False])
     whole = saobp.refine(rows, refinement, padding_mask=real.expand(2, 5))
-    same(saobp.refine(rows[1], refinement, padding_mask=real), whole[1])
-    same(saobp.refine(rows[1, 2], refinement, padding_mask=real), whole[1, 2])
+    assert_same(saobp.refine(rows[1], refinement, padding_mask=real), whole[1])
+    assert_same(saobp.refine(rows[1, 2], refinement, padding_mask=real), whole[1, 2])
 
 
 def test_strength_per_head_is_each_head_alone() -> None:
@@ -217,7 +217,7 @@ def test_strength_per_head_is_each_head_alone() -> None:
     together = attend(inputs, saobp.Refinement("high", [[0.1, 1.0, 3.0]]))
     for head, strength in enumerate([0.1, 1.0, 3.0]):
         alone = attend(inputs, saobp.Refinement("high", strength))
-        same(together[:, head], alone[:, head])
+        assert_same(together[:, head], alone[:, head])
 
 
 @pytest.mark.parametrize("factor", FACTORS)
@@ -253,7 +253,7 @@ def test_queries_may_differ_in_number_without_causality(factor: str) -> None:
         "high-listing": prior / message,
         "low-listing": prior / message,
     }.get(factor, prior * message.prod(-2, keepdim=True) / message)
-    same(found, belief / belief.sum(-1, keepdim=True) @ inputs.value, 1e-6)
+    assert_same(found, belief / belief.sum(-1, keepdim=True) @ inputs.value, 1e-6)
 
 
 @pytest.mark.parametrize("factor", ["none", "high-listing", "low-listing"])
@@ -262,4 +262,4 @@ def test_last_queries_alone_are_aligned_with_the_last_keys(factor: str) -> None:
     refinement = saobp.Refinement(factor, 0.7)
     whole = attend(inputs, refinement, is_causal=True)
     tail = saobp.attention(inputs.query[:, :, 4:], inputs.key, inputs.value, refinement, is_causal=True)
-    same(tail, whole[:, :, 4:])
+    assert_same(tail, whole[:, :, 4:])

@@ -6,6 +6,7 @@ keys: beam reordering, repeating, selecting, cropping, resetting and the evictio
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -33,7 +34,7 @@ class Prompt(Protocol):
     def send(self, memory: Memory) -> None: ...
 
 
-class Memory:
+class Memory(ABC):
     """Mixin for a cache layer: the messages that all rows so far have sent about each key.
 
     totals:    ``[steps, batch, heads, keys]`` for the keys that the layer holds
@@ -81,15 +82,16 @@ class Memory:
             yield start, stop
             start = stop
 
+    @abstractmethod
     def keep(self, history: list[Tensor]) -> None:
         """Take over the totals after each piece of the call's rows; the last of them counts."""
-        raise NotImplementedError
 
     def _length_before(self) -> int:
         return 0
 
+    @abstractmethod
     def _align(self, before: int, new: int, returned: int) -> None:
-        raise NotImplementedError
+        """Make the totals fit the keys that an update returned."""
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change the totals and their snapshots alike."""
