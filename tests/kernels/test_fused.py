@@ -11,8 +11,8 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.kernels.launch import STRONGEST, WEAKEST, Problem, parabola
 from saobp.kernels.operator import refined_attention
+from saobp.kernels.problem import STRONGEST, WEAKEST, Problem, parabola
 from saobp.testing.budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 

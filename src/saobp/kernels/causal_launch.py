@@ -9,7 +9,8 @@ import triton
 from torch import Tensor
 
 from saobp.kernels import backward, causal, causal_backward
-from saobp.kernels.launch import Block, Problem, empty_states, given, resources, strides
+from saobp.kernels.problem import Block, Problem, empty_states, given, resources, strides
+from saobp.kernels.start import start_kernel
 
 SPAN = 2048
 """Rows whose keys' sums are held at once, a multiple of a tile's rows: bounded, so memory is linear in length."""
@@ -79,8 +80,11 @@ def run_causal_forward(
         "low_plane": problem.low_plane, "PRECISE": problem.precise,
     }  # fmt: skip
     block = causal_block(problem, "row_sums")
-    causal.causal_row_sums[(programs(problem, problem.longest, block.rows),)](
-        **common, **span_blocks(block, problem.longest, block.rows)
+    start_kernel(
+        causal.causal_row_sums,
+        programs(problem, problem.longest, block.rows),
+        **common,
+        **span_blocks(block, problem.longest, block.rows),
     )
     past = sums(problem, query.device)
     common |= {
@@ -92,7 +96,9 @@ def run_causal_forward(
     for start, stop in spans(problem):
         if problem.hears:
             block = causal_block(problem, "earlier_messages")
-            causal.earlier_messages[(programs(problem, stop, block.keys),)](
+            start_kernel(
+                causal.earlier_messages,
+                programs(problem, stop, block.keys),
                 **common,
                 **span_blocks(block, stop, block.keys),
                 heard_ptr=heard,
@@ -100,7 +106,8 @@ def run_causal_forward(
                 span_stop=stop,
             )
         block = causal_block(problem, "output")
-        causal.causal_output[(programs(problem, stop - start, block.rows),)](
+        start_kernel(
+        causal.causal_output, programs(problem, stop - start, block.rows),
             **common, **span_blocks(block, stop - start, block.rows), **strides("v", value), **strides("o", out),
             **problem.drop_numbers(), v_ptr=value, out_ptr=out, seed_ptr=given(seed, gamma), belief_ptr=belief,
             span_start=start, HEARS=problem.hears, DROPS=problem.dropout > 0,
@@ -119,7 +126,8 @@ def run_causal_backward(
     rows_shape = (problem.batch, problem.heads, problem.length)
     delta, own, dgamma = (torch.empty(rows_shape, **floats) for _ in range(3))
     constants = problem.constants()
-    backward.row_products[(programs(problem, problem.longest, 128),)](
+    start_kernel(
+        backward.row_products, programs(problem, problem.longest, 128),
         grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, gamma), inverse_ptr=gamma, delta_ptr=delta, scaled_ptr=gamma, SCALED=False,
         **strides("g", grad), **strides("o", out),
         heads=problem.heads, length=problem.length, blocks=triton.cdiv(problem.longest, 128), ROWS=128,
@@ -143,17 +151,20 @@ def run_causal_backward(
     for start, stop in reversed(in_spans):
         last = stop == problem.longest
         block = causal_block(problem, "value_gradient")
-        causal_backward.causal_value_gradient[(programs(problem, stop, block.keys),)](
+        start_kernel(
+        causal_backward.causal_value_gradient, programs(problem, stop, block.keys),
             **common, **span_blocks(block, stop, block.keys), span_start=start, span_stop=stop,
             heard_ptr=heard, own_ptr=own, dv_ptr=dv, LAST=last,
         )  # fmt: skip
         block = causal_block(problem, "query_gradient")
-        causal_backward.causal_query_gradient[(programs(problem, stop - start, block.rows),)](
+        start_kernel(
+        causal_backward.causal_query_gradient, programs(problem, stop - start, block.rows),
             **common, **span_blocks(block, stop - start, block.rows), span_start=start,
             scale=problem.scale, dq_ptr=dq, strength_grad_ptr=dgamma,
         )  # fmt: skip
         block = causal_block(problem, "key_gradient")
-        causal_backward.causal_key_gradient[(programs(problem, stop, block.keys),)](
+        start_kernel(
+        causal_backward.causal_key_gradient, programs(problem, stop, block.keys),
             **common, **span_blocks(block, stop, block.keys), span_start=start, span_stop=stop,
             scale=problem.scale, strength_grad_ptr=dgamma, dk_ptr=dk, LAST=last,
         )  # fmt: skip

@@ -9,7 +9,9 @@ import triton
 from torch import Tensor
 
 from saobp.kernels import elemmul, elemmul_backward, forward
-from saobp.kernels.launch import Block, Problem, blocks, empty_states, given, strides, sweep_block
+from saobp.kernels.launch import sweep_block
+from saobp.kernels.problem import Block, Problem, blocks, empty_states, given, strides
+from saobp.kernels.start import start_kernel
 
 
 def elemmul_problem(
@@ -47,8 +49,11 @@ def run_elemmul(
     common = _common(problem, query, key, mask, cu, lse)
 
     block = sweep_block(problem, "row_sums")
-    forward.row_sums[(problem.programs(block.rows),)](
-        **common, **blocks(problem, block, block.rows, block.keys)
+    start_kernel(
+        forward.row_sums,
+        problem.programs(block.rows),
+        **common,
+        **blocks(problem, block, block.rows, block.keys),
     )
     _find_centre(problem, value, mask, cu, centre, REAL=True)
     gathers: dict[str, Any] = {
@@ -56,11 +61,18 @@ def run_elemmul(
         "ANCHORED": problem.dtype == torch.float16,
     }  # fmt: skip
     block = elemmul_block(problem, "gathered_values")
-    elemmul.gathered_values[(problem.programs(block.keys),)](
-        **common, **gathers, **blocks(problem, block, block.keys), v_ptr=value, **strides("v", value)
+    start_kernel(
+        elemmul.gathered_values,
+        problem.programs(block.keys),
+        **common,
+        **gathers,
+        **blocks(problem, block, block.keys),
+        v_ptr=value,
+        **strides("v", value),
     )
     block = elemmul_block(problem, "elemmul_output")
-    elemmul.elemmul_output[(problem.programs(block.rows),)](
+    start_kernel(
+        elemmul.elemmul_output, problem.programs(block.rows),
         **common, **gathers, **blocks(problem, block, block.rows),
         out_ptr=out, inverse_ptr=inverse, **strides("o", out),
     )  # fmt: skip
@@ -77,7 +89,8 @@ def run_elemmul_backward(
     d_centre = torch.empty_like(centre)
     _find_centre(problem, grad, mask, cu, d_centre, REAL=False)
     constants = problem.constants()
-    elemmul_backward.row_terms[(problem.programs(64),)](
+    start_kernel(
+        elemmul_backward.row_terms, problem.programs(64),
         grad_ptr=grad, out_ptr=out, v_ptr=value, cu_ptr=given(cu, lse), centre_ptr=centre, d_centre_ptr=d_centre,
         delta_ptr=delta, offset_ptr=offset, **strides("g", grad), **strides("o", out), **strides("v", value),
         heads=problem.heads, group=problem.group, length=problem.length, blocks=triton.cdiv(problem.longest, 64),
@@ -90,20 +103,35 @@ def run_elemmul_backward(
         **strides("g", grad), **strides("m", d_gathered),
     }  # fmt: skip
     block = elemmul_block(problem, "gathered_gradient")
-    elemmul_backward.gathered_gradient[(problem.programs(block.keys),)](
-        **common, **blocks(problem, block, block.keys), centre_ptr=centre, d_centre_ptr=d_centre
+    start_kernel(
+        elemmul_backward.gathered_gradient,
+        problem.programs(block.keys),
+        **common,
+        **blocks(problem, block, block.keys),
+        centre_ptr=centre,
+        d_centre_ptr=d_centre,
     )
     common |= {
         "offset_ptr": offset, "v_ptr": value, "gathered_ptr": gathered, "prior_delta_ptr": prior_delta, "scale": problem.scale,
         **strides("v", value), **strides("d", dq),
     }  # fmt: skip
     block = elemmul_block(problem, "row_gradients")
-    elemmul_backward.row_gradients[(problem.programs(block.rows),)](
-        **common, **blocks(problem, block, block.rows), d_centre_ptr=d_centre, dq_ptr=dq, dv_ptr=dv
+    start_kernel(
+        elemmul_backward.row_gradients,
+        problem.programs(block.rows),
+        **common,
+        **blocks(problem, block, block.rows),
+        d_centre_ptr=d_centre,
+        dq_ptr=dq,
+        dv_ptr=dv,
     )
     block = elemmul_block(problem, "elemmul_key_gradient")
-    elemmul_backward.elemmul_key_gradient[(problem.programs(block.keys),)](
-        **common, **blocks(problem, block, block.keys), dk_ptr=dk
+    start_kernel(
+        elemmul_backward.elemmul_key_gradient,
+        problem.programs(block.keys),
+        **common,
+        **blocks(problem, block, block.keys),
+        dk_ptr=dk,
     )
     return dq, dk, dv
 
@@ -117,7 +145,8 @@ def _find_centre(
     problem: Problem, states: Tensor, mask: Tensor | None, cu: Tensor | None, centre: Tensor, REAL: bool
 ) -> None:
     constants = problem.constants()
-    elemmul.centres[(problem.sequences * problem.heads,)](
+    start_kernel(
+        elemmul.centres, problem.sequences * problem.heads,
         x_ptr=states, mask_ptr=given(mask, centre), cu_ptr=given(cu, centre), centre_ptr=centre,
         **strides("x", states), heads=problem.heads, group=problem.heads // states.shape[1], length=problem.length,
         DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], ROWS=64, REAL=REAL,

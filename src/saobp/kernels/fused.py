@@ -82,6 +82,8 @@ def fused_attention(
     from saobp.kernels.causal_operator import causal_refined_attention
     from saobp.kernels.elemmul_operator import elemmul_attention
     from saobp.kernels.operator import refined_attention
+    from saobp.kernels.problem import is_short
+    from saobp.kernels.short_operator import short_refined_attention
 
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     longest = query.shape[2] if longest is None else longest
@@ -95,7 +97,12 @@ def fused_attention(
     gamma = -torch.expm1(-sign * strength.float().clamp(-MAX_STRENGTH, MAX_STRENGTH))
     bound = 0.0 if strongest is None else -math.expm1(-sign * strongest)
     seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
-    operator = causal_refined_attention if is_causal else refined_attention
+    if is_causal:
+        operator = causal_refined_attention
+    elif is_short(longest, query.shape[3], query.dtype):
+        operator = short_refined_attention
+    else:
+        operator = refined_attention
     out, *_ = operator(
         query, key, value, gamma, padding_mask, cumulative_lengths, seed, longest, scale, dropout_p, hears, bound
     )  # fmt: skip

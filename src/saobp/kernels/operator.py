@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from saobp.kernels.launch import Problem, empty_states, run_backward, run_forward
+from saobp.kernels.launch import lowest_blocks, run_backward, run_forward
+from saobp.kernels.problem import Problem, empty_states
 
 
 def registered(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
@@ -32,7 +33,7 @@ def _fake_forward(
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     rows = (problem.batch, problem.heads, problem.length)
     heard, weight = (torch.empty(rows if hears else 0, **floats) for _ in range(2))
-    lowest = torch.empty(problem.sequences * problem.heads * problem.lowest_blocks, **floats)
+    lowest = torch.empty(problem.sequences * problem.heads * lowest_blocks(problem), **floats)
     return (
         out,
         torch.empty(problem.lse_shape, **floats),
@@ -103,7 +104,8 @@ def gradients(operator: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Ten
     dq, dk, dv, parts = operator(grad, query, key, value, gamma, mask, cu, seed, *saved, *ctx.numbers)
     if key.shape[1] != query.shape[1]:
         dk, dv = (d.unflatten(1, (key.shape[1], -1)).sum(2) for d in (dk, dv))
-    return dq, dk, dv, parts.sum((0, 2)), None, None, None, None, None, None, None, None
+    dgamma = parts.sum((0, 2)) if ctx.needs_input_grad[3] else None
+    return dq, dk, dv, dgamma, None, None, None, None, None, None, None, None
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,6 +1,7 @@
-"""Short sequences, not causal: the three sweeps of ``forward.py`` in one launch, all keys at hand.
+"""Short sequences, not causal: a program holds the whole map of one head, forward and backward in one launch each.
 
-One program does one head and leaves behind the same vectors for the backward pass.
+Scores are computed once and stay in registers, so the cost is close to that of reading and writing the states.
+CAREFUL adds logarithms where the product of a weight and a key's factor could underflow.
 """
 
 from __future__ import annotations
@@ -15,112 +16,169 @@ from saobp.kernels.arithmetic import (
     kept,
     load_lse,
     load_rows,
+    load_vector,
     locate,
     log2_message,
     real_tokens,
-    relative,
     store_rows,
 )
-from saobp.kernels.forward import raw_scores
+
+
+@triton.jit
+def inverse_or_zero(total):
+    """1 / total; 0 for a row that sees no key."""
+    return tl.where(total > 0, 1.0 / total, 0.0)
 
 
 @triton.jit
 def short_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, gamma_ptr, heard_ptr, weight_ptr,
-    anchor_ptr, inverse_ptr, lowest_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, gamma_ptr, key_part_ptr, anchor_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, group, length, blocks, low_plane, score_scale, drop_threshold, keep_scale,
+    heads, group, length, score_scale, drop_threshold, keep_scale,
     r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    TAIL: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS real ones."""
+    """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
-    keys = tl.arange(0, KEYS)
+    places = tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
     k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
     v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
     out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
     row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
-    real = real_tokens(mask_base, keys, tokens, MASKED)
-    k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    real = real_tokens(mask_ptr + batch64 * length, places, tokens, MASKED)
     message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
-
-    for start in tl.range(0, tokens, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
-        high = tl.max(raw, 1)
-        high = tl.where(high == float("-inf"), 0.0, high)
-        if PRECISE != 2:
-            high *= score_scale
-        total = tl.sum(tl.exp2(relative(raw, high[:, None], 0.0, score_scale, PRECISE)), 1)
-        if PRECISE == 2:
-            tl.store(
-                lse_ptr + low_plane + row_base + rows,
-                tl.where(total > 0, tl.log2(total), 0.0),
-                mask=rows < tokens,
-            )
-        else:
-            high += tl.log2(total)
-        tl.store(lse_ptr + row_base + rows, tl.where(total > 0, high, float("inf")), mask=rows < tokens)
-    tl.debug_barrier()
+    q = load_rows(q_base, 0, tokens, q_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if TAIL or MASKED:
+        scores = tl.where(real[None, :], scores, float("-inf"))
+    high = tl.max(scores, 1) * score_scale
+    visible = high > float("-inf")
+    high = tl.where(visible, high, 0.0)
+    scores = scores * score_scale - high[:, None]
+    a = tl.exp2(scores)
+    total = tl.sum(a, 1)
+    a *= inverse_or_zero(total)[:, None]
+    high = tl.where(visible, high + tl.log2(total), float("inf"))
+    tl.store(lse_ptr + row_base + places, high, mask=places < tokens)
 
     heard = tl.zeros([KEYS], tl.float32)
     if HEARS:
-        for start in tl.range(0, tokens, ROWS):
-            rows = start + tl.arange(0, ROWS)
-            q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-            high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, TAIL)
-            if MASKED:
-                high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
-            raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
-            heard += tl.sum(log2_message(a, message, PRECISE), 1)
-        heard = tl.where(real, heard, float("-inf"))
-        peak = tl.max(heard, 0)
-        heard -= tl.where(peak == float("-inf"), 0.0, peak)
-        tl.store(heard_ptr + row_base + keys, heard, mask=keys < tokens)
-        tl.store(weight_ptr + row_base + keys, tl.exp2(heard), mask=keys < tokens)
-    weight = tl.exp2(heard)
-
-    seed = tl.zeros([], tl.uint32)
+        sent = log2_message(a, message, PRECISE)
+        if MASKED:
+            sent = tl.where(real[:, None], sent, 0.0)
+        heard = tl.where(real, tl.sum(sent, 0), float("-inf"))
+        heard -= tl.where(tl.max(heard, 0) == float("-inf"), 0.0, tl.max(heard, 0))
+        key_part = heard if CAREFUL else tl.exp2(heard)
+        tl.store(key_part_ptr + row_base + places, key_part, mask=places < tokens)
+    refined = inverse_message(a, message, PRECISE)
+    if MASKED:
+        refined = tl.where(real[:, None], refined, 1.0)
+    if CAREFUL:
+        beliefs = scores + heard[None, :]
+        anchor = tl.where(visible, tl.max(beliefs, 1), 0.0)
+        refined *= tl.exp2(beliefs - anchor[:, None])
+        tl.store(
+            anchor_ptr + row_base + places,
+            anchor - tl.log2(tl.where(visible, total, 1.0)),
+            mask=places < tokens,
+        )
+    elif HEARS:
+        refined *= a * tl.exp2(heard)[None, :]
+    else:
+        refined *= a
+    inverse = inverse_or_zero(tl.sum(refined, 1))
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
-    v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-    for start in tl.range(0, tokens, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, TAIL)
-        a = tl.exp2(
-            relative(
-                raw_scores(q, k, real, TAIL or MASKED, PRECISION),
-                high[:, None],
-                low[:, None],
-                score_scale,
-                PRECISE,
-            )
+        refined = tl.where(
+            kept(seed, places[:, None], places[None, :], drop_threshold), refined * keep_scale, 0.0
         )
-        refined = inverse_message(a, message, PRECISE)
-        if MASKED:
-            refined = tl.where(real_tokens(mask_base, rows, tokens, MASKED)[:, None], refined, 1.0)
-        if HEARS:
-            a *= weight[None, :]
-        refined *= a
-        total = tl.sum(refined, 1)
-        if DROPS:
-            keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
-            refined = tl.where(keep, refined * keep_scale, 0.0)
-        out = tl.dot(refined.to(v.dtype), v, input_precision=PRECISION)
-        visible = (high < float("inf")) & (total > 0)
-        out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
-        store_rows(out_base, start, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
-        tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)
-        tl.store(anchor_ptr + row_base + rows, tl.zeros([ROWS], tl.float32), mask=rows < tokens)
-        lowest = tl.min(tl.where(high < float("inf"), total, 1.0), 0)
-        tl.store(lowest_ptr + tl.program_id(0) * blocks + start // ROWS, lowest)
-    for block in tl.range(tl.cdiv(tokens, ROWS), blocks):
-        tl.store(lowest_ptr + tl.program_id(0) * blocks + block, 1.0)
+    out = tl.dot(refined.to(v.dtype), v, input_precision=PRECISION) * inverse[:, None]
+    store_rows(out_base, 0, tokens, o_row, out, KEYS, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def short_backward(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, gamma_ptr, key_part_ptr, anchor_ptr,
+    dq_ptr, dk_ptr, dv_ptr, strength_grad_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, scale, score_scale, drop_threshold, keep_scale,
+    r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ, dK and dV of one head, and the gradient of its gamma row by row; the letters are those of backward.py.
+
+    The whole map is at hand, so rows are normalised once more, and D and dc are sums of what is used: in collapsed
+    heads gradients are what is left after large terms cancel, and a rounded log-sum-exp would spoil that.
+    """
+    _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
+    places = tl.arange(0, KEYS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
+    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    d_offset = batch64 * d_batch + head * d_head + first64 * d_row
+    row_base = (batch64 * heads + head) * length + first64
+    real = real_tokens(mask_ptr + batch64 * length, places, tokens, MASKED)
+    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    gamma = tl.load(gamma_ptr + head)
+    q = load_rows(q_base, 0, tokens, q_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    grad = load_rows(g_base, 0, tokens, g_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    high, _ = load_lse(lse_ptr + row_base, 0, places, tokens, PRECISE, TAIL)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if TAIL or MASKED:
+        scores = tl.where(real[None, :], scores, float("-inf"))
+    scores = scores * score_scale - high[:, None]
+    a = tl.exp2(scores)
+    a *= inverse_or_zero(tl.sum(a, 1))[:, None]
+    inverse = inverse_message(a, message, PRECISE)
+    if MASKED:
+        inverse = tl.where(real[:, None], inverse, 1.0)
+    u = a * inverse
+    if CAREFUL:
+        heard = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), True)
+        anchor = load_vector(anchor_ptr + row_base, places, tokens, 0.0, True)
+        refined = inverse * tl.exp2(scores + heard[None, :] - anchor[:, None])
+    elif HEARS:
+        weight = load_vector(key_part_ptr + row_base, places, tokens, 0.0, TAIL)
+        refined = u * weight[None, :]
+    else:
+        refined = u
+    refined *= inverse_or_zero(tl.sum(refined, 1))[:, None]
+
+    d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    if DROPS:
+        keep = kept(head_seed(seed_ptr, row_base), places[:, None], places[None, :], drop_threshold)
+        d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+        dropped = tl.where(keep, refined * keep_scale, 0.0).to(grad.dtype)
+    else:
+        dropped = refined.to(grad.dtype)
+    dv = tl.dot(tl.trans(dropped), grad, input_precision=PRECISION)
+    store_rows(dv_ptr + d_offset, 0, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
+
+    d_logits = refined * (d_rows - tl.sum(refined * d_rows, 1)[:, None])
+    if HEARS:
+        d_message = u * (d_logits - tl.sum(d_logits, 0)[None, :])
+    else:
+        d_message = u * d_logits
+    if MASKED:
+        d_message = tl.where(real[:, None], d_message, 0.0)
+    strength_grad = tl.sum(d_message, 1)
+    tl.store(strength_grad_ptr + row_base + places, strength_grad, mask=places < tokens)
+    d_scores = d_logits + gamma * (d_message - a * strength_grad[:, None])
+    rounded = d_scores.to(k.dtype)
+    dq = tl.dot(rounded, k, input_precision=PRECISION) * scale
+    store_rows(dq_ptr + d_offset, 0, tokens, d_row, dq, KEYS, DIM, BLOCK_DIM)
+    dk = tl.dot(tl.trans(rounded), q, input_precision=PRECISION) * scale
+    store_rows(dk_ptr + d_offset, 0, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)

@@ -1,0 +1,196 @@
+"""What a call is, apart from its tensors, in the numbers that kernels take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+SHORT = 128
+"""Longest sequence whose map one program holds."""
+
+
+WEAKEST, STRONGEST = -0.25, 0.21
+"""Bounds on gamma between which parabolas give messages to 4e-4, well under bfloat16's rounding."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tile of a sweep: rows x keys, how many warps and pipeline stages work on it, and a cap on registers."""
+
+    rows: int
+    keys: int
+    warps: int = 4
+    stages: int = 3
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything about a call but its tensors. ``sequences`` differ from the batch when packed."""
+
+    batch: int
+    sequences: int
+    heads: int
+    group: int
+    length: int
+    longest: int
+    dim: int
+    dtype: torch.dtype
+    scale: float
+    dropout: float
+    hears: bool
+    bound: float
+    masked: bool
+    packed: bool
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, mask: Tensor | None, cu: Tensor | None,
+        longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    ) -> Problem:  # fmt: skip
+        batch, heads, length, dim = query.shape
+        return cls(
+            batch=batch,
+            sequences=batch if cu is None else cu.shape[0] - 1,
+            heads=heads,
+            group=heads // key.shape[1],
+            length=length,
+            longest=longest,
+            dim=dim,
+            dtype=query.dtype,
+            scale=scale,
+            dropout=dropout,
+            hears=hears,
+            bound=bound,
+            masked=mask is not None,
+            packed=cu is not None,
+        )
+
+    @property
+    def precise(self) -> int:
+        """How messages are computed: polynomials where they suffice, full precision for float32."""
+        if self.dtype == torch.float32:
+            return 2
+        polynomial = self.dtype == torch.bfloat16 and self.bound and WEAKEST <= self.bound <= STRONGEST
+        return 0 if polynomial else 1
+
+    @property
+    def low_plane(self) -> int:
+        """Distance of the second part of the rows' log-sum-exp from the first."""
+        return self.batch * self.heads * self.length
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int, int]:
+        return (2 if self.precise == 2 else 1, self.batch, self.heads, self.length)
+
+    @property
+    def rows_shape(self) -> tuple[int, int, int]:
+        """One number per row, or per key, of every head."""
+        return (self.batch, self.heads, self.length)
+
+    @property
+    def lowest_sum(self) -> float:
+        """Below this normaliser a row is computed with logarithms; float16 weights have far less range."""
+        return 2.0**-6 if self.dtype == torch.float16 else 2.0**-80
+
+    @property
+    def may_underflow(self) -> bool:
+        """Whether a row's normaliser can fall below ``lowest_sum``: it is at least e^(-strength length)."""
+        if not self.hears:
+            return False
+        strongest = abs(math.log1p(-self.bound)) if self.bound else math.inf
+        return strongest * self.longest * math.log2(math.e) > -math.log2(self.lowest_sum) - 2
+
+    def programs(self, block: int) -> int:
+        return triton.cdiv(self.longest, block) * self.sequences * self.heads
+
+    def numbers(self) -> dict[str, Any]:
+        return {
+            "heads": self.heads,
+            "group": self.group,
+            "length": self.length,
+            "score_scale": self.scale * math.log2(math.e),
+        }
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "DIM": self.dim,
+            "BLOCK_DIM": max(16, triton.next_power_of_2(self.dim)),
+            "MASKED": self.masked,
+            "PACKED": self.packed,
+            "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
+        }
+
+    def message_numbers(self) -> dict[str, float]:
+        """Coefficients of the parabolas for 1 / (1 - x) and log2(1 - x) / x on [0, bound]."""
+        if self.precise:
+            return dict.fromkeys(("r0", "r1", "r2", "l0", "l1", "l2"), 0.0)
+        inverse = parabola(lambda x: 1 / (1 - x), self.bound)
+        logarithm = parabola(lambda x: math.log2(1 - x) / x, self.bound)
+        return dict(zip(("r0", "r1", "r2", "l0", "l1", "l2"), inverse + logarithm, strict=True))
+
+    def drop_numbers(self) -> dict[str, Any]:
+        return {
+            "drop_threshold": min(int(self.dropout * 2**32), 2**32 - 1),
+            "keep_scale": 1 / (1 - self.dropout),
+        }
+
+
+def is_short(longest: int, dim: int, dtype: torch.dtype) -> bool:
+    """Whether one program can hold a head's whole map."""
+    return longest <= SHORT and dim <= 128 and dtype != torch.float32
+
+
+def parabola(function: Callable[[float], float], bound: float) -> tuple[float, float, float]:
+    """Interpolates at the three Chebyshev nodes of [0, bound]; c0 + c1 x + c2 x^2."""
+    x, y, z = (bound * (0.5 + 0.5 * math.cos(math.pi * (2 * i + 1) / 6)) for i in range(3))
+    slope, second = (function(y) - function(x)) / (y - x), (function(z) - function(y)) / (z - y)
+    c2 = (second - slope) / (z - x)
+    c1 = slope - c2 * (x + y)
+    return function(x) - x * (c1 + c2 * x), c1, c2
+
+
+def strides(prefix: str, states: Tensor) -> dict[str, int]:
+    """Batch, head and row strides of ``[batch, heads, length, dim]`` under a kernel's argument names."""
+    return {
+        f"{prefix}_batch": states.stride(0),
+        f"{prefix}_head": states.stride(1),
+        f"{prefix}_row": states.stride(2),
+    }
+
+
+def empty_states(problem: Problem, like: Tensor) -> Tensor:
+    """``[batch, heads, length, dim]`` laid out as ``[batch, length, heads, dim]``, which models want next."""
+    shape = (problem.batch, problem.length, problem.heads, problem.dim)
+    return torch.empty(shape, dtype=like.dtype, device=like.device).transpose(1, 2)
+
+
+def given(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
+    """A pointer argument that is not there needs some tensor in its place; the kernel never reads it."""
+    return stand_in if tensor is None else tensor
+
+
+def resources(block: Block) -> dict[str, Any]:
+    return {"num_warps": block.warps, "num_stages": block.stages, "maxnreg": block.registers}
+
+
+def blocks(problem: Problem, block: Block, gridded: int, walked: int | None = None) -> dict[str, Any]:
+    """Sizes of a sweep with a program per ``gridded`` tokens.
+
+    ``walked``, the step in which a program goes over all tokens, tells whether the last step is partial.
+    """
+    sizes = {
+        "blocks": triton.cdiv(problem.longest, gridded),
+        "ROWS": block.rows,
+        "KEYS": block.keys,
+        **resources(block),
+    }
+    if walked is not None:
+        sizes["TAIL"] = problem.packed or problem.length % walked != 0
+    return sizes

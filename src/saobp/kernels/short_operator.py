@@ -1,0 +1,61 @@
+"""Attention on short sequences as registered operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saobp.kernels.operator import gradients, registered
+from saobp.kernels.problem import Problem, empty_states
+from saobp.kernels.short_launch import run_short_backward, run_short_forward, saved_vectors
+
+
+def _fake_forward(
+    query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    return empty_states(problem, query), *saved_vectors(problem, query)
+
+
+@registered("saobp::short_refined_attention", _fake_forward)
+def short_refined_attention(
+    query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    return run_short_forward(problem, query, key, value, gamma, mask, cu, seed)
+
+
+def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None,
+    cu: Tensor | None, seed: Tensor | None, lse: Tensor, key_part: Tensor, anchor: Tensor,
+    longest: int, scale: float, dropout: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    dq, dk, dv = (empty_states(problem, query) for _ in range(3))
+    return dq, dk, dv, query.new_empty(problem.rows_shape, dtype=torch.float32)
+
+
+@registered("saobp::short_refined_attention_backward", _fake_backward)
+def short_refined_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, lse: Tensor, key_part: Tensor, anchor: Tensor,
+    longest: int, scale: float, dropout: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    return run_short_backward(problem, grad, query, key, value, gamma, mask, cu, seed, lse, key_part, anchor)
+
+
+def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """All but the output: the backward pass has the whole map and needs no product with it."""
+    ctx.save_for_backward(*inputs[:7], *output[1:])
+    ctx.numbers = inputs[7:]
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    return gradients(short_refined_attention_backward, ctx, grad)
+
+
+short_refined_attention.register_autograd(_backward, setup_context=_saved)
