@@ -29,11 +29,10 @@ def states(batch: int, heads: int, length: int, dim: int) -> list[torch.Tensor]:
 
 
 def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    gamma = torch.full((query.shape[1],), 0.18, device="cuda")
+    strength = torch.full((query.shape[1],), 0.2, device="cuda")
     length, dim = query.shape[2:]
-    return refined_attention(query, key, value, gamma, None, None, None, length, dim**-0.5, 0.0, True, 0.18)[
-        0
-    ]
+    numbers = (length, dim**-0.5, 0.0, 1.0, True, 0.18)
+    return refined_attention(query, key, value, strength, None, None, None, *numbers)[0]
 
 
 def once(arguments: tuple) -> str | None:

@@ -208,9 +208,8 @@ def test_packed_sequences_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     cu = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     query, key, value, strength = inputs.leaves()
-    gamma = -torch.expm1(-strength)
     packed, *_ = causal_refined_attention(
-        query, key, value, gamma, None, cu, None, max(lengths), 0.25, 0.0, True, 0.0
+        query, key, value, strength, None, cu, None, max(lengths), 0.25, 0.0, 1.0, True, 0.0
     )
     found = torch.autograd.grad(packed, (query, key, value, strength), inputs.output_gradient)
     alone = [
@@ -232,11 +231,11 @@ def test_operators_are_sound() -> None:
 
     inputs = attention_inputs(1, 2, 20, 16, key_heads=1, strength=0.7, device=DEVICE)
     query, key, value, strength = inputs.leaves()
-    gamma = (-torch.expm1(-strength)).detach().requires_grad_()
+    strength = strength.detach().requires_grad_()
     for hears in (True, False):
         torch.library.opcheck(
             causal_refined_attention,
-            (query, key, value, gamma, None, None, None, 20, 0.25, 0.0, hears, 0.0),
+            (query, key, value, strength, None, None, None, 20, 0.25, 0.0, 1.0, hears, 0.0),
             test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 import saobp
 from saobp import Refinement
 from saobp.kernels.operator import refined_attention
-from saobp.kernels.problem import STRONGEST, WEAKEST, Problem, parabola
+from saobp.kernels.problem import SHORT, STRONGEST, WEAKEST, Problem, parabola
+from saobp.kernels.short_operator import short_refined_attention
 from saobp.testing.budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
@@ -103,8 +105,8 @@ def test_head_sizes(length: int, dim: int) -> None:
 def test_collapsed_heads(length: int, kind: str, gap: float, dtype: torch.dtype) -> None:
     inputs = attention_inputs(1, 1, length, 16, dtype=dtype, device=DEVICE, strength=2.0)
     inputs = collapsed_inputs(inputs, gap, kind)
-    # Known shortfall: at scores of a thousand, half-precision key gradients reach 3.1 times eager's error.
-    wide = dtype != torch.float32 and gap > 100
+    # Known shortfall: at scores of a thousand the sweeps' key gradients reach 3.1 times eager's error.
+    wide = dtype != torch.float32 and gap > 100 and length > SHORT
     check(inputs, Refinement("high", "learned"), times=3.5 if wide else 2.0)
 
 
@@ -122,22 +124,26 @@ def test_rows_that_underflow_are_done_with_logarithms() -> None:
 
 
 def test_dropout_keeps_the_same_mask_in_the_backward_pass() -> None:
-    for length in (16, 144):
-        inputs = attention_inputs(1, 2, length, min(length, 256), device=DEVICE, seed=3)
+    for length, dtype in ((16, torch.float32), (16, torch.float16), (144, torch.float32)):
+        inputs = attention_inputs(1, 2, length, min(length, 256), dtype=dtype, device=DEVICE, seed=3)
         query, key, _, _ = inputs.leaves()
-        value = torch.eye(length, device=DEVICE).expand(1, 2, length, length)[..., : inputs.value.shape[3]]
+        value = torch.eye(length, device=DEVICE, dtype=dtype).expand(1, 2, length, length)[
+            ..., : inputs.value.shape[3]
+        ]
         refinement, rate = Refinement("high", 0.3), 0.4
         torch.manual_seed(5)
         dropped = saobp.attention(query, key, value, refinement, dropout_p=rate, backend="fused")
         rows = saobp.attention(query, key, value, refinement, backend="reference")
         mask = dropped.detach() != 0
-        torch.testing.assert_close(dropped, rows * mask / (1 - rate), rtol=1e-4, atol=1e-6)
+        half = dtype == torch.float16
+        close = {"rtol": 4e-3, "atol": 1e-3} if half else {"rtol": 1e-3, "atol": 1e-5}
+        torch.testing.assert_close(dropped, rows * mask / (1 - rate), **close)
         assert abs(mask.float().mean().item() - (1 - rate)) < 0.06
         expected = torch.autograd.grad(
             rows * mask / (1 - rate), (query, key), inputs.output_gradient, retain_graph=True
         )
         found = torch.autograd.grad(dropped, (query, key), inputs.output_gradient)
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(found, expected, **close)
 
 
 def test_dropout_follows_the_random_seed() -> None:
@@ -165,14 +171,14 @@ def test_repeats_are_bit_equal(length: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(first, run(), strict=True))
 
 
-@pytest.mark.parametrize("length", [20, 140])
-def test_the_operator_is_well_formed(length: int) -> None:
-    query, key, value, strength = attention_inputs(1, 2, length, 16, device=DEVICE).leaves()
-    gamma = -torch.expm1(-strength)
-    arguments = (query, key, value, gamma, None, None, None, length, 0.25, 0.0, True, 0.0)
+@pytest.mark.parametrize(("length", "operator"), [(20, short_refined_attention), (140, refined_attention)])
+def test_the_operators_are_well_formed(length: int, operator: Any) -> None:
+    inputs = attention_inputs(1, 2, length, 16, dtype=torch.float16, device=DEVICE)
+    query, key, value, strength = inputs.leaves()
+    arguments = (query, key, value, strength, None, None, None, length, 0.25, 0.0, 1.0, True, 0.0)
     kinds = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(refined_attention, arguments, test_utils=kinds)
-    torch.library.opcheck(refined_attention, arguments, test_utils="test_aot_dispatch_static")
+    torch.library.opcheck(operator, arguments, test_utils=kinds)
+    torch.library.opcheck(operator, arguments, test_utils="test_aot_dispatch_static")
 
 
 def test_compiled_without_a_graph_break() -> None:
@@ -250,7 +256,7 @@ def test_normalisers_cannot_fall_below_their_bound() -> None:
 
     def problem(strength: float, length: int) -> Problem:
         states = torch.empty(1, 1, length, 16, dtype=torch.bfloat16)
-        return Problem.of(states, states, None, None, length, 0.25, 0.0, True, -math.expm1(-strength))
+        return Problem.of(states, states, None, None, length, 0.25, 0.0, 1.0, True, -math.expm1(-strength))
 
     assert not problem(0.2, 128).may_underflow
     assert problem(0.2, 4096).may_underflow

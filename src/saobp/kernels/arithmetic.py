@@ -10,8 +10,12 @@ import os
 import triton
 import triton.language as tl
 
+from saobp import refinement
+
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Triton's interpreter has no inline assembly."""
+
+MAX_STRENGTH = tl.constexpr(refinement.MAX_STRENGTH)
 
 
 @triton.jit
@@ -30,9 +34,15 @@ def _hardware_inverse(x):
 
 
 @triton.jit
-def head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2):
-    """gamma of a head and the polynomials 1 / (1 - x) and log2(1 - x) / x, made polynomials of a = x / gamma."""
-    gamma = tl.load(gamma_ptr + head)
+def head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2):
+    """gamma = 1 - e^(-sign strength) of a head and the polynomials 1 / (1 - x) and log2(1 - x) / x, made polynomials of a = x / gamma."""
+    strength = tl.load(strength_ptr + head).to(tl.float32) * sign
+    strength = tl.minimum(tl.maximum(strength, -MAX_STRENGTH), MAX_STRENGTH)
+    # For weak strengths the difference would cancel, so a series takes its place.
+    series = strength * (
+        1.0 - strength / 2 * (1.0 - strength / 3 * (1.0 - strength / 4 * (1.0 - strength / 5)))
+    )
+    gamma = tl.where(tl.abs(strength) < 0.05, series, 1.0 - tl.exp2(-1.4426950408889634 * strength))
     square = gamma * gamma
     return gamma, r0, r1 * gamma, r2 * square, l0 * gamma, l1 * square, l2 * square * gamma
 

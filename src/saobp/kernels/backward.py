@@ -92,12 +92,12 @@ def before_normalising(scores, u, inverse, anchor, key_part, HEARS: tl.constexpr
 
 @triton.jit
 def value_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
     lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, lowest_ptr, delta_ptr, dv_ptr, heard_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
-    keep_scale, r0, r1, r2, l0, l1, l2,
+    keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
@@ -118,7 +118,7 @@ def value_gradient(
     g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
@@ -161,12 +161,12 @@ def value_gradient(
 
 @triton.jit
 def query_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
     lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, dq_ptr, strength_grad_ptr, row_term_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
-    keep_scale, r0, r1, r2, l0, l1, l2,
+    keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PART: tl.constexpr, LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
@@ -187,7 +187,7 @@ def query_gradient(
     g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
@@ -198,7 +198,7 @@ def query_gradient(
     anchor = load_anchor(anchor_ptr + row_base, rows, tokens, True, CAREFUL)
     delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-    gamma = tl.load(gamma_ptr + head)
+    gamma = message[0]
     dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     strength_grad = tl.zeros([ROWS], tl.float32)
@@ -263,12 +263,12 @@ def query_gradient(
 
 @triton.jit
 def key_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
     lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, row_term_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
-    keep_scale, r0, r1, r2, l0, l1, l2,
+    keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
@@ -289,14 +289,14 @@ def key_gradient(
     g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-    gamma = tl.load(gamma_ptr + head)
+    gamma = message[0]
     key_part = load_vector(key_part_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
     heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)

@@ -221,9 +221,9 @@ def _add_earlier(
 
 @triton.jit
 def earlier_messages(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, gamma_ptr, past_ptr, heard_ptr,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, past_ptr, heard_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
-    heads, group, length, blocks, slots, span_start, span_stop, low_plane, score_scale, r0, r1, r2, l0, l1, l2,
+    heads, group, length, blocks, slots, span_start, span_stop, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +241,7 @@ def earlier_messages(
     lse_base = lse_ptr + row_base
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     # Rows of earlier spans have seen only keys before the span.
     heard, lost = load_heard(heard_ptr + row_base, low_plane, keys, min(span_start, tokens), PRECISE)
     start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
@@ -318,10 +318,10 @@ def _add_output(
 
 @triton.jit
 def causal_output(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, gamma_ptr, past_ptr, belief_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, past_ptr, belief_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, blocks, slots, span_start, low_plane, score_scale, drop_threshold, keep_scale,
-    r0, r1, r2, l0, l1, l2,
+    sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -342,7 +342,7 @@ def causal_output(
     past_base = past_ptr + ((batch64 * heads + head) * slots + slot) * length + first64
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     seed = tl.zeros([], tl.uint32)

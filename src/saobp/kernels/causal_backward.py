@@ -109,12 +109,12 @@ def _climb(
 
 @triton.jit
 def causal_value_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
     lse_ptr, belief_ptr, delta_ptr, heard_ptr, own_ptr, past_ptr, later_ptr, dv_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, slots, span_start, span_stop, low_plane, score_scale, drop_threshold, keep_scale,
-    r0, r1, r2, l0, l1, l2,
+    sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -134,7 +134,7 @@ def causal_value_gradient(
     row_base = (batch64 * heads + head) * length + first64
     sums_base = (batch64 * heads + head) * slots * length + first64
     mask_base = mask_ptr + batch64 * length
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
@@ -213,12 +213,12 @@ def _query_loop(
 
 @triton.jit
 def causal_query_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
     lse_ptr, belief_ptr, delta_ptr, past_ptr, later_ptr, dq_ptr, strength_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, slots, span_start, low_plane, scale, score_scale, drop_threshold, keep_scale,
-    r0, r1, r2, l0, l1, l2,
+    sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -239,7 +239,7 @@ def causal_query_gradient(
     row_base = (batch64 * heads + head) * length + first64
     sums_base = ((batch64 * heads + head) * slots + slot) * length + first64
     mask_base = mask_ptr + batch64 * length
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
@@ -319,12 +319,12 @@ def _key_loop(
 
 @triton.jit
 def causal_key_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, gamma_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
     lse_ptr, belief_ptr, delta_ptr, strength_grad_ptr, past_ptr, later_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, slots, span_start, span_stop, low_plane, scale, score_scale, drop_threshold, keep_scale,
-    r0, r1, r2, l0, l1, l2,
+    sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -344,7 +344,7 @@ def causal_key_gradient(
     row_base = (batch64 * heads + head) * length + first64
     sums_base = (batch64 * heads + head) * slots * length + first64
     mask_base = mask_ptr + batch64 * length
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from saobp.kernels import backward, causal, causal_backward
-from saobp.kernels.problem import Block, Problem, empty_states, given, resources, strides
+from saobp.kernels.problem import Block, Problem, ceil_div, empty_states, given, resources, strides
 from saobp.kernels.start import start_kernel
 
 SPAN = 2048
@@ -42,7 +41,7 @@ def spans(problem: Problem) -> list[tuple[int, int]]:
 
 def span_slots(problem: Problem) -> int:
     """How many blocks of rows a span has at most."""
-    return triton.cdiv(min(SPAN, problem.longest), causal_block(problem, "output").rows)
+    return ceil_div(min(SPAN, problem.longest), causal_block(problem, "output").rows)
 
 
 def saved_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -58,15 +57,15 @@ def sums(problem: Problem, device: torch.device) -> Tensor:
 
 def programs(problem: Problem, tokens: int, step: int) -> int:
     """One program for every ``step`` of so many tokens, for every head of every sequence."""
-    return triton.cdiv(tokens, step) * problem.sequences * problem.heads
+    return ceil_div(tokens, step) * problem.sequences * problem.heads
 
 
 def span_blocks(block: Block, tokens: int, step: int) -> dict[str, Any]:
-    return {"blocks": triton.cdiv(tokens, step), "ROWS": block.rows, "KEYS": block.keys, **resources(block)}
+    return {"blocks": ceil_div(tokens, step), "ROWS": block.rows, "KEYS": block.keys, **resources(block)}
 
 
 def run_causal_forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor,
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output and what the backward pass needs: lse, heard, belief."""
@@ -75,8 +74,8 @@ def run_causal_forward(
         torch.empty(shape, dtype=torch.float32, device=query.device) for shape in saved_shapes(problem)
     )
     common: dict[str, Any] = {
-        "q_ptr": query, "k_ptr": key, "mask_ptr": given(mask, gamma), "cu_ptr": given(cu, gamma), "lse_ptr": lse,
-        **strides("q", query), **strides("k", key), **problem.numbers(), **problem.constants(),
+        "q_ptr": query, "k_ptr": key, "mask_ptr": given(mask, strength), "cu_ptr": given(cu, strength), "lse_ptr": lse,
+        **strides("q", query), **strides("k", key), **problem.numbers, **problem.constants,
         "low_plane": problem.low_plane, "PRECISE": problem.precise,
     }  # fmt: skip
     block = causal_block(problem, "row_sums")
@@ -88,10 +87,10 @@ def run_causal_forward(
     )
     past = sums(problem, query.device)
     common |= {
-        "gamma_ptr": gamma,
+        "strength_ptr": strength,
         "past_ptr": past,
         "slots": span_slots(problem),
-        **problem.message_numbers(),
+        **problem.message_numbers,
     }
     for start, stop in spans(problem):
         if problem.hears:
@@ -107,16 +106,16 @@ def run_causal_forward(
             )
         block = causal_block(problem, "output")
         start_kernel(
-        causal.causal_output, programs(problem, stop - start, block.rows),
+            causal.causal_output, programs(problem, stop - start, block.rows),
             **common, **span_blocks(block, stop - start, block.rows), **strides("v", value), **strides("o", out),
-            **problem.drop_numbers(), v_ptr=value, out_ptr=out, seed_ptr=given(seed, gamma), belief_ptr=belief,
+            **problem.drop_numbers, v_ptr=value, out_ptr=out, seed_ptr=given(seed, strength), belief_ptr=belief,
             span_start=start, HEARS=problem.hears, DROPS=problem.dropout > 0,
         )  # fmt: skip
     return out, lse, heard, belief
 
 
 def run_causal_backward(
-    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor,
+    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
     out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -125,21 +124,21 @@ def run_causal_backward(
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     rows_shape = (problem.batch, problem.heads, problem.length)
     delta, own, dgamma = (torch.empty(rows_shape, **floats) for _ in range(3))
-    constants = problem.constants()
+    constants = problem.constants
     start_kernel(
         backward.row_products, programs(problem, problem.longest, 128),
-        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, gamma), inverse_ptr=gamma, delta_ptr=delta, scaled_ptr=gamma, SCALED=False,
+        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, strength), inverse_ptr=strength, delta_ptr=delta, scaled_ptr=strength, SCALED=False,
         **strides("g", grad), **strides("o", out),
-        heads=problem.heads, length=problem.length, blocks=triton.cdiv(problem.longest, 128), ROWS=128,
+        heads=problem.heads, length=problem.length, blocks=ceil_div(problem.longest, 128), ROWS=128,
         DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,
     )  # fmt: skip
     common: dict[str, Any] = {
-        "q_ptr": query, "k_ptr": key, "v_ptr": value, "grad_ptr": grad, "gamma_ptr": gamma,
-        "mask_ptr": given(mask, gamma), "cu_ptr": given(cu, gamma), "seed_ptr": given(seed, gamma),
+        "q_ptr": query, "k_ptr": key, "v_ptr": value, "grad_ptr": grad, "strength_ptr": strength,
+        "mask_ptr": given(mask, strength), "cu_ptr": given(cu, strength), "seed_ptr": given(seed, strength),
         "lse_ptr": lse, "belief_ptr": belief, "delta_ptr": delta,
         "past_ptr": sums(problem, query.device), "later_ptr": sums(problem, query.device),
         **strides("q", query), **strides("k", key), **strides("v", value), **strides("g", grad), **strides("d", dq),
-        **problem.numbers(), **constants, **problem.drop_numbers(), **problem.message_numbers(),
+        **problem.numbers, **constants, **problem.drop_numbers, **problem.message_numbers,
         "low_plane": problem.low_plane, "slots": span_slots(problem),
         "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
     }  # fmt: skip
@@ -152,19 +151,19 @@ def run_causal_backward(
         last = stop == problem.longest
         block = causal_block(problem, "value_gradient")
         start_kernel(
-        causal_backward.causal_value_gradient, programs(problem, stop, block.keys),
+            causal_backward.causal_value_gradient, programs(problem, stop, block.keys),
             **common, **span_blocks(block, stop, block.keys), span_start=start, span_stop=stop,
             heard_ptr=heard, own_ptr=own, dv_ptr=dv, LAST=last,
         )  # fmt: skip
         block = causal_block(problem, "query_gradient")
         start_kernel(
-        causal_backward.causal_query_gradient, programs(problem, stop - start, block.rows),
+            causal_backward.causal_query_gradient, programs(problem, stop - start, block.rows),
             **common, **span_blocks(block, stop - start, block.rows), span_start=start,
             scale=problem.scale, dq_ptr=dq, strength_grad_ptr=dgamma,
         )  # fmt: skip
         block = causal_block(problem, "key_gradient")
         start_kernel(
-        causal_backward.causal_key_gradient, programs(problem, stop, block.keys),
+            causal_backward.causal_key_gradient, programs(problem, stop, block.keys),
             **common, **span_blocks(block, stop, block.keys), span_start=start, span_stop=stop,
             scale=problem.scale, strength_grad_ptr=dgamma, dk_ptr=dk, LAST=last,
         )  # fmt: skip

@@ -13,41 +13,41 @@ from saobp.kernels.problem import Problem, empty_states
 
 
 def _fake_forward(
-    query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
-    seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
     lse, heard, belief = (query.new_empty(shape, dtype=torch.float32) for shape in saved_shapes(problem))
     return empty_states(problem, query), lse, heard, belief
 
 
 @registered("saobp::causal_refined_attention", _fake_forward)
 def causal_refined_attention(
-    query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
-    seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
-    return run_causal_forward(problem, query, key, value, gamma, mask, cu, seed)
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
+    return run_causal_forward(problem, query, key, value, strength, mask, cu, seed)
 
 
-def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None,
+def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None,
     cu: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor,
-    longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
     dq, dk, dv = (empty_states(problem, query) for _ in range(3))
     return dq, dk, dv, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @registered("saobp::causal_refined_attention_backward", _fake_backward)
 def causal_refined_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor,
-    longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
     return run_causal_backward(
-        problem, grad, query, key, value, gamma, mask, cu, seed, out, lse, heard, belief
+        problem, grad, query, key, value, strength, mask, cu, seed, out, lse, heard, belief
     )
 
 

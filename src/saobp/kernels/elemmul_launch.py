@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from saobp.kernels import elemmul, elemmul_backward, forward
 from saobp.kernels.launch import sweep_block
-from saobp.kernels.problem import Block, Problem, blocks, empty_states, given, strides
+from saobp.kernels.problem import Block, Problem, blocks, ceil_div, empty_states, given, strides
 from saobp.kernels.start import start_kernel
 
 
@@ -18,7 +17,7 @@ def elemmul_problem(
     query: Tensor, key: Tensor, mask: Tensor | None, cu: Tensor | None, longest: int, scale: float
 ) -> Problem:
     """ElemMul has no strength and no dropout, and its rows do not speak in logarithms."""
-    return Problem.of(query, key, mask, cu, longest, scale, dropout=0.0, hears=False, bound=0.0)
+    return Problem.of(query, key, mask, cu, longest, scale, dropout=0.0, sign=1.0, hears=False, bound=0.0)
 
 
 def elemmul_block(problem: Problem, sweep: str) -> Block:
@@ -88,12 +87,12 @@ def run_elemmul_backward(
     delta, offset, key_delta, mass, inverse_received, prior_delta = (torch.empty_like(inverse) for _ in range(6))  # fmt: skip
     d_centre = torch.empty_like(centre)
     _find_centre(problem, grad, mask, cu, d_centre, REAL=False)
-    constants = problem.constants()
+    constants = problem.constants
     start_kernel(
         elemmul_backward.row_terms, problem.programs(64),
         grad_ptr=grad, out_ptr=out, v_ptr=value, cu_ptr=given(cu, lse), centre_ptr=centre, d_centre_ptr=d_centre,
         delta_ptr=delta, offset_ptr=offset, **strides("g", grad), **strides("o", out), **strides("v", value),
-        heads=problem.heads, group=problem.group, length=problem.length, blocks=triton.cdiv(problem.longest, 64),
+        heads=problem.heads, group=problem.group, length=problem.length, blocks=ceil_div(problem.longest, 64),
         ROWS=64, DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,
     )  # fmt: skip
     common = _common(problem, query, key, mask, cu, lse)
@@ -138,13 +137,13 @@ def run_elemmul_backward(
 
 def centre_shape(problem: Problem) -> tuple[int, int, int]:
     """One row per head of each sequence, as wide as a tile."""
-    return problem.sequences, problem.heads, problem.constants()["BLOCK_DIM"]
+    return problem.sequences, problem.heads, problem.constants["BLOCK_DIM"]
 
 
 def _find_centre(
     problem: Problem, states: Tensor, mask: Tensor | None, cu: Tensor | None, centre: Tensor, REAL: bool
 ) -> None:
-    constants = problem.constants()
+    constants = problem.constants
     start_kernel(
         elemmul.centres, problem.sequences * problem.heads,
         x_ptr=states, mask_ptr=given(mask, centre), cu_ptr=given(cu, centre), centre_ptr=centre,
@@ -160,6 +159,6 @@ def _common(
     """What every sweep needs to find its sequence and recompute the prior rows."""
     return {
         "q_ptr": query, "k_ptr": key, "mask_ptr": given(mask, lse), "cu_ptr": given(cu, lse), "lse_ptr": lse,
-        **strides("q", query), **strides("k", key), **problem.numbers(), **problem.constants(),
+        **strides("q", query), **strides("k", key), **problem.numbers, **problem.constants,
         "low_plane": problem.low_plane, "PRECISE": problem.precise,
     }  # fmt: skip

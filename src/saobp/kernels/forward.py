@@ -99,9 +99,9 @@ def row_sums(
 
 @triton.jit
 def column_messages(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, gamma_ptr, heard_ptr, peak_ptr,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, heard_ptr, peak_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
-    heads, group, length, blocks, low_plane, score_scale, r0, r1, r2, l0, l1, l2,
+    heads, group, length, blocks, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def column_messages(
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     heard = tl.zeros([KEYS], tl.float32)
     for start in tl.range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
@@ -156,11 +156,11 @@ def key_weights(
 
 @triton.jit
 def refined_output(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, gamma_ptr, heard_ptr, weight_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, heard_ptr, weight_ptr,
     anchor_ptr, inverse_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, blocks, low_plane, score_scale, drop_threshold, keep_scale,
-    r0, r1, r2, l0, l1, l2,
+    sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -178,7 +178,7 @@ def refined_output(
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     seed = tl.zeros([], tl.uint32)
@@ -215,11 +215,11 @@ def refined_output(
 
 @triton.jit
 def careful_output(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, gamma_ptr, heard_ptr, weight_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, heard_ptr, weight_ptr,
     anchor_ptr, inverse_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, blocks, low_plane, score_scale, lowest_sum, drop_threshold, keep_scale,
-    r0, r1, r2, l0, l1, l2,
+    sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -240,7 +240,7 @@ def careful_output(
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     seed = tl.zeros([], tl.uint32)

@@ -9,9 +9,9 @@ import os
 import torch
 from torch import Tensor
 
-from saobp.refinement import MAX_STRENGTH, Refinement
+from saobp.refinement import Refinement
 
-POTTS = {"high": (1, True), "low": (-1, True), "high-listing": (1, False), "low-listing": (-1, False)}
+POTTS = {"high": (1.0, True), "low": (-1.0, True), "high-listing": (1.0, False), "low-listing": (-1.0, False)}
 """Sign of the strength, and whether rows hear each other."""
 
 
@@ -94,7 +94,6 @@ def fused_attention(
         out, *_ = elemmul_attention(query, key, value, padding_mask, cumulative_lengths, longest, scale)
         return out
     sign, hears = POTTS[refinement.factor]
-    gamma = -torch.expm1(-sign * strength.float().clamp(-MAX_STRENGTH, MAX_STRENGTH))
     bound = 0.0 if strongest is None else -math.expm1(-sign * strongest)
     seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
     if is_causal:
@@ -104,6 +103,7 @@ def fused_attention(
     else:
         operator = refined_attention
     out, *_ = operator(
-        query, key, value, gamma, padding_mask, cumulative_lengths, seed, longest, scale, dropout_p, hears, bound
+        query, key, value, strength, padding_mask, cumulative_lengths, seed,
+        longest, scale, dropout_p, sign, hears, bound,
     )  # fmt: skip
     return out

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from saobp.kernels import backward, forward
-from saobp.kernels.problem import Block, Problem, blocks, empty_states, given, strides
+from saobp.kernels.problem import Block, Problem, blocks, ceil_div, empty_states, given, next_power, strides
 from saobp.kernels.start import start_kernel
 
 
 def sweep_block(problem: Problem, sweep: str) -> Block:
+    return _sweep_block(problem.dtype, problem.dim, sweep)
+
+
+@lru_cache(maxsize=4096)
+def _sweep_block(dtype: torch.dtype, dim: int, sweep: str) -> Block:
     """Tile sizes found by ``benchmarks/tune_sweeps.py`` on an H200; small ones where registers are short."""
-    if problem.dtype == torch.float32:
-        return Block(32, 32, warps=4, stages=1) if problem.dim > 64 else Block(64, 32, warps=4, stages=2)
-    if problem.dim > 128:
+    if dtype == torch.float32:
+        return Block(32, 32, warps=4, stages=1) if dim > 64 else Block(64, 32, warps=4, stages=2)
+    if dim > 128:
         return Block(64, 32, warps=4, stages=2)
-    if problem.dim > 64:
+    if dim > 64:
         return Block(64, 64, warps=4, stages=2)
     return {
         "row_sums": Block(64, 64, 4, 3),
@@ -33,27 +38,27 @@ def sweep_block(problem: Problem, sweep: str) -> Block:
 
 def lowest_blocks(problem: Problem) -> int:
     """How many blocks of rows of a head note their smallest normaliser."""
-    return triton.cdiv(problem.longest, sweep_block(problem, "refined_output").rows)
+    return ceil_div(problem.longest, sweep_block(problem, "refined_output").rows)
 
 
 def run_forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor,
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output and what the backward pass needs: lse, heard, weight, anchor, inverse, lowest."""
     out = empty_states(problem, query)
     tensors: dict[str, Any] = {
-        "q_ptr": query, "k_ptr": key, "mask_ptr": given(mask, gamma), "cu_ptr": given(cu, gamma),
+        "q_ptr": query, "k_ptr": key, "mask_ptr": given(mask, strength), "cu_ptr": given(cu, strength),
         **strides("q", query), **strides("k", key),
     }  # fmt: skip
-    messages = problem.message_numbers()
+    messages = problem.message_numbers
     output: dict[str, Any] = {
         "v_ptr": value,
         "out_ptr": out,
-        "gamma_ptr": gamma,
-        "seed_ptr": given(seed, gamma),
+        "strength_ptr": strength,
+        "seed_ptr": given(seed, strength),
     }
-    output |= {**strides("v", value), **strides("o", out), **problem.drop_numbers(), **messages}
+    output |= {**strides("v", value), **strides("o", out), **problem.drop_numbers, **messages}
     flags = {"HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0}
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     rows_shape = problem.rows_shape
@@ -74,8 +79,8 @@ def run_forward(
         forward.row_sums,
         problem.programs(block.rows),
         **tensors,
-        **problem.numbers(),
-        **problem.constants(),
+        **problem.numbers,
+        **problem.constants,
         **blocks(problem, block, block.rows, block.keys),
         lse_ptr=lse,
         low_plane=problem.low_plane,
@@ -83,24 +88,24 @@ def run_forward(
     )
     if problem.hears:
         block = sweep_block(problem, "column_messages")
-        count = triton.cdiv(problem.longest, block.keys)
+        count = ceil_div(problem.longest, block.keys)
         peak = torch.empty(problem.programs(block.keys), **floats)
         start_kernel(
-        forward.column_messages, problem.programs(block.keys),
-            **tensors, **problem.numbers(), **problem.constants(), **blocks(problem, block, block.keys, block.rows), **messages,
-            lse_ptr=lse, low_plane=problem.low_plane, gamma_ptr=gamma, heard_ptr=heard, peak_ptr=peak,
+            forward.column_messages, problem.programs(block.keys),
+            **tensors, **problem.numbers, **problem.constants, **blocks(problem, block, block.keys, block.rows), **messages,
+            lse_ptr=lse, low_plane=problem.low_plane, strength_ptr=strength, heard_ptr=heard, peak_ptr=peak,
             PRECISE=problem.precise,
         )  # fmt: skip
         start_kernel(
-        forward.key_weights, problem.programs(block.keys),
-            heard_ptr=heard, peak_ptr=peak, weight_ptr=weight, cu_ptr=given(cu, gamma), heads=problem.heads,
-            length=problem.length, blocks=count, KEYS=block.keys, BLOCKS=triton.next_power_of_2(count),
+            forward.key_weights, problem.programs(block.keys),
+            heard_ptr=heard, peak_ptr=peak, weight_ptr=weight, cu_ptr=given(cu, strength), heads=problem.heads,
+            length=problem.length, blocks=count, KEYS=block.keys, BLOCKS=next_power(count),
             PACKED=problem.packed,
         )  # fmt: skip
     block = sweep_block(problem, "refined_output")
     start_kernel(
         forward.refined_output, problem.programs(block.rows),
-        **tensors, **output, **flags, **problem.numbers(), **problem.constants(),
+        **tensors, **output, **flags, **problem.numbers, **problem.constants,
         **blocks(problem, block, block.rows, block.keys), **rows_parts,
     )  # fmt: skip
     run_careful(problem, block.rows, tensors | output | rows_parts)
@@ -112,14 +117,14 @@ def run_careful(problem: Problem, rows: int, arguments: dict[str, Any]) -> None:
     if problem.may_underflow:
         block = Block(rows, 32, stages=1)
         start_kernel(
-        forward.careful_output, problem.programs(rows),
-            **arguments, **problem.numbers(), **problem.constants(), **blocks(problem, block, rows, 32),
+            forward.careful_output, problem.programs(rows),
+            **arguments, **problem.numbers, **problem.constants, **blocks(problem, block, rows, 32),
             lowest_sum=problem.lowest_sum, PRECISE=problem.precise, DROPS=problem.dropout > 0,
         )  # fmt: skip
 
 
 def run_backward(
-    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor,
+    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
     out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor, lowest: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -127,25 +132,25 @@ def run_backward(
     dq, dk, dv = (empty_states(problem, query) for _ in range(3))
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     common: dict[str, Any] = {
-        "q_ptr": query, "k_ptr": key, "v_ptr": value, "grad_ptr": grad, "gamma_ptr": gamma,
-        "mask_ptr": given(mask, gamma), "cu_ptr": given(cu, gamma), "seed_ptr": given(seed, gamma),
+        "q_ptr": query, "k_ptr": key, "v_ptr": value, "grad_ptr": grad, "strength_ptr": strength,
+        "mask_ptr": given(mask, strength), "cu_ptr": given(cu, strength), "seed_ptr": given(seed, strength),
         **strides("q", query), **strides("k", key), **strides("v", value), **strides("g", grad), **strides("d", dq),
-        **problem.numbers(), **problem.constants(), **problem.drop_numbers(), **problem.message_numbers(),
+        **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
         "scale": problem.scale, "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
     }  # fmt: skip
     rows_shape = problem.rows_shape
     delta, scaled, heard_grad, dgamma, row_term = (torch.empty(rows_shape, **floats) for _ in range(5))
-    constants = problem.constants()
+    constants = problem.constants
     start_kernel(
         backward.row_products, problem.programs(128),
-        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, gamma), inverse_ptr=inverse, delta_ptr=delta, scaled_ptr=scaled,
+        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, strength), inverse_ptr=inverse, delta_ptr=delta, scaled_ptr=scaled,
         **strides("g", grad), **strides("o", out),
-        heads=problem.heads, length=problem.length, blocks=triton.cdiv(problem.longest, 128), ROWS=128,
+        heads=problem.heads, length=problem.length, blocks=ceil_div(problem.longest, 128), ROWS=128,
         DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], SCALED=True, PACKED=problem.packed,
     )  # fmt: skip
     common |= {
         "lse_ptr": lse, "low_plane": problem.low_plane, "lowest_ptr": lowest, "lowest_blocks": lowest_blocks(problem),
-        "LOWEST_BLOCKS": triton.next_power_of_2(lowest_blocks(problem)), "lowest_sum": problem.lowest_sum, "anchor_ptr": anchor, "inverse_ptr": inverse,
+        "LOWEST_BLOCKS": next_power(lowest_blocks(problem)), "lowest_sum": problem.lowest_sum, "anchor_ptr": anchor, "inverse_ptr": inverse,
         "CHECKED": problem.may_underflow,
     }  # fmt: skip
     fast = {"key_part_ptr": weight, "CAREFUL": False}
@@ -154,7 +159,7 @@ def run_backward(
     block = sweep_block(problem, "value_gradient")
     for way in ways:
         start_kernel(
-        backward.value_gradient, problem.programs(block.keys),
+            backward.value_gradient, problem.programs(block.keys),
             **common, **way, **blocks(problem, block, block.keys, block.rows),
             delta_ptr=delta, dv_ptr=dv, heard_grad_ptr=heard_grad,
         )  # fmt: skip
@@ -163,14 +168,14 @@ def run_backward(
     for part in (0,) if problem.precise == 0 else (1, 2):
         for way in ways:
             start_kernel(
-        backward.query_gradient, problem.programs(block.rows),
+                backward.query_gradient, problem.programs(block.rows),
                 **common, **way, **blocks(problem, block, block.rows, block.keys), PART=part,
                 delta_ptr=scaled, dq_ptr=dq, strength_grad_ptr=dgamma,
             )  # fmt: skip
     block = sweep_block(problem, "key_gradient")
     for way in ways:
         start_kernel(
-        backward.key_gradient, problem.programs(block.keys),
+            backward.key_gradient, problem.programs(block.keys),
             **common, **way, **blocks(problem, block, block.keys, block.rows),
             delta_ptr=scaled, dk_ptr=dk,
         )  # fmt: skip

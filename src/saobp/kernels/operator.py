@@ -11,6 +11,7 @@ from torch.library import custom_op
 
 from saobp.kernels.launch import lowest_blocks, run_backward, run_forward
 from saobp.kernels.problem import Problem, empty_states
+from saobp.refinement import MAX_STRENGTH
 
 
 def registered(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
@@ -25,10 +26,10 @@ def registered(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 
 
 def _fake_forward(
-    query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
-    seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
     out = empty_states(problem, query)
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     rows = (problem.batch, problem.heads, problem.length)
@@ -47,36 +48,36 @@ def _fake_forward(
 
 @registered("saobp::refined_attention", _fake_forward)
 def refined_attention(
-    query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
-    seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
-    return run_forward(problem, query, key, value, gamma, mask, cu, seed)
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
+    return run_forward(problem, query, key, value, strength, mask, cu, seed)
 
 
-def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None,
+def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None,
     cu: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor,
-    lowest: Tensor, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    lowest: Tensor, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
     dq, dk, dv = (empty_states(problem, query) for _ in range(3))
     return dq, dk, dv, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @registered("saobp::refined_attention_backward", _fake_backward)
 def refined_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor, lowest: Tensor,
-    longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
     return run_backward(
         problem,
         grad,
         query,
         key,
         value,
-        gamma,
+        strength,
         mask,
         cu,
         seed,
@@ -97,15 +98,20 @@ def saved_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def gradients(operator: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the twelve inputs, by a backward operator that gives dq, dk, dv and gamma's row by row."""
-    query, key, value, gamma, mask, cu, seed, *saved = ctx.saved_tensors
+    """Gradients of the thirteen inputs, by a backward operator that gives dq, dk, dv and gamma's row by row."""
+    query, key, value, strength, mask, cu, seed, *saved = ctx.saved_tensors
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    dq, dk, dv, parts = operator(grad, query, key, value, gamma, mask, cu, seed, *saved, *ctx.numbers)
+    dq, dk, dv, parts = operator(grad, query, key, value, strength, mask, cu, seed, *saved, *ctx.numbers)
     if key.shape[1] != query.shape[1]:
         dk, dv = (d.unflatten(1, (key.shape[1], -1)).sum(2) for d in (dk, dv))
-    dgamma = parts.sum((0, 2)) if ctx.needs_input_grad[3] else None
-    return dq, dk, dv, dgamma, None, None, None, None, None, None, None, None
+    d_strength = None
+    if ctx.needs_input_grad[3]:
+        sign = ctx.numbers[3]
+        inside = strength.abs() <= MAX_STRENGTH
+        slope = torch.where(inside, sign * torch.exp(-sign * strength.float()), 0.0)
+        d_strength = (parts.sum((0, 2)) * slope).to(strength.dtype)
+    return dq, dk, dv, d_strength, *[None] * 9
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

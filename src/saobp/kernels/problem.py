@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 SHORT = 128
@@ -44,6 +44,7 @@ class Problem:
     dtype: torch.dtype
     scale: float
     dropout: float
+    sign: float
     hears: bool
     bound: float
     masked: bool
@@ -52,27 +53,20 @@ class Problem:
     @classmethod
     def of(
         cls, query: Tensor, key: Tensor, mask: Tensor | None, cu: Tensor | None,
-        longest: int, scale: float, dropout: float, hears: bool, bound: float,
+        longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
     ) -> Problem:  # fmt: skip
+        """Shapes come up again and again, so problems are kept: their numbers are worked out once."""
         batch, heads, length, dim = query.shape
-        return cls(
-            batch=batch,
-            sequences=batch if cu is None else cu.shape[0] - 1,
-            heads=heads,
-            group=heads // key.shape[1],
-            length=length,
-            longest=longest,
-            dim=dim,
-            dtype=query.dtype,
-            scale=scale,
-            dropout=dropout,
-            hears=hears,
-            bound=bound,
-            masked=mask is not None,
-            packed=cu is not None,
-        )
+        sequences = batch if cu is None else cu.shape[0] - 1
+        group = heads // key.shape[1]
+        fields = (
+            batch, sequences, heads, group, length, longest, dim, query.dtype,
+            scale, dropout, sign, hears, bound, mask is not None, cu is not None,
+        )  # fmt: skip
+        plain = all(type(size) is int for size in (*query.shape, sequences, longest))
+        return kept_problem(*fields) if plain else cls(*fields)  # the compiler's symbols cannot be looked up
 
-    @property
+    @cached_property
     def precise(self) -> int:
         """How messages are computed: polynomials where they suffice, full precision for float32."""
         if self.dtype == torch.float32:
@@ -99,7 +93,7 @@ class Problem:
         """Below this normaliser a row is computed with logarithms; float16 weights have far less range."""
         return 2.0**-6 if self.dtype == torch.float16 else 2.0**-80
 
-    @property
+    @cached_property
     def may_underflow(self) -> bool:
         """Whether a row's normaliser can fall below ``lowest_sum``: it is at least e^(-strength length)."""
         if not self.hears:
@@ -108,8 +102,9 @@ class Problem:
         return strongest * self.longest * math.log2(math.e) > -math.log2(self.lowest_sum) - 2
 
     def programs(self, block: int) -> int:
-        return triton.cdiv(self.longest, block) * self.sequences * self.heads
+        return ceil_div(self.longest, block) * self.sequences * self.heads
 
+    @cached_property
     def numbers(self) -> dict[str, Any]:
         return {
             "heads": self.heads,
@@ -118,28 +113,47 @@ class Problem:
             "score_scale": self.scale * math.log2(math.e),
         }
 
+    @cached_property
     def constants(self) -> dict[str, Any]:
         return {
             "DIM": self.dim,
-            "BLOCK_DIM": max(16, triton.next_power_of_2(self.dim)),
+            "BLOCK_DIM": max(16, next_power(self.dim)),
             "MASKED": self.masked,
             "PACKED": self.packed,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
         }
 
+    @cached_property
     def message_numbers(self) -> dict[str, float]:
-        """Coefficients of the parabolas for 1 / (1 - x) and log2(1 - x) / x on [0, bound]."""
+        """The strength's sign, and coefficients of the parabolas for 1 / (1 - x) and log2(1 - x) / x on [0, bound]."""
+        names = ("r0", "r1", "r2", "l0", "l1", "l2")
         if self.precise:
-            return dict.fromkeys(("r0", "r1", "r2", "l0", "l1", "l2"), 0.0)
+            return {"sign": self.sign, **dict.fromkeys(names, 0.0)}
         inverse = parabola(lambda x: 1 / (1 - x), self.bound)
         logarithm = parabola(lambda x: math.log2(1 - x) / x, self.bound)
-        return dict(zip(("r0", "r1", "r2", "l0", "l1", "l2"), inverse + logarithm, strict=True))
+        return {"sign": self.sign, **dict(zip(names, inverse + logarithm, strict=True))}
 
+    @cached_property
     def drop_numbers(self) -> dict[str, Any]:
         return {
             "drop_threshold": min(int(self.dropout * 2**32), 2**32 - 1),
             "keep_scale": 1 / (1 - self.dropout),
         }
+
+
+@lru_cache(maxsize=4096)
+def kept_problem(*fields: Any) -> Problem:
+    return Problem(*fields)
+
+
+def ceil_div(count: int, step: int) -> int:
+    """Triton's own function for this costs several microseconds."""
+    return -(-count // step)
+
+
+def next_power(count: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << (count - 1).bit_length()
 
 
 def is_short(longest: int, dim: int, dtype: torch.dtype) -> bool:
@@ -186,7 +200,7 @@ def blocks(problem: Problem, block: Block, gridded: int, walked: int | None = No
     ``walked``, the step in which a program goes over all tokens, tells whether the last step is partial.
     """
     sizes = {
-        "blocks": triton.cdiv(problem.longest, gridded),
+        "blocks": ceil_div(problem.longest, gridded),
         "ROWS": block.rows,
         "KEYS": block.keys,
         **resources(block),

@@ -25,17 +25,20 @@ from saobp.kernels.arithmetic import (
 
 
 @triton.jit
-def inverse_or_zero(total):
-    """1 / total; 0 for a row that sees no key."""
-    return tl.where(total > 0, 1.0 / total, 0.0)
+def inverse_or_zero(total, MAY_BE_EMPTY: tl.constexpr):
+    """1 / total; 0 for a row that sees no key, if there may be one."""
+    if MAY_BE_EMPTY:
+        return tl.where(total > 0, 1.0 / total, 0.0)
+    else:
+        return 1.0 / total
 
 
 @triton.jit
 def short_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, gamma_ptr, key_part_ptr, anchor_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, anchor_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, score_scale, drop_threshold, keep_scale,
-    r0, r1, r2, l0, l1, l2,
+    sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -50,7 +53,7 @@ def short_forward(
     out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
     row_base = (batch64 * heads + head) * length + first64
     real = real_tokens(mask_ptr + batch64 * length, places, tokens, MASKED)
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     q = load_rows(q_base, 0, tokens, q_row, KEYS, DIM, BLOCK_DIM, TAIL)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
     v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
@@ -58,13 +61,16 @@ def short_forward(
     if TAIL or MASKED:
         scores = tl.where(real[None, :], scores, float("-inf"))
     high = tl.max(scores, 1) * score_scale
-    visible = high > float("-inf")
-    high = tl.where(visible, high, 0.0)
+    if TAIL or MASKED:
+        visible = high > float("-inf")
+        high = tl.where(visible, high, 0.0)
     scores = scores * score_scale - high[:, None]
     a = tl.exp2(scores)
     total = tl.sum(a, 1)
-    a *= inverse_or_zero(total)[:, None]
-    high = tl.where(visible, high + tl.log2(total), float("inf"))
+    a *= inverse_or_zero(total, TAIL or MASKED)[:, None]
+    high += tl.log2(total)
+    if TAIL or MASKED:
+        high = tl.where(visible, high, float("inf"))
     tl.store(lse_ptr + row_base + places, high, mask=places < tokens)
 
     heard = tl.zeros([KEYS], tl.float32)
@@ -72,8 +78,11 @@ def short_forward(
         sent = log2_message(a, message, PRECISE)
         if MASKED:
             sent = tl.where(real[:, None], sent, 0.0)
-        heard = tl.where(real, tl.sum(sent, 0), float("-inf"))
-        heard -= tl.where(tl.max(heard, 0) == float("-inf"), 0.0, tl.max(heard, 0))
+        heard = tl.sum(sent, 0)
+        if TAIL or MASKED:
+            heard = tl.where(real, heard, float("-inf"))
+        peak = tl.max(heard, 0)
+        heard -= tl.where(peak == float("-inf"), 0.0, peak)
         key_part = heard if CAREFUL else tl.exp2(heard)
         tl.store(key_part_ptr + row_base + places, key_part, mask=places < tokens)
     refined = inverse_message(a, message, PRECISE)
@@ -81,18 +90,17 @@ def short_forward(
         refined = tl.where(real[:, None], refined, 1.0)
     if CAREFUL:
         beliefs = scores + heard[None, :]
-        anchor = tl.where(visible, tl.max(beliefs, 1), 0.0)
+        anchor = tl.max(beliefs, 1)
+        if TAIL or MASKED:
+            anchor = tl.where(visible, anchor, 0.0)
+            total = tl.where(visible, total, 1.0)
         refined *= tl.exp2(beliefs - anchor[:, None])
-        tl.store(
-            anchor_ptr + row_base + places,
-            anchor - tl.log2(tl.where(visible, total, 1.0)),
-            mask=places < tokens,
-        )
+        tl.store(anchor_ptr + row_base + places, anchor - tl.log2(total), mask=places < tokens)
     elif HEARS:
         refined *= a * tl.exp2(heard)[None, :]
     else:
         refined *= a
-    inverse = inverse_or_zero(tl.sum(refined, 1))
+    inverse = inverse_or_zero(tl.sum(refined, 1), TAIL or MASKED)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
         refined = tl.where(
@@ -104,12 +112,12 @@ def short_forward(
 
 @triton.jit
 def short_backward(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, gamma_ptr, key_part_ptr, anchor_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, anchor_ptr,
     dq_ptr, dk_ptr, dv_ptr, strength_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, scale, score_scale, drop_threshold, keep_scale,
-    r0, r1, r2, l0, l1, l2,
+    sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -129,8 +137,8 @@ def short_backward(
     d_offset = batch64 * d_batch + head * d_head + first64 * d_row
     row_base = (batch64 * heads + head) * length + first64
     real = real_tokens(mask_ptr + batch64 * length, places, tokens, MASKED)
-    message = head_message(gamma_ptr, head, r0, r1, r2, l0, l1, l2)
-    gamma = tl.load(gamma_ptr + head)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    gamma = message[0]
     q = load_rows(q_base, 0, tokens, q_row, KEYS, DIM, BLOCK_DIM, TAIL)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
     v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
@@ -141,7 +149,7 @@ def short_backward(
         scores = tl.where(real[None, :], scores, float("-inf"))
     scores = scores * score_scale - high[:, None]
     a = tl.exp2(scores)
-    a *= inverse_or_zero(tl.sum(a, 1))[:, None]
+    a *= inverse_or_zero(tl.sum(a, 1), TAIL or MASKED)[:, None]
     inverse = inverse_message(a, message, PRECISE)
     if MASKED:
         inverse = tl.where(real[:, None], inverse, 1.0)
@@ -155,7 +163,7 @@ def short_backward(
         refined = u * weight[None, :]
     else:
         refined = u
-    refined *= inverse_or_zero(tl.sum(refined, 1))[:, None]
+    refined *= inverse_or_zero(tl.sum(refined, 1), TAIL or MASKED)[:, None]
 
     d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
     if DROPS:

@@ -13,39 +13,41 @@ from saobp.kernels.short_launch import run_short_backward, run_short_forward, sa
 
 
 def _fake_forward(
-    query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
-    seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
     return empty_states(problem, query), *saved_vectors(problem, query)
 
 
 @registered("saobp::short_refined_attention", _fake_forward)
 def short_refined_attention(
-    query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
-    seed: Tensor | None, longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
-    return run_short_forward(problem, query, key, value, gamma, mask, cu, seed)
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
+    return run_short_forward(problem, query, key, value, strength, mask, cu, seed)
 
 
-def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None,
+def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None,
     cu: Tensor | None, seed: Tensor | None, lse: Tensor, key_part: Tensor, anchor: Tensor,
-    longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
     dq, dk, dv = (empty_states(problem, query) for _ in range(3))
     return dq, dk, dv, query.new_empty(problem.rows_shape, dtype=torch.float32)
 
 
 @registered("saobp::short_refined_attention_backward", _fake_backward)
 def short_refined_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, gamma: Tensor, mask: Tensor | None, cu: Tensor | None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, lse: Tensor, key_part: Tensor, anchor: Tensor,
-    longest: int, scale: float, dropout: float, hears: bool, bound: float,
+    longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, hears, bound)
-    return run_short_backward(problem, grad, query, key, value, gamma, mask, cu, seed, lse, key_part, anchor)
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
+    return run_short_backward(
+        problem, grad, query, key, value, strength, mask, cu, seed, lse, key_part, anchor
+    )
 
 
 def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

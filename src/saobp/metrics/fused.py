@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from saobp.kernels.fused import POTTS, unsupported
 from saobp.metrics.tiles import Mask, TiledOperator
-from saobp.refinement import MAX_STRENGTH, Refinement
+from saobp.refinement import Refinement
 
 
 class FusedOperator:
@@ -29,8 +29,8 @@ class FusedOperator:
         """query and key ``[heads, tokens, dim]``; strength ``[heads]``."""
         sign, hears = POTTS[refinement.factor]
         self.query, self.key = query.contiguous()[None], key.contiguous()[None]
-        self.gamma = -torch.expm1(-sign * strength.float().clamp(-MAX_STRENGTH, MAX_STRENGTH))
-        self.numbers: tuple[Any, ...] = (query.shape[1], scale, 0.0, hears, 0.0)
+        self.strength = strength.float()
+        self.numbers: tuple[Any, ...] = (query.shape[1], scale, 0.0, sign, hears, 0.0)
         self.width = query.shape[-1]
         self.saved = self._forward(torch.zeros_like(self.query))
         heard = self.saved[2] * math.log(2) if hears else None  # kernels count in powers of two
@@ -54,14 +54,14 @@ class FusedOperator:
     def _forward(self, values: Tensor) -> tuple[Tensor, ...]:
         from saobp.kernels.operator import refined_attention
 
-        return refined_attention(self.query, self.key, values, self.gamma, None, None, None, *self.numbers)
+        return refined_attention(self.query, self.key, values, self.strength, None, None, None, *self.numbers)
 
     def _backward(self, states: Tensor) -> Tensor:
         from saobp.kernels.operator import refined_attention_backward
 
         values = torch.zeros_like(self.query)
         _, _, gathered, _ = refined_attention_backward(
-            states, self.query, self.key, values, self.gamma, None, None, None, *self.saved, *self.numbers
+            states, self.query, self.key, values, self.strength, None, None, None, *self.saved, *self.numbers
         )
         return gathered
 
