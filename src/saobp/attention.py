@@ -217,6 +217,9 @@ def call_strength(
     factor = get_factor(refinement.factor)
     if factor is None or not factor.has_strength:
         return torch.zeros(heads, device=device)
+    if isinstance(refinement.strength, float):
+        # No copy from the host, so that a CUDA graph can hold it.
+        return torch.full((heads,), refinement.strength, dtype=torch.float64, device=device)
     return refinement.layer_strengths(0, 1, heads).to(device)
 
 

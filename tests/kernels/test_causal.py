@@ -181,7 +181,8 @@ def test_dropout_drops_the_same_entries_in_both_directions(factor: str, dtype: t
     keep = dropped != 0
     assert not dropped[rows == 0].any()
     assert abs(float(keep[shown].double().mean()) - (1 - share)) < 0.05
-    torch.testing.assert_close(dropped[keep], rows[keep] / (1 - share), rtol=4e-3, atol=1e-5)
+    rtol = 2**-6 if dtype == torch.bfloat16 else 4e-3
+    torch.testing.assert_close(dropped[keep], rows[keep] / (1 - share), rtol=rtol, atol=1e-5)
 
     def plain(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
         eye = torch.eye(length, dtype=query.dtype, device=DEVICE)[None, None]

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from saobp.refinement import Refinement
 
+TRITON_FOUND = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Both are asked once: the compiler cannot trace such questions."""
+
 POTTS = {"high": (1.0, True), "low": (-1.0, True), "high-listing": (1.0, False), "low-listing": (-1.0, False)}
 """Sign of the strength, and whether rows hear each other."""
 
@@ -25,14 +29,13 @@ def unsupported(
     dropout_p: float = 0.0,
 ) -> str | None:
     """Why the kernels cannot do this call, in words that fit behind 'because'; None if they can."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if importlib.util.find_spec("triton") is None:
+    if not TRITON_FOUND:
         return "Triton is not installed"
-    if query.device.type != "cuda" and not interpreted:
+    if query.device.type != "cuda" and not INTERPRETED:
         return f"the tensors are on {query.device.type}, not on a CUDA GPU"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"{query.dtype} is not float16, bfloat16 or float32"
-    if interpreted and query.dtype == torch.bfloat16:
+    if INTERPRETED and query.dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 wrongly"
     if refinement.factor not in POTTS and refinement.factor != "elemmul":
         return f"factor {refinement.factor!r} has no kernel"
