@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from saobp.refinement import Refinement
 class FusedOperator:
     """Products with refined maps where the kernels support them.
 
-    One forward call yields what the backward kernels need, and the summed messages from which single rows
-    follow; neither depends on the values.
+    What the kernels sum up beforehand, the rows' normalisers and what keys hear, does not depend on the
+    values: it is kept, and each product is a single sweep. Single rows follow from the same sums.
     """
 
     causal = False
@@ -27,43 +27,69 @@ class FusedOperator:
         self, query: Tensor, key: Tensor, refinement: Refinement, strength: Tensor, *, scale: float
     ) -> None:
         """query and key ``[heads, tokens, dim]``; strength ``[heads]``."""
+        from saobp.kernels.launch import run_sums
+        from saobp.kernels.problem import Problem
+
         sign, hears = POTTS[refinement.factor]
-        self.query, self.key = query.contiguous()[None], key.contiguous()[None]
-        self.strength = strength.float()
-        self.numbers: tuple[Any, ...] = (query.shape[1], scale, 0.0, sign, hears, 0.0)
-        self.width = query.shape[-1]
-        self.saved = self._forward(torch.zeros_like(self.query))
-        heard = self.saved[2] * math.log(2) if hears else None  # kernels count in powers of two
-        self.single_rows = TiledOperator(query, key, refinement, strength, Mask(), scale=scale, heard=heard)
+        query, key = query.contiguous()[None], key.contiguous()[None]
+        strength = strength.float()
+        bound = -math.expm1(-sign * float(strength.abs().max()))
+        self.problem = Problem.of(query, key, None, None, query.shape[2], scale, 0.0, sign, hears, bound)
+        self.states = (query, key)
+        self.strength = strength
+        self.sums = run_sums(self.problem, query, key, strength, None, None)
+        self.row_parts: tuple[Tensor, Tensor, Tensor] | None = None
+        heard = self.sums[1] * math.log(2) if hears else None  # kernels count in powers of two
+        self.single_rows = TiledOperator(
+            query[0], key[0], refinement, strength, Mask(), scale=scale, heard=heard
+        )
 
     def rows(self, places: Tensor) -> Tensor:
         return self.single_rows.rows(places)
 
     def sweep(self, forward: Tensor | None, backward: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        output = None if forward is None else self._by_width(forward, lambda part: self._forward(part)[0])
-        return output, None if backward is None else self._by_width(backward, self._backward)
+        output = None if forward is None else self._by_width(forward, self._spread)
+        return output, None if backward is None else self._by_width(backward, self._gather)
 
-    def _by_width(self, states: Tensor, product: Any) -> Tensor:
+    def _by_width(self, states: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         """The kernels take values as wide as keys: pad, and go in pieces."""
         parts = []
-        for part in states.split(self.width, -1):
-            padded = functional.pad(part, (0, self.width - part.shape[-1]))[None].contiguous()
+        width = self.problem.dim
+        for part in states.split(width, -1):
+            padded = functional.pad(part, (0, width - part.shape[-1]))[None].contiguous()
             parts.append(product(padded)[0, ..., : part.shape[-1]])
         return torch.cat(parts, -1)
 
-    def _forward(self, values: Tensor) -> tuple[Tensor, ...]:
-        from saobp.kernels.operator import refined_attention
+    def _spread(self, values: Tensor) -> Tensor:
+        from saobp.kernels.launch import run_output
 
-        return refined_attention(self.query, self.key, values, self.strength, None, None, None, *self.numbers)
-
-    def _backward(self, states: Tensor) -> Tensor:
-        from saobp.kernels.operator import refined_attention_backward
-
-        values = torch.zeros_like(self.query)
-        _, _, gathered, _ = refined_attention_backward(
-            states, self.query, self.key, values, self.strength, None, None, None, *self.saved, *self.numbers
+        out, anchor, inverse, lowest = run_output(
+            self.problem, *self.states, values, self.strength, None, None, None, *self.sums
         )
-        return gathered
+        self.row_parts = anchor, inverse, lowest
+        return out
+
+    def _gather(self, states: Tensor) -> Tensor:
+        from saobp.kernels.launch import run_value_gradient
+
+        if self.row_parts is None:
+            self._spread(torch.zeros_like(states))
+        assert self.row_parts is not None
+        unused = states.new_zeros(self.problem.rows_shape, dtype=torch.float32)
+        saved = (*self.sums, *self.row_parts)
+        return run_value_gradient(
+            self.problem,
+            states,
+            *self.states,
+            states,
+            self.strength,
+            None,
+            None,
+            None,
+            *saved,
+            unused,
+            unused,
+        )
 
 
 def can_fuse(query: Tensor, key: Tensor, refinement: Refinement, mask: Mask, scale: float) -> bool:
