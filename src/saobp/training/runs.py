@@ -193,7 +193,7 @@ class RunFolder:
             shutil.rmtree(self.checkpoint_path(step), ignore_errors=True)
 
     def last_good_checkpoint(self, say: Callable[[str], object] = warnings.warn) -> int | None:
-        """The latest step whose checkpoint is whole, or None; ``say`` gets a sentence for each that is not."""
+        """The latest step with a whole checkpoint, or None; ``say`` gets a sentence for each that is not."""
         for step in reversed(self.checkpoint_steps()):
             problem = flaw(self.checkpoint_path(step))
             if problem is None:
