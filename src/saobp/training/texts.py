@@ -61,6 +61,8 @@ def find_texts(
     mixture = parse_mixture(corpus) if corpus else {}
     there = {store.description.corpus for store in stores_in(folder)}
     raw = [name for name in mixture if _is_text(name, data_dir) or (name not in there and _HUB.match(name))]
+    if not mixture and not there:
+        raise ValueError(f"{folder} holds no token store: name texts by --corpus")
     for name in mixture:
         if name not in raw and name not in there:
             raise ValueError(

@@ -19,7 +19,7 @@ from saobp.metrics.logging import HealthLog
 from saobp.metrics.probe import Recorder
 from saobp.training.files import UNFINISHED, read_json, seal, write_json
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.runs import RunFolder
+from saobp.training.runs import RunError, RunFolder
 from saobp.training.stream import Batch, Rows, Share, TrainingStream, held_out_batches
 from saobp.transformers.attached import attached
 
@@ -211,7 +211,12 @@ class PretrainTrainer(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:  # noqa: ARG002
-        """A checkpoint that is whole or absent; where it cannot be written, training goes on."""
+        """A checkpoint that is whole or absent; where it cannot be written, training goes on.
+
+        The last step needs none: the model itself comes next.
+        """
+        if self.state.global_step >= self.recipe.steps:
+            return
         with self.clock.paused():
             step = self.state.global_step
             final = self.run.checkpoint_path(step)
@@ -235,6 +240,13 @@ class PretrainTrainer(Trainer):
             elif problem is None:
                 self._last_checkpoint = step
             self.accelerator.wait_for_everyone()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Weights that are tied are saved once; any other that is missing makes the checkpoint useless."""
+        tied = getattr(self.model, "_tied_weights_keys", None) or {}
+        wrong = [*(set(load_result.missing_keys) - set(tied)), *load_result.unexpected_keys]
+        if wrong:
+            raise RunError(f"the checkpoint does not fit the model: {', '.join(sorted(wrong)[:3])} ...")
 
     def _written(self, folder: Path) -> Exception | None:
         """Write the state of all processes to a folder; what went wrong in any of them."""
