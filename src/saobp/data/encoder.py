@@ -20,7 +20,10 @@ from tokenizers import Tokenizer
 MOST_WORDS = 500_000
 """Words remembered before the memory starts afresh."""
 
+WORDS_AT_ONCE = 512
+
 _SEVERAL_BLANKS = re.compile(r"\s{2}")
+_PUNCTUATION = ".,'\"!?;:()-/"
 
 
 class WordNumbers(dict[str, int]):
@@ -45,7 +48,11 @@ class Encoder:
 
     def __init__(self, description: str) -> None:
         self.tokenizer = Tokenizer.from_str(description)
-        self.kind = kind_of(json.loads(description))
+        facts = json.loads(description)
+        self.kind = kind_of(facts)
+        self.between = _token_between(facts)
+        added = "".join(token["content"] for token in facts.get("added_tokens") or [])
+        self.punctuation = [mark for mark in _PUNCTUATION if mark not in added]
         self._forget()
 
     def _forget(self) -> None:
@@ -61,7 +68,7 @@ class Encoder:
             return self._whole(texts)
         if len(self.words) > MOST_WORDS:
             self._forget()
-        split = _bert_words if self.kind == "bert" else _byte_words
+        split = self._bert_words if self.kind == "bert" else _byte_words
         words: list[str] = []
         bounds = np.zeros(len(texts) + 1, dtype=np.int64)
         for place, text in enumerate(texts, 1):
@@ -81,7 +88,10 @@ class Encoder:
         new, self.words.new = self.words.new, []
         if not new:
             return
-        tokens, counts = self._whole(new)
+        parts = [
+            self._joined(new[first : first + WORDS_AT_ONCE]) for first in range(0, len(new), WORDS_AT_ONCE)
+        ]
+        tokens, counts = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         first = len(self.words) - len(new)
         self.starts = _with_room(self.starts, len(self.words))
         self.counts = _with_room(self.counts, len(self.words))
@@ -90,6 +100,26 @@ class Encoder:
         self.starts[first : len(self.words)] = self.used + np.cumsum(counts) - counts
         self.tokens[self.used : self.used + len(tokens)] = tokens
         self.used += len(tokens)
+
+    def _joined(self, words: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """The same as each word alone, but faster: one text, with a special token between words."""
+        if self.between is None:
+            return self._whole(words)
+        special, text = self.between
+        tokens, _ = self._whole([text.join(words)])
+        marks = np.flatnonzero(tokens == special)
+        if len(marks) != len(words) - 1:
+            return self._whole(words)
+        counts = np.diff(marks, prepend=-1, append=len(tokens)) - 1
+        return np.delete(tokens, marks), counts
+
+    def _bert_words(self, text: str) -> list[str]:
+        """Split at blanks, which BERT drops, and around punctuation; an empty piece has no tokens."""
+        for blank in "\n\t\r":
+            text = text.replace(blank, " ")
+        for mark in self.punctuation:
+            text = text.replace(mark, f" {mark} ")
+        return text.split(" ")
 
     def _whole(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -125,9 +155,13 @@ def kind_of(description: dict) -> str:
     return "whole"
 
 
-def _bert_words(text: str) -> list[str]:
-    """Split at blanks, which BERT drops; an empty piece has no tokens."""
-    return text.replace("\n", " ").replace("\t", " ").replace("\r", " ").split(" ")
+def _token_between(facts: dict) -> tuple[int, str] | None:
+    """A special token, number and text, that parts two words and comes from no ordinary text."""
+    for token in facts.get("added_tokens") or []:
+        plain = not any(token[name] for name in ("lstrip", "rstrip", "single_word", "normalized"))
+        if token["special"] and plain and token["content"] != facts["model"].get("unk_token"):
+            return token["id"], token["content"]
+    return None
 
 
 def _byte_words(text: str) -> list[str]:
