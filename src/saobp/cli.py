@@ -7,6 +7,7 @@ import typer
 from saobp.commands.bench import bench
 from saobp.commands.diagnose import diagnose
 from saobp.commands.quickstart import quickstart
+from saobp.commands.tokenize import tokenize
 
 app = typer.Typer(
     help="Attention refined by belief propagation, and instruments for attention health.",
@@ -15,6 +16,7 @@ app = typer.Typer(
 )
 app.command()(quickstart)
 app.command()(diagnose)
+app.command()(tokenize)
 app.add_typer(bench, name="bench")
 
 
