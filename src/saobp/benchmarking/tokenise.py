@@ -69,8 +69,8 @@ def tokenise_speed(
     table.notes += [
         "Both ways start from the same parquet file and end with blocks that can be read from disk. "
         "datasets.map: load_dataset, map(tokenise, batched), map(join and cut to blocks, batched), one "
-        "process. saobp: prepare_tokens with one process, checksums included, and Blocks. No result is cached. Both "
-        "run the tokenizer on one thread.",
+        "process. saobp: prepare_tokens with one process, checksums included, and Blocks. No result is "
+        "cached. Both run the tokenizer on one thread.",
         f"Medians of {turns} turns of processor time, both ways in each turn; loading Python is not counted.",
     ]
     return table
