@@ -8,6 +8,7 @@ from saobp.commands.bench import bench
 from saobp.commands.diagnose import diagnose
 from saobp.commands.pretrain import pretrain
 from saobp.commands.quickstart import quickstart
+from saobp.commands.tokenize import tokenize
 
 app = typer.Typer(
     help="Attention refined by belief propagation, and instruments for attention health.",
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.command()(quickstart)
 app.command()(diagnose)
+app.command()(tokenize)
 app.command()(pretrain)
 app.add_typer(bench, name="bench")
 
