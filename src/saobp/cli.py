@@ -6,6 +6,7 @@ import typer
 
 from saobp.commands.bench import bench
 from saobp.commands.diagnose import diagnose
+from saobp.commands.pretrain import pretrain
 from saobp.commands.quickstart import quickstart
 from saobp.commands.tokenize import tokenize
 
@@ -17,6 +18,7 @@ app = typer.Typer(
 app.command()(quickstart)
 app.command()(diagnose)
 app.command()(tokenize)
+app.command()(pretrain)
 app.add_typer(bench, name="bench")
 
 
