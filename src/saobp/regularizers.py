@@ -10,6 +10,7 @@ docs/regularizers.md says which reading of each source is the default, and why.
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -68,6 +69,9 @@ class EntropyReg(Regularizer):
                 row sees, which is the largest entropy possible under a causal mask
     """
 
+    threshold_bias: nn.ParameterList
+    """Per layer ``[heads]``; the name keeps weight decay away, which goes by names."""
+
     def __init__(
         self,
         weight: float = 1e-5,
@@ -88,16 +92,17 @@ class EntropyReg(Regularizer):
                 raise ValueError(f"{name} is a share of the largest entropy, from 0 to 1, not {value}")
         self.margin, self.threshold, self.learned = margin, threshold, learned
         self.reduction, self.longest = reduction, longest
-        self.thresholds: nn.ParameterList = nn.ParameterList()
+        self.threshold_bias = nn.ParameterList()
         self._calls: list[AttentionCall] = []
 
     def attach(self, model: nn.Module) -> None:
-        if len(self.thresholds):
+        if len(self.threshold_bias):
             return
-        for _, module in attention_modules(model):
+        modules = attention_modules(model)
+        for _, module in modules[:1] if self.reduction == "released" else modules:
             like = next(module.parameters())
             start = torch.full((head_count(module),), self.threshold, device=like.device)
-            self.thresholds.append(nn.Parameter(start, requires_grad=self.learned))
+            self.threshold_bias.append(nn.Parameter(start, requires_grad=self.learned))
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
@@ -133,7 +138,9 @@ class EntropyReg(Regularizer):
             seen = replace(call, query=query, key=key, value=key)
             rows = seen.rows()
             real, largest = _rows_and_maxima(seen, rows, self.longest)
-            threshold = self.thresholds[0 if self.reduction == "released" else call.index].float()[:, None]
+            threshold = self.threshold_bias[0 if self.reduction == "released" else call.index].float()[
+                :, None
+            ]
             if self.reduction == "released":
                 entropy = -(rows * (rows + 1e-9).log()).sum(-1)
                 away = entropy - threshold * largest
@@ -236,10 +243,32 @@ PENALTIES: dict[str, type[Regularizer]] = {"entropy": EntropyReg, "eigen": Eigen
 
 
 def regularizer(name: str, **options: Any) -> Regularizer:
-    """``entropy`` or ``eigen``, with the options of :class:`EntropyReg` or :class:`EigenReg`."""
+    """``entropy`` or ``eigen``, with the options of :class:`EntropyReg` or :class:`EigenReg`.
+
+    Options may stand in the text, as on the command line: ``"entropy,weight=1e-4,reduction=released"``.
+    """
+    name, *written = [part.strip() for part in name.split(",")]
     if name not in PENALTIES:
         raise ValueError(f"unknown regularizer {name!r}: choose one of {', '.join(PENALTIES)}")
+    known = list(inspect.signature(PENALTIES[name]).parameters)
+    for part in written:
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"cannot read {part!r}: options are written name=value, as in weight=1e-4")
+        options[option] = _value(value)
+    for option in options:
+        if option not in known:
+            raise ValueError(f"{name} has no option {option!r}: it has {', '.join(known)}")
     return PENALTIES[name](**options)
+
+
+def _value(text: str) -> float | bool | str:
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _outside(away: Tensor, margin: Tensor) -> Tensor:

@@ -82,7 +82,8 @@ def test_entropy_reg_is_its_formula(released: bool, visible: bool, margin: float
     )
     penalty.attach(model)
     thresholds = np.linspace(0.2, 0.7, LAYERS * HEADS).reshape(LAYERS, HEADS)
-    for parameter, values in zip(penalty.thresholds, thresholds, strict=True):
+    assert len(penalty.threshold_bias) == (1 if released else LAYERS)
+    for parameter, values in zip(penalty.threshold_bias, thresholds, strict=False):
         parameter.data = torch.tensor(values, dtype=torch.float32)
     found = penalty_of(penalty, model)
     due = expected(maps_of(model), margin=margin, thresholds=thresholds, released=released, visible=visible)
@@ -142,7 +143,7 @@ def test_the_gradient_is_that_of_the_formula() -> None:
         total = total + away.mean(0).square().mean() / LAYERS
     for one, other in zip(found, torch.autograd.grad(total, weights), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
-    assert all(parameter.grad is not None for parameter in penalty.thresholds)
+    assert all(parameter.grad is not None for parameter in penalty.threshold_bias)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -313,9 +314,16 @@ def test_eigen_reg_keeps_its_first_mean_and_saves_it() -> None:
     assert all(torch.equal(kept[name], values) for name, values in penalty.state_dict().items())
 
 
+def test_options_in_text() -> None:
+    found: Any = regularizer("entropy, weight=1e-4, reduction=released, learned=False")
+    assert (found.weight, found.reduction, found.learned) == (1e-4, "released", False)
+
+
 def test_refusals() -> None:
     for wrong, said in (
         (lambda: regularizer("rank"), "unknown regularizer 'rank': choose one of entropy, eigen"),
+        (lambda: regularizer("entropy,weight"), "cannot read 'weight'"),
+        (lambda: regularizer("eigen,margin=2"), "eigen has no option 'margin': it has weight, mean_weight"),
         (lambda: regularizer("entropy", reduction="sum"), "'paper' or 'released', not 'sum'"),
         (lambda: regularizer("entropy", longest="row"), "'length' or 'visible', not 'row'"),
         (lambda: regularizer("entropy", margin=2), "margin is a share"),
