@@ -30,7 +30,8 @@ def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:
         heads = sum(head is not None for own in sentences[0]["scores"] for head in own)
         total = sum(len(own) for own in first["scores"])
         notes.append(
-            f"The scores of {heads} of {total} heads on one sentence are here; more would make the page too large."
+            f"The scores of {heads} of {total} heads on one sentence are here; "
+            "more would make the page too large."
         )
     return {**explorer, "sentences": sentences, "left_out": notes}
 

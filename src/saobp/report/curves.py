@@ -17,7 +17,8 @@ AXES = ("step", "tokens", "seconds")
 class Series:
     """One curve: values over steps, with tokens and seconds where the run wrote them.
 
-    ``of`` names the seed in a run with several; ``thinned`` is how many points there were, if not all are here.
+    ``of`` names the seed in a run with several; ``thinned``, if not None, is how
+    many points there were.
     """
 
     of: str

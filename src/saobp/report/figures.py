@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy
@@ -18,7 +19,7 @@ CURVES = {
     "eval_perplexity": "validation perplexity",
     "eval_accuracy": "validation accuracy",
 }
-TEXT_STAYS_TEXT = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "saobp"}
+TEXT_STAYS_TEXT: dict[Any, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "saobp"}
 """Fonts that a publisher accepts, and the same file for the same data."""
 
 

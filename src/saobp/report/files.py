@@ -34,7 +34,7 @@ def read_object(path: Path, problems: Problems, without: str | None = None) -> d
 def read_lines(
     path: Path, problems: Problems, without: str, is_good: Callable[[dict[str, Any]], bool]
 ) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines for which ``is_good`` holds; other lines are counted and left out."""
+    """The objects of a file of JSON lines for which ``is_good`` holds; others are counted and left out."""
     if not path.is_file():
         problems.append(f"{path.name} is missing: {without}.")
         return []

@@ -1,10 +1,10 @@
 """One HTML file with everything inside: data, style and script.
 
-Curves and heat maps are drawn by the page's own few hundred lines of SVG, canvas and tables. The plotly bundle
-that its Python package ships is 4.8 MB: of the 6 MB a page may have it would leave little for scores, take a
-second to start on a phone, and still lack tables for screen readers, keyboard reading, colours that follow the
-reader's scheme and the live maps. A content security policy names the hash of the one script and the one style,
-so nothing else runs and nothing is fetched, whatever the data holds.
+Curves and heat maps are drawn by the page's own few hundred lines of SVG, canvas and tables. The bundle that
+plotly's Python package ships is 4.8 MB: of the 6 MB a page may have it would leave little for scores, take a
+second to start on a phone, and still lack tables for screen readers, reading by keyboard, colours that follow
+the reader's scheme, and the live maps. A content security policy names the hashes of the one script and the
+one style, so nothing else runs and nothing is fetched, whatever the data holds.
 """
 
 from __future__ import annotations

@@ -159,9 +159,13 @@ def _explorer(folder: Path, problems: Problems) -> dict[str, Any] | None:
     if not data:
         return None
     sentences = data.get("sentences")
-    fits = data.get("format") == FORMAT and isinstance(sentences, list) and bool(sentences)
-    fits = fits and all(_is_sentence(sentence, data) for sentence in sentences)
-    if not fits:
+    has_form = data.get("format") == FORMAT and isinstance(data.get("left_out"), list)
+    if not (
+        has_form
+        and isinstance(sentences, list)
+        and sentences
+        and all(_is_sentence(sentence, data) for sentence in sentences)
+    ):
         problems.append(
             "explorer.json does not have the form of this version, so there is nothing to explore."
         )

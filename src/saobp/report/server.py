@@ -1,8 +1,9 @@
 """The explorer on this machine: a page, and one address that runs the model on a typed sentence.
 
-Only two things can be asked for, so no file can be reached. It listens on 127.0.0.1 alone. A web page elsewhere
-could still point a browser here under a name of its own (DNS rebinding) or post across sites: so the Host header
-must name this very address, an Origin must too, and a sentence must come as JSON, which no foreign form can send.
+Only two things can be asked for, so no file can be reached. It listens on 127.0.0.1 alone. A web page
+elsewhere could still point a browser here under a name of its own (DNS rebinding) or post across sites: so the
+Host header must name this very address, an Origin must too, and a sentence must come as JSON, which no foreign
+form can send.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def make_server(
 ) -> ThreadingHTTPServer:
     """A server that is ready to ``serve_forever``; port 0 takes a free one.
 
-    ``answer`` gives the explorer's data for a sentence, or raises ValueError with a sentence for the reader; it is
-    never called twice at once.
+    ``answer`` gives the explorer's data for a sentence, or raises ValueError with a sentence for the reader;
+    it is never called twice at once.
     """
     live = {"characters": characters, "tokens": tokens, "subject": subject}
     page = render([], title="Attention explorer", live=live).encode(errors="replace")
@@ -100,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_from_here(self) -> bool:
         """Whether the request was meant for this address; answers it if not."""
-        port = self.server.server_address[1]
+        port = self.connection.getsockname()[1]
         hosts = {f"{name}:{port}" for name in NAMES}
         origin = self.headers.get("Origin")
         if self.headers.get("Host") in hosts and (origin is None or origin.removeprefix("http://") in hosts):

@@ -80,7 +80,7 @@ def _named(places: Sequence[tuple[int, int]]) -> str:
 def fact_text(value: Any) -> str:
     """A fact as it stands in a table."""
     if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "–"}[value]
+        return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Run folders as training leaves them, made up in milliseconds: the contents follow plausible laws, not a run."""
+"""Run folders as training leaves them, made up in milliseconds: plausible, but of no run."""
 
 from __future__ import annotations
 

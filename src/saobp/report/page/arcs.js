@@ -2,7 +2,7 @@
 import { draw, make } from "./dom.js";
 
 const HEIGHT_OF_ARCS = 96;
-const WIDEST = 84;
+const WIDEST = 104;
 const NARROWEST = 30;
 const MOST_ARCS = 160;
 const LEAST_WEIGHT = 0.02;

@@ -4,7 +4,7 @@ import { compact, shown } from "./numbers.js";
 import { axis } from "./scale.js";
 
 const HEIGHT = 230;
-const MARGIN = { left: 52, right: 12, top: 10, bottom: 36 };
+const MARGIN = { left: 52, right: 18, top: 10, bottom: 36 };
 const TABLE_ROWS = 40;
 
 /**
@@ -117,13 +117,7 @@ function paint(view, outer) {
       }),
     );
     if (from - to > 14)
-      parts.push(
-        draw(
-          "text",
-          { class: "band-name", x: right - 4, y: to + 12, "text-anchor": "end" },
-          options.bandName,
-        ),
-      );
+      parts.push(draw("text", { class: "band-name", x: MARGIN.left + 6, y: to + 12 }, options.bandName));
   }
   for (const tick of up.ticks) {
     parts.push(
@@ -133,7 +127,8 @@ function paint(view, outer) {
       draw("text", { x: MARGIN.left - 6, y: view.y(tick) + 4, "text-anchor": "end" }, compact(tick)),
     );
   }
-  for (const tick of across.ticks) {
+  const isWhole = xs.every(Number.isInteger);
+  for (const tick of across.ticks.filter((value) => !isWhole || Number.isInteger(value))) {
     parts.push(draw("text", { x: view.x(tick), y: bottom + 15, "text-anchor": "middle" }, compact(tick)));
   }
   parts.push(draw("line", { class: "axis", x1: MARGIN.left, x2: right, y1: bottom, y2: bottom }));

@@ -23,7 +23,7 @@ const WITH_LOG = ["loss", "eval_loss", "eval_perplexity", "perplexity", "grad_no
 export function curvesSection(data) {
   const runs = data.runs.filter((run) => Object.keys(run.curves).length || run.health.length > 1);
   if (!runs.length) return null;
-  const state = { across: "step", isLog: false, smooth: 0, hidden: new Set() };
+  const state = { across: "step", up: "auto", smooth: 0, hidden: new Set() };
   const grid = make("div", { class: "charts" });
   const refresh = () => grid.replaceChildren(...charts(data, state));
   const axes = ["step", "tokens", "seconds"].filter((name) =>
@@ -65,12 +65,13 @@ export function curvesSection(data) {
         "Up",
         picker(
           [
+            ["auto", "as suits each"],
             ["linear", "linear"],
             ["log", "logarithmic"],
           ],
-          "linear",
+          "auto",
           (value) => {
-            state.isLog = value === "log";
+            state.up = value;
             refresh();
           },
         ),
@@ -118,7 +119,7 @@ function legend(data, state, refresh) {
 
 /**
  * @param {import("./types.js").PageData} data
- * @param {{ across: string, isLog: boolean, smooth: number, hidden: Set<number> }} state
+ * @param {{ across: string, up: string, smooth: number, hidden: Set<number> }} state
  * @returns {HTMLElement[]}
  */
 function charts(data, state) {
@@ -142,7 +143,8 @@ function charts(data, state) {
         chart(lines, {
           title,
           across: state.across,
-          isLog: state.isLog && WITH_LOG.includes(name),
+          isLog:
+            state.up === "auto" ? name.endsWith("perplexity") : state.up === "log" && WITH_LOG.includes(name),
           band: null,
           bandName: "",
           range: null,

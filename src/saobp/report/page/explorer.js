@@ -41,7 +41,7 @@ export class ExplorerView {
     });
     const look = (/** @type {number} */ row, /** @type {number} */ key, /** @type {boolean} */ isClick) =>
       this.look(row, key, isClick);
-    this.maps = [mapView("Softmax", look), mapView("Refined", look)];
+    this.maps = [mapView(look), mapView(look)];
     this.arcs = arcView((token) => {
       this.token = token;
       this.schedule();
@@ -63,7 +63,7 @@ export class ExplorerView {
       "Point at a map, or use the arrow keys in it, to read single weights.",
     );
     this.rowTable = make("div", {});
-    onThemeChange(() => this.schedule());
+    onThemeChange(() => this.length && this.paint(this.shownSentence.tokens));
   }
 
   /** @returns {HTMLElement} */
@@ -96,9 +96,8 @@ export class ExplorerView {
         "div",
         { class: "side-by-side" },
         this.maps.map((view) => view.element),
-        make("div", { class: "stack" }, this.numbers.element, this.paths.element),
+        make("div", { class: "stack" }, this.numbers.element, this.readout),
       ),
-      this.readout,
       make(
         "figure",
         { class: "panel" },
@@ -110,7 +109,7 @@ export class ExplorerView {
           "An arc joins a token to one that it looks at; the wider, the more. Press a token to see its arcs alone. Weights below 0.02 are not drawn.",
         ),
       ),
-      this.overview.element,
+      make("div", { class: "bottom" }, this.overview.element, this.paths.element),
       folded("Weights of the chosen token as a table", () => this.rowTable),
       this.notes,
     );
@@ -130,6 +129,7 @@ export class ExplorerView {
   chooseModel() {
     this.sentence = Math.min(this.sentence, this.explorer.sentences.length - 1);
     this.chooseSentence();
+    if (this.explorer.refinement !== null) this.useOwn();
     const left = this.explorer.left_out;
     this.notes.replaceChildren(left.length ? make("p", { class: "note" }, left.join(" ")) : "");
   }
@@ -226,6 +226,7 @@ export class ExplorerView {
       picker(choices, String(value), (text) => choose(Number(text))),
     );
     element.dataset.choice = key;
+    if (key === "sentence") element.classList.add("grow");
     return element;
   }
 
@@ -300,9 +301,10 @@ export class ExplorerView {
   paint(tokens) {
     const most = Math.max(largest(this.plain), largest(this.refined));
     const difference = this.refined.map((value, i) => value - this.plain[i]);
-    this.maps[0].show(this.plain, tokens, most, false);
-    if (this.second === "difference") this.maps[1].show(difference, tokens, largest(difference), true);
-    else this.maps[1].show(this.refined, tokens, most, false);
+    this.maps[0].show("Softmax", this.plain, tokens, most, false);
+    if (this.second === "difference")
+      this.maps[1].show("Refined − softmax", difference, tokens, largest(difference), true);
+    else this.maps[1].show("Refined", this.refined, tokens, most, false);
     this.arcs.show(this.plain, this.refined, this.token);
     this.paths.show(this.plain, this.refined, this.from, this.to);
     this.rowTable.replaceChildren(this.weights(tokens));

@@ -7,8 +7,8 @@ import { finished, measuring, verdictOf } from "./statistics.js";
 const AT_ONCE_UP_TO = 96;
 const STATISTIC_NAMES = /** @type {[import("./types.js").Statistic, string][]} */ ([
   ["gtd", "GTD"],
-  ["indirect_entropy", "indirect entropy (nats)"],
-  ["attention_entropy", "attention entropy (nats)"],
+  ["indirect_entropy", "indirect entropy"],
+  ["attention_entropy", "attention entropy"],
   ["sink_mass", "sink mass"],
 ]);
 
@@ -20,7 +20,7 @@ export function headNumbers(data) {
   const element = make(
     "div",
     { class: "panel numbers", "aria-live": "polite" },
-    make("h3", {}, "This head"),
+    make("h3", {}, "This head (entropies in nats)"),
     body,
   );
   const worker = new Background();

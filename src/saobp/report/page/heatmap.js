@@ -1,7 +1,7 @@
 /** Layers and heads as a coloured table: a heat map that screen readers, keyboards and printers can read. */
 import { inkOn, statisticColour, statisticGradient } from "./colours.js";
 import { make } from "./dom.js";
-import { shown } from "./numbers.js";
+import { compact, shown } from "./numbers.js";
 
 const WIDE_FROM = 17;
 export const MARKS = /** @type {Record<string, string>} */ ({
@@ -137,8 +137,8 @@ export function scaleBar(statistic, range, limits) {
   const ends = make(
     "div",
     { class: "ends" },
-    make("span", {}, shown(range[0], 1)),
-    make("span", {}, shown(range[1], 2)),
+    make("span", {}, compact(range[0])),
+    make("span", {}, compact(range[1])),
   );
   return make(
     "div",

@@ -1,6 +1,7 @@
 /** An attention map on a canvas: queries down, keys across, read with pointer or arrow keys. */
 import { mapColours } from "./colours.js";
 import { make } from "./dom.js";
+import { shown } from "./numbers.js";
 import { isDark } from "./theme.js";
 
 const LABEL_ROOM = 76;
@@ -10,17 +11,18 @@ const LARGEST = 460;
 /**
  * @typedef {object} MapView
  * @property {HTMLElement} element
- * @property {(rows: Float64Array, tokens: string[], most: number, isSigned: boolean) => void} show
+ * @property {(name: string, rows: Float64Array, tokens: string[], most: number, isSigned: boolean) => void} show
  * @property {(row: number, key: number) => void} point
  */
 
 /**
- * @param {string} name
  * @param {(row: number, key: number, isClick: boolean) => void} look  told where the reader points
  * @returns {MapView}
  */
-export function mapView(name, look) {
-  const canvas = make("canvas", { class: "map", tabindex: 0, role: "img", "aria-label": name });
+export function mapView(look) {
+  const canvas = make("canvas", { class: "map", tabindex: 0, role: "img" });
+  const title = make("h3", {});
+  const legend = make("p", { class: "note" });
   const view = {
     canvas,
     rows: new Float64Array(0),
@@ -57,16 +59,17 @@ export function mapView(name, look) {
     const last = view.tokens.length - 1;
     tell([clamp(row + move[0], last), clamp(key + move[1], last)], event.key === "Enter");
   });
-  const element = make(
-    "figure",
-    { class: "panel map-panel" },
-    make("figcaption", {}, make("h3", {}, name)),
-    canvas,
-  );
+  const element = make("figure", { class: "panel map-panel" }, make("figcaption", {}, title), canvas, legend);
   new ResizeObserver(() => paintMap(view)).observe(element);
   return {
     element,
-    show(rows, tokens, most, isSigned) {
+    show(name, rows, tokens, most, isSigned) {
+      title.textContent = name;
+      legend.textContent = `queries down, keys across; ${isSigned ? "orange is more, blue less, up to" : "strongest colour at"} ${shown(most)}`;
+      canvas.setAttribute(
+        "aria-label",
+        `${name}: map of ${tokens.length} by ${tokens.length} tokens. Arrow keys read single weights.`,
+      );
       Object.assign(view, { rows, tokens, most, isSigned });
       if (view.at && (view.at[0] >= tokens.length || view.at[1] >= tokens.length)) view.at = null;
       paintMap(view);
