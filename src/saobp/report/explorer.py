@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,6 +77,43 @@ def write_explorer(data: dict[str, Any], folder: Path) -> Path:
     path = folder / "explorer.json"
     path.write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
     return path
+
+
+def is_explorer(data: dict[str, Any]) -> bool:
+    """Whether the page can read this: every part there, and every head as long as its sentence says."""
+    try:
+        layers, refinement = len(data["layers"]), data["refinement"]
+        return (
+            data["format"] == FORMAT
+            and layers == len(data["in_order"]) == len(data["strengths"])
+            and (refinement is None or {"factor", "steps", "damping"} <= set(refinement))
+            and all(isinstance(note, str) for note in data["left_out"])
+            and isinstance(data["subject"], str)
+            and len(data["sentences"]) > 0
+            and all(_is_sentence(sentence, layers) for sentence in data["sentences"])
+        )
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _is_sentence(sentence: dict[str, Any], layers: int) -> bool:
+    length, scores = len(sentence["tokens"]), sentence["scores"]
+    size = {True: length * (length + 1), False: 2 * length * length}
+    return (
+        isinstance(sentence["text"], str)
+        and all(isinstance(token, str) for token in sentence["tokens"])
+        and len(scores) == layers
+        and any(head is not None for heads in scores for head in heads)
+        and all(
+            head is None
+            or (
+                len(base64.b64decode(head["codes"], validate=True)) == size[head["triangle"]]
+                and float(head["step"]) > 0
+            )
+            for heads in scores
+            for head in heads
+        )
+    )
 
 
 def encode_sentence(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from saobp.report.curves import Series, joined, read_curves
-from saobp.report.explorer import FORMAT
+from saobp.report.explorer import is_explorer
 from saobp.report.files import Problems, flat, number, read_lines, read_object
 from saobp.report.snapshots import Snapshot, diagnosed, read_snapshot
 
@@ -156,42 +156,9 @@ def _explorer(folder: Path, problems: Problems) -> dict[str, Any] | None:
     if not (folder / "explorer.json").is_file():
         return None
     data = read_object(folder / "explorer.json", problems)
-    if not data:
-        return None
-    sentences = data.get("sentences")
-    has_form = data.get("format") == FORMAT and isinstance(data.get("left_out"), list)
-    if not (
-        has_form
-        and isinstance(sentences, list)
-        and sentences
-        and all(_is_sentence(sentence, data) for sentence in sentences)
-    ):
-        problems.append(
-            "explorer.json does not have the form of this version, so there is nothing to explore."
-        )
-        return None
-    return data
-
-
-def _is_sentence(sentence: Any, data: dict[str, Any]) -> bool:
-    """Whether a sentence can be shown: tokens and, for every layer, heads of the right size or None."""
-    try:
-        length, scores = len(sentence["tokens"]), sentence["scores"]
-        entries = {True: length * (length + 1) // 2, False: length * length}
-        sizes = {kind: 4 * -(-2 * count // 3) for kind, count in entries.items()}
-        return (
-            len(scores) == len(data["layers"]) == len(data["in_order"]) == len(data["strengths"])
-            and all(isinstance(token, str) for token in sentence["tokens"])
-            and isinstance(sentence["text"], str)
-            and all(
-                head is None
-                or (len(head["codes"]) == sizes[head["triangle"]] and number(head["step"]) is not None)
-                for layer in scores
-                for head in layer
-            )
-        )
-    except (KeyError, TypeError):
-        return False
+    if data and not is_explorer(data):
+        problems.append("explorer.json does not have the form of this version: there is nothing to explore.")
+    return data if data and is_explorer(data) else None
 
 
 def _read_diagnosis(folder: Path) -> list[Run]:

@@ -7,6 +7,7 @@ What remains is one module with one scope, in which every top-level name must be
 
 from __future__ import annotations
 
+import functools
 import re
 from importlib import resources
 
@@ -14,11 +15,13 @@ _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z]+\.js)";\n', re.MULTILIN
 _EXPORT = re.compile(r"^export (?=(?:async )?function|const|let|class)", re.MULTILINE)
 
 
+@functools.cache
 def read_asset(name: str) -> str:
     """A file of the page's folder."""
     return resources.files("saobp.report").joinpath("page", name).read_text(encoding="utf-8")
 
 
+@functools.cache
 def joined_script(entry: str = "main.js") -> str:
     """``entry`` and everything that it imports, each once, as the text of one module."""
     parts: dict[str, str] = {}

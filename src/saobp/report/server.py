@@ -1,9 +1,9 @@
 """The explorer on this machine: a page, and one address that runs the model on a typed sentence.
 
 Only two things can be asked for, so no file can be reached. It listens on 127.0.0.1 alone. A web page
-elsewhere could still point a browser here under a name of its own (DNS rebinding) or post across sites: so the
-Host header must name this very address, an Origin must too, and a sentence must come as JSON, which no foreign
-form can send.
+elsewhere could still point a browser here under a name of its own (DNS rebinding) or post across sites: so
+the Host header must name this very address, an Origin must too, and a sentence must come as JSON, which no
+foreign form can send.
 """
 
 from __future__ import annotations
