@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import numpy as np
@@ -158,12 +159,13 @@ def test_forward_is_the_loss_only_meanwhile() -> None:
 
 
 def test_a_regularizer_adds_its_penalty_while_training() -> None:
-    class Constant:
+    class Constant(torch.nn.Module):
         watched = 0
 
-        def watch(self, _):  # type: ignore[no-untyped-def]
-            import contextlib
+        def attach(self, _: torch.nn.Module) -> None:
+            pass
 
+        def watch(self, _: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
             self.watched += 1
             return contextlib.nullcontext()
 

@@ -77,6 +77,8 @@ def test_recipes_survive_json(refinement: str | None) -> None:
         ({"size": "huge"}, "unknown size 'huge'"),
         ({"family": "t5"}, "unknown family 't5'"),
         ({"refinement": "hihg"}, "unknown factor"),
+        ({"regularizer": "spectral"}, "spectral"),
+        ({"regularizer": "entropy,height=3"}, "entropy has no option 'height'"),
     ],
 )
 def test_bad_fields_get_one_sentence(change: dict[str, object], sentence: str) -> None:
