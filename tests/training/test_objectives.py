@@ -158,6 +158,17 @@ def test_forward_is_the_loss_only_meanwhile() -> None:
     assert model(input_ids=ids).logits.shape == (6, 16, 100)
 
 
+def test_many_models_in_one_process_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **o: original(f, backend="eager", fullgraph=True, **o))
+    ids, seeds = batch()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        for _ in range(2):
+            with loss_as_forward(small("gpt2"), CausalLM(), compiled=True) as model:
+                model.eval()(ids, seeds)
+
+
 def test_a_regularizer_adds_its_penalty_while_training() -> None:
     class Constant(torch.nn.Module):
         watched = 0
