@@ -6,7 +6,11 @@ import typer
 
 from saobp.commands.bench import bench
 from saobp.commands.diagnose import diagnose
+from saobp.commands.explore import explore
+from saobp.commands.pretrain import pretrain
 from saobp.commands.quickstart import quickstart
+from saobp.commands.report import report
+from saobp.commands.tokenize import tokenize
 
 app = typer.Typer(
     help="Attention refined by belief propagation, and instruments for attention health.",
@@ -15,6 +19,10 @@ app = typer.Typer(
 )
 app.command()(quickstart)
 app.command()(diagnose)
+app.command()(tokenize)
+app.command()(pretrain)
+app.command()(report)
+app.command()(explore)
 app.add_typer(bench, name="bench")
 
 
