@@ -36,7 +36,7 @@ def pretrain(
     tokenizer: Annotated[str | None, typer.Option(help="bert, gpt2, a folder or a name on the hub.")] = None,
     vocabulary: Annotated[int | None, typer.Option(help="Learn a vocabulary of this size.")] = None,
     family: Annotated[str, typer.Option(help="bert, modernbert or gpt2.")] = "bert",
-    size: Annotated[str | None, typer.Option(help="mini, small, medium or tiny.")] = None,
+    size: Annotated[str | None, typer.Option(help="mini, small, medium, tiny or micro.")] = None,
     refinement: Annotated[str, typer.Option(help="none, high, high:0.2, high:learned, ...")] = "none",
     regularizer: Annotated[str | None, typer.Option(help="A penalty on attention, such as entropy.")] = None,
     recipe: Annotated[str, typer.Option(help="fast, paper or tiny.")] = "fast",

@@ -17,8 +17,8 @@ from saobp.benchmarking.models import SIZES as PAPER_SIZES
 from saobp.benchmarking.models import Size
 
 FAMILIES = ("bert", "gpt2", "modernbert")
-SIZES: dict[str, Size] = {"tiny": Size(2, 64, 4, 128), **PAPER_SIZES}
-"""The paper's three, and one for tests and laptops."""
+SIZES: dict[str, Size] = {"tiny": Size(2, 64, 4, 128), "micro": Size(3, 96, 4, 192), **PAPER_SIZES}
+"""The paper's three, and two for tests and laptops."""
 POSITIONS = 512
 """Positions that a model has room for at least, so that tasks with longer inputs can be learned later."""
 
