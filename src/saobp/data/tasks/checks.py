@@ -16,7 +16,7 @@ MOST_OVERLAP = 0.05
 """Share of validation rows that may also be training rows (CoLA, as published, has 1.5 %)."""
 
 
-class WrongRows(ValueError):
+class WrongRowsError(ValueError):
     """A file that is not what its name says."""
 
 
@@ -28,12 +28,12 @@ def check_rows(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
     """
     missing = [name for name in spec.columns if name not in table.column_names]
     if missing:
-        raise WrongRows(
+        raise WrongRowsError(
             f"{where} has no column {missing[0]!r}: {spec.name} needs {', '.join(spec.columns)}, "
             f"and the file has {', '.join(table.column_names)}"
         )
     if table.num_rows == 0:
-        raise WrongRows(f"{where} has no rows")
+        raise WrongRowsError(f"{where} has no rows")
     for name in spec.texts:
         _check_text(table, name, where)
     if spec.options:
@@ -57,7 +57,7 @@ def check_overlap(
         return None
     what = " and ".join(spec.identity)
     if len(shared) > MOST_OVERLAP * len(rows):
-        raise WrongRows(
+        raise WrongRowsError(
             f"{len(shared)} of {len(rows)} rows of {files[1]} are also in {files[0]} (the first is row "
             f"{shared[0] + 1}, compared by column {what}): one of the two files is the wrong one"
         )
@@ -71,14 +71,14 @@ def _identities(table: pa.Table, spec: TaskSpec) -> Iterator[tuple[str, ...]]:
 def _check_text(table: pa.Table, name: str, where: str) -> None:
     kind = table.schema.field(name).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise WrongRows(f"column {name!r} of {where} holds {kind}, not text")
+        raise WrongRowsError(f"column {name!r} of {where} holds {kind}, not text")
     _no_nulls(table, name, where)
 
 
 def _no_nulls(table: pa.Table, name: str, where: str) -> None:
     if table[name].null_count:
         row = int(np.argmax(np.asarray(pc.is_null(table[name]))))
-        raise WrongRows(f"{_place(where, row, name)} is empty")
+        raise WrongRowsError(f"{_place(where, row, name)} is empty")
 
 
 def _check_options(table: pa.Table, spec: TaskSpec, where: str) -> None:
@@ -90,7 +90,7 @@ def _check_options(table: pa.Table, spec: TaskSpec, where: str) -> None:
             or len(options) != expected
             or not all(isinstance(option, str) for option in options)
         ):
-            raise WrongRows(
+            raise WrongRowsError(
                 f"{_place(where, row, spec.options)} is not a list of {expected} texts but {_short(options)}"
             )
 
@@ -103,12 +103,12 @@ def _classes(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
         index = letters.get(value, -1) if isinstance(value, str) else value
         if not isinstance(index, int) or not 0 <= index < len(spec.labels):
             allowed = ", ".join(spec.labels) if isinstance(value, str) else f"0 to {len(spec.labels) - 1}"
-            raise WrongRows(
-                f"{_place(where, row, spec.label)} is {_short(value)}, but a label of {spec.name} is {allowed}"
+            raise WrongRowsError(
+                f"{_place(where, row, spec.label)} is {_short(value)}, but a label is {allowed}"
             )
         found[row] = index
     if len(values) > 100 and len(np.unique(found)) == 1:
-        raise WrongRows(
+        raise WrongRowsError(
             f"every row of {where} has {values[0]!r} in column {spec.label!r}: the labels are missing"
         )
     return found
@@ -117,12 +117,12 @@ def _classes(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
 def _scores(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
     kind = table.schema.field(spec.label).type
     if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
-        raise WrongRows(f"column {spec.label!r} of {where} holds {kind}, not numbers")
+        raise WrongRowsError(f"column {spec.label!r} of {where} holds {kind}, not numbers")
     found = table[spec.label].to_numpy().astype(np.float64)
     wrong = np.flatnonzero(~((found >= 0) & (found <= 5)))
     if len(wrong):
         place = _place(where, int(wrong[0]), spec.label)
-        raise WrongRows(f"{place} is {found[wrong[0]]:g}, but a score of {spec.name} is 0 to 5")
+        raise WrongRowsError(f"{place} is {found[wrong[0]]:g}, but a score of {spec.name} is 0 to 5")
     return found
 
 
@@ -133,13 +133,13 @@ def _answers(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
     for row, (context, answers) in enumerate(zip(contexts, table[spec.label].to_pylist(), strict=True)):
         texts, starts = _fields(answers)
         if not texts or len(texts) != len(starts):
-            raise WrongRows(
+            raise WrongRowsError(
                 f"{_place(where, row, spec.label)} has {len(texts)} texts and {len(starts)} starts: "
                 "squad needs at least one answer and a start for each"
             )
         for text, start in itertools.zip_longest(texts, starts):
             if not text or start < 0 or context[start : start + len(text)] != text:
-                raise WrongRows(
+                raise WrongRowsError(
                     f"{_place(where, row, spec.label)} says that {_short(text)} stands at character {start} "
                     f"of the context, but there stands {_short(context[start : start + len(text)])}"
                 )

@@ -28,7 +28,7 @@ def read_hub(spec: TaskSpec, split: str) -> pa.Table:
 
 
 def clean_hellaswag(table: pa.Table) -> pa.Table:
-    """HellaSwag's raw rows without the marks of its how-to source (``[title]``, ``[step]``), labels as numbers."""
+    """HellaSwag's raw rows without the marks of its source (``[title]``, ``[step]``), labels as numbers."""
     rows: list[dict[str, Any]] = table.to_pylist()
     return pa.table(
         {

@@ -1,4 +1,4 @@
-"""Read a task from a data folder or from the hub, check it, and say where it differs from the official one."""
+"""Read a task from a data folder or from the hub, check it, and say how it differs from the official one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from saobp.data.tasks.catalogue import TaskSpec, get_task
-from saobp.data.tasks.checks import WrongRows, check_overlap, check_rows
+from saobp.data.tasks.checks import WrongRowsError, check_overlap, check_rows
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,9 @@ def _read(path: Path) -> pa.Table:
     try:
         return pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as problem:
-        raise WrongRows(f"{path} cannot be read as a parquet file: {str(problem).splitlines()[0]}") from None
+        raise WrongRowsError(
+            f"{path} cannot be read as a parquet file: {str(problem).splitlines()[0]}"
+        ) from None
 
 
 def _table_checksum(table: pa.Table) -> str:
