@@ -1,0 +1,1 @@
+"""Recipes, pretraining, and the records of runs."""

@@ -1,0 +1,151 @@
+"""Run folders: whole or absent, never silently repeated, and able to fall back."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from saobp.training import files
+from saobp.training.runs import FinishedRunError, RunError, RunFolder
+
+RECIPE = {"size": "tiny", "betas": (0.9, 0.98), "refinement": None}
+
+
+def started(path: Path, **options):  # type: ignore[no-untyped-def]
+    options = {"seed": 42, "data": {"prose": "abc"}} | options
+    return RunFolder.start(path, "pretrain", RECIPE, **options)
+
+
+def fill_the_disk(folder: Path) -> None:
+    (folder / "weights").write_text("4")
+    raise OSError(errno.ENOSPC, "disk full")
+
+
+def test_a_new_run_says_what_it_is(tmp_path: Path) -> None:
+    run = started(tmp_path / "run")
+    assert run.recipe == {"kind": "pretrain", "size": "tiny", "betas": [0.9, 0.98], "refinement": None}
+    record = run.record
+    assert record["status"] == "running"
+    assert record["seed"] == 42
+    assert record["data"] == {"prose": "abc"}
+    assert set(record["environment"]) == {
+        "python",
+        "torch",
+        "transformers",
+        "saobp",
+        "hardware",
+        "processes",
+    }
+    assert {"command", "commit", "started", "finished", "seconds"} <= set(record)
+
+
+def test_a_finished_run_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    with run.checkpoint(1) as folder:
+        (folder / "weights").write_text("1")
+    run.finish({"loss": 1.0}, seconds=2.0)
+    assert run.record["status"] == "finished"
+    assert run.record["seconds"] == 2.0
+    assert not run.checkpoints.exists()
+    for resume in (False, True):
+        with pytest.raises(FinishedRunError, match=r"result\.json"):
+            started(tmp_path, resume=resume)
+    assert run.result == {"loss": 1.0}
+
+
+def test_an_unfinished_run_needs_resume_and_the_same_recipe_and_data(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    began = run.record["started"]
+    with pytest.raises(RunError, match="unfinished run: add --resume"):
+        started(tmp_path)
+    with pytest.raises(RunError, match="another size"):
+        RunFolder.start(tmp_path, "pretrain", {**RECIPE, "size": "mini"}, seed=42, resume=True)
+    with pytest.raises(RunError, match="the data prose"):
+        started(tmp_path, data={"prose": "abd"}, resume=True)
+    assert started(tmp_path, resume=True).record["started"] == began
+
+
+def test_a_folder_of_other_things_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(RunError, match="holds no run"):
+        started(tmp_path, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_leftovers_of_a_kill_go(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished-recipe.json").write_text("{")
+    run = started(tmp_path)
+    left = run.checkpoints / ".unfinished-step-000003"
+    left.mkdir(parents=True)
+    started(tmp_path, resume=True)
+    assert not left.exists()
+
+
+def test_checkpoints_are_whole_or_absent_and_two_are_kept(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    for step in (1, 2, 3):
+        with run.checkpoint(step) as folder:
+            (folder / "weights").write_text(str(step))
+    with pytest.raises(OSError, match="full"), run.checkpoint(4) as folder:
+        fill_the_disk(folder)
+    assert run.checkpoint_steps() == [2, 3]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000002", "step-000003"]
+    assert run.last_good_checkpoint() == 3
+
+
+@pytest.mark.parametrize("harm", ["change", "remove", "manifest", "no manifest"])
+def test_a_corrupt_checkpoint_falls_back_with_one_sentence(tmp_path: Path, harm: str) -> None:
+    run = started(tmp_path)
+    for step in (1, 2):
+        with run.checkpoint(step) as folder:
+            (folder / "weights").write_text("w" * step)
+    last = run.checkpoint_path(2)
+    if harm == "change":
+        (last / "weights").write_text("wx")
+    elif harm == "remove":
+        (last / "weights").unlink()
+    elif harm == "manifest":
+        (last / files.MANIFEST).write_text("{")
+    else:
+        (last / files.MANIFEST).unlink()
+    said: list[str] = []
+    assert run.last_good_checkpoint(said.append) == 1
+    assert len(said) == 1
+    assert said[0].startswith("The checkpoint of step 2 is left out, because ")
+
+
+def test_rewinding_drops_later_and_torn_lines(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    for step in (1, 2, 3):
+        run.log_metrics({"step": step, "loss": 1 / step})
+        run.log_health({"step": step})
+    with run.file("metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3]
+    run.rewind(2)
+    assert [line["step"] for line in run.metrics()] == [1, 2]
+    assert [line["step"] for line in run.health()] == [1, 2]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step" 2}\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"line 2, column 9"):
+        files.read_lines(path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record.json"
+    files.write_json(path, {"status": "running"})
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        files.write_json(path, {"status": "finished"})
+    assert json.loads(path.read_text()) == {"status": "running"}
+    assert [one.name for one in tmp_path.iterdir()] == ["record.json"]
