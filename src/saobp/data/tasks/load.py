@@ -32,7 +32,7 @@ class Split:
         return int(self.table.num_rows)
 
     def column(self, name: str) -> list[Any]:
-        return self.table[name].to_pylist()  # type: ignore[no-any-return]
+        return self.table[name].to_pylist()
 
     @property
     def note(self) -> str | None:

@@ -67,7 +67,7 @@ class Layout:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Layout:
-        """Read off an encoded pair. Where a tokenizer puts nothing between, its end-of-text token goes there."""
+        """Read off an encoded pair; where nothing stands between, the end-of-text token is put there."""
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
         other = tokenizer("b", add_special_tokens=False)["input_ids"]
         pair = tokenizer("a", "b")
@@ -111,14 +111,13 @@ class Sequences:
     layout: Layout
     first: np.ndarray
     first_lengths: np.ndarray
-    second: np.ndarray | None = None
-    second_starts: np.ndarray | None = None
-    second_lengths: np.ndarray | None = None
+    second: np.ndarray | None
+    second_starts: np.ndarray
+    second_lengths: np.ndarray
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        total = self.first_lengths + self.layout.specials(self.second is not None)
-        return total if self.second_lengths is None else total + self.second_lengths
+        return self.first_lengths + self.second_lengths + self.layout.specials(self.second is not None)
 
     @cached_property
     def second_offset(self) -> np.ndarray:
@@ -126,7 +125,7 @@ class Sequences:
         return self.first_lengths + len(self.layout.before) + len(self.layout.between)
 
     def gather(self, indices: np.ndarray, length: int) -> dict[str, Tensor]:
-        """Padded ``input_ids``, ``attention_mask`` and, where used, ``token_type_ids``, ``[indices, length]``."""
+        """Padded ids, mask and, where the tokenizer has them, token types, each ``[indices, length]``."""
         ids = np.full((len(indices), length), self.layout.padding, dtype=np.int64)
         types = np.zeros_like(ids)
         sizes = self.lengths[indices]
@@ -140,7 +139,6 @@ class Sequences:
             ids[row, at : at + size] = tokens[begin : begin + size]
             at += size
             if self.second is not None:
-                assert self.second_starts is not None and self.second_lengths is not None
                 ids[row, at : at + len(between)] = between
                 at += len(between)
                 size = self.second_lengths[index]
@@ -150,7 +148,10 @@ class Sequences:
                 at += size
             ids[row, at : at + len(after)] = after
         mask = np.arange(length) < sizes[:, None]
-        batch = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask.astype(np.int64))}
+        batch = {
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": torch.from_numpy(mask.astype(np.int64)),
+        }
         if self.layout.has_types:
             batch["token_type_ids"] = torch.from_numpy(types)
         return batch
@@ -159,6 +160,8 @@ class Sequences:
 def pair_lengths(first: np.ndarray, second: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
     """Lengths of pairs cut to ``budget`` tokens together: the longer text gives way to the shorter."""
     half = budget // 2
-    kept_first = np.where(second <= half, np.minimum(first, budget - second), np.minimum(first, budget - half))
+    kept_first = np.where(
+        second <= half, np.minimum(first, budget - second), np.minimum(first, budget - half)
+    )
     kept_second = np.minimum(second, budget - kept_first)
     return kept_first, kept_second

@@ -48,9 +48,13 @@ class FinetuneRecipe:
         if not self.rate > 0:
             raise ValueError(f"rate must be above 0, not {self.rate!r}")
         if not 0 <= self.warmup < 1:
-            raise ValueError(f"warmup is a share of the steps, from 0 up to but not including 1, not {self.warmup!r}")
+            raise ValueError(
+                f"warmup is a share of the steps, from 0 up to but not including 1, not {self.warmup!r}"
+            )
         if self.decay < 0 or self.clip <= 0:
-            raise ValueError(f"decay must be at least 0 and clip above 0, not {self.decay!r} and {self.clip!r}")
+            raise ValueError(
+                f"decay must be at least 0 and clip above 0, not {self.decay!r} and {self.clip!r}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

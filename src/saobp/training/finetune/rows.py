@@ -9,12 +9,11 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
 from saobp.data.tasks import Split, TaskSpec
 from saobp.training.finetune.encoding import Layout, Sequences, TokenTable, bucket_length, pair_lengths
-from saobp.training.finetune.recipe import FinetuneRecipe
 
 Batch = dict[str, Tensor]
 
@@ -81,11 +80,13 @@ class LengthBatches:
         return -(-len(self.lengths) // self.batch)
 
 
-class EpochBatches:
+class EpochBatches(Sampler[list[int]]):
     """The batch sampler of a DataLoader; ``set_epoch`` chooses the order."""
 
+    drop_last = False
+
     def __init__(self, batches: LengthBatches) -> None:
-        self.batches, self.current = batches, 0
+        self.batches, self.batch_size, self.current = batches, batches.batch, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.current = epoch
@@ -97,30 +98,28 @@ class EpochBatches:
         return len(self.batches)
 
 
-def encode_rows(
-    split: Split, spec: TaskSpec, tokenizer: PreTrainedTokenizerBase, recipe: FinetuneRecipe, length: int
-) -> Rows:
+def encode_rows(split: Split, spec: TaskSpec, tokenizer: PreTrainedTokenizerBase, length: int) -> Rows:
     """Tokenise a split of a classification, regression or choice task."""
+    seconds: list[str] | None = None
+    group = 1
     if spec.kind == "choice":
-        firsts, seconds, group = *choice_texts(split, spec), len(spec.labels)
+        firsts, seconds = choice_texts(split, spec)
+        group = len(spec.labels)
     else:
-        firsts, group = split.column(spec.texts[0]), 1
-        seconds = split.column(spec.texts[1]) if len(spec.texts) > 1 else None
-    table = TokenTable(tokenizer, firsts if seconds is None else [*firsts, *seconds])
+        firsts = split.column(spec.texts[0])
+        if len(spec.texts) > 1:
+            seconds = split.column(spec.texts[1])
+    table = TokenTable(tokenizer, [*firsts, *(seconds or [])])
     layout = Layout.of(tokenizer)
-    first = table.rows(firsts)
     budget = length - layout.specials(seconds is not None)
+    first = table.rows(firsts)
+    second = None if seconds is None else table.rows(seconds)
+    whole = table.lengths[first], np.zeros_like(first) if second is None else table.lengths[second]
+    kept = pair_lengths(*whole, budget)
+    sequences = Sequences(table, layout, first, kept[0], second, np.zeros_like(first), kept[1])
     labels = split.labels.astype(np.float32) if spec.kind == "regression" else split.labels
-    if seconds is None:
-        kept = np.minimum(table.lengths[first], budget)
-        sequences = Sequences(table, layout, first, kept)
-        whole = table.lengths[first]
-    else:
-        second = table.rows(seconds)
-        whole = table.lengths[first] + table.lengths[second]
-        kept, kept_second = pair_lengths(table.lengths[first], table.lengths[second], budget)
-        sequences = Sequences(table, layout, first, kept, second, np.zeros_like(second), kept_second)
-    return Rows(sequences, {"labels": labels}, length, group, cut=float((whole > budget).mean()))
+    cut = float((whole[0] + whole[1] > budget).mean())
+    return Rows(sequences, {"labels": labels}, length, group, cut)
 
 
 def choice_texts(split: Split, spec: TaskSpec) -> tuple[list[str], list[str]]:
@@ -129,7 +128,11 @@ def choice_texts(split: Split, spec: TaskSpec) -> tuple[list[str], list[str]]:
     questions = split.column(spec.texts[1]) if len(spec.texts) > 1 else [""] * len(contexts)
     firsts = [context for context, own in zip(contexts, options, strict=True) for _ in own]
     seconds = [
-        option if not question else question.replace("_", option, 1) if "_" in question else f"{question} {option}"
+        option
+        if not question
+        else question.replace("_", option, 1)
+        if "_" in question
+        else f"{question} {option}"
         for question, own in zip(questions, options, strict=True)
         for option in own
     ]

@@ -19,7 +19,7 @@ from saobp.training.finetune.rows import Rows
 
 @dataclass(frozen=True)
 class SpanRows(Rows):
-    """Windows of contexts. ``example`` is the question of each window, ``contexts`` the text of each question."""
+    """Windows: ``example`` is the question of each, ``contexts`` the text of each question."""
 
     example: np.ndarray = None  # type: ignore[assignment]
     contexts: Sequence[str] = ()
@@ -28,8 +28,8 @@ class SpanRows(Rows):
     def texts(self, windows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> list[str]:
         """The characters from token ``starts`` to token ``ends`` (positions in the sequence) of windows."""
         sequences = self.sequences
-        assert sequences.second is not None and sequences.second_starts is not None
         characters = sequences.table.characters
+        assert sequences.second is not None
         assert characters is not None
         shift = sequences.second_starts[windows] - sequences.second_offset[windows]
         base = sequences.table.starts[sequences.second[windows]] + shift
@@ -93,7 +93,6 @@ def _answer_tokens(
 
 
 def _positions(sequences: Sequences, first: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
-    assert sequences.second_starts is not None and sequences.second_lengths is not None
     begin, end = first - sequences.second_starts, last - sequences.second_starts
     inside = (begin >= 0) & (end < sequences.second_lengths) & (begin <= end)
     offset = sequences.second_offset
@@ -118,6 +117,6 @@ def best_spans(start: Tensor, end: Tensor, allowed: Tensor, longest: int) -> tup
         by_distance.append(sums.max(1))
     scores = torch.stack([best.values for best in by_distance], 1)
     places = torch.stack([best.indices for best in by_distance], 1)
-    score, distance = scores.max(1)
-    begin = places.gather(1, distance[:, None])[:, 0]
-    return score, begin, begin + distance
+    score, apart = scores.max(1)
+    begin = places.gather(1, apart[:, None])[:, 0]
+    return score, begin, begin + apart

@@ -1,0 +1,146 @@
+"""One seed of fine-tuning on the Transformers Trainer, with little work per step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from saobp.data.tasks import TaskSpec
+from saobp.training.finetune.predict import evaluate_rows
+from saobp.training.finetune.recipe import FinetuneRecipe
+from saobp.training.finetune.rows import EpochBatches, LengthBatches, Rows
+from saobp.training.runs import RunFolder
+
+CHECKPOINT_SECONDS = 60.0
+"""An epoch's end writes a checkpoint if so much time has passed since the last; short runs start again."""
+LOGS_PER_EPOCH = 10
+
+Progress = Callable[[int, int], None]
+
+
+class TaskTrainer(Trainer):
+    """Trains on batches of like length, scores every epoch, and writes to a run folder."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        spec: TaskSpec,
+        recipe: FinetuneRecipe,
+        rows: Mapping[str, Rows],
+        run: RunFolder,
+        *,
+        seed: int,
+        checkpoint_seconds: float = CHECKPOINT_SECONDS,
+        progress: Progress | None = None,
+    ) -> None:
+        self.spec, self.recipe, self.rows, self.run = spec, recipe, rows, run
+        self.batches = LengthBatches(rows["train"].lengths, recipe.batch, seed)
+        self.checkpoint_seconds, self.earlier = checkpoint_seconds, float(run.record.get("seconds") or 0.0)
+        self.began = self.last_checkpoint = time.monotonic()
+        super().__init__(
+            model=model,
+            args=training_arguments(recipe, run.path, len(self.batches), seed),
+            train_dataset=rows["train"],
+            eval_dataset=rows["validation"],
+            callbacks=[] if progress is None else [_ProgressCallback(progress)],
+        )
+        self.model_accepts_loss_kwargs = False
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on this seed, also before an interruption."""
+        return self.earlier + time.monotonic() - self.began
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        loader = DataLoader(
+            self.rows["train"],
+            batch_sampler=EpochBatches(self.batches),
+            collate_fn=_as_is,
+            pin_memory=self.args.device.type == "cuda",
+        )
+        return self.accelerator.prepare(loader)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Score the validation rows; the line in the log carries the epoch."""
+        assert isinstance(self.model, PreTrainedModel)
+        found = evaluate_rows(self.model, self.rows["validation"], self.spec, self.recipe)
+        metrics = {f"eval_{name}": value for name, value in found.items()}
+        self.log(dict(metrics))
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        if "train_runtime" not in logs:
+            head = {"step": self.state.global_step, "seconds": round(self.seconds, 3)}
+            self.run.log_metrics({**head, **logs})
+
+    def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
+        """Not counted: it would walk over all parameters at each step."""
+        del inputs
+        return 0
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """A checkpoint of the run folder, whole or absent, if it is time for one."""
+        del model, trial
+        if time.monotonic() - self.last_checkpoint < self.checkpoint_seconds:
+            return
+        with self.run.checkpoint(self.state.global_step) as folder:
+            self.save_model(str(folder), _internal_call=True)
+            self._save_optimizer_and_scheduler(str(folder))
+            self._save_rng_state(str(folder))
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+        self.last_checkpoint = time.monotonic()
+
+
+class _ProgressCallback(TrainerCallback):
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, control
+        self.progress(state.global_step, state.max_steps)
+
+
+def training_arguments(
+    recipe: FinetuneRecipe, folder: Path, steps_per_epoch: int, seed: int
+) -> TrainingArguments:
+    """The Trainer's settings: bfloat16 on a GPU, float32 on a CPU, no synchronisation between logs."""
+    cuda = torch.cuda.is_available()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=recipe.epochs,
+        per_device_train_batch_size=recipe.batch,
+        learning_rate=recipe.rate,
+        lr_scheduler_type="linear",
+        warmup_steps=round(recipe.warmup * recipe.epochs * steps_per_epoch),
+        weight_decay=recipe.decay,
+        max_grad_norm=recipe.clip,
+        bf16=cuda,
+        use_cpu=not cuda,
+        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        torch_compile=recipe.compiled,
+        seed=seed,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        logging_steps=max(1, steps_per_epoch // LOGS_PER_EPOCH),
+        logging_nan_inf_filter=False,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
