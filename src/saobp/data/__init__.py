@@ -1,0 +1,21 @@
+"""Text to packed blocks of tokens: corpora, vocabularies, token stores, blocks."""
+
+from saobp.data.blocks import Blocks, as_it_is
+from saobp.data.corpora import Corpus, open_corpus, parse_mixture
+from saobp.data.tokens import TokenStore, prepare_corpora, prepare_tokens
+from saobp.data.vocabulary import load_tokenizer, prefix_of, separator_of, train_vocabulary
+
+__all__ = [
+    "Blocks",
+    "Corpus",
+    "TokenStore",
+    "as_it_is",
+    "load_tokenizer",
+    "open_corpus",
+    "parse_mixture",
+    "prefix_of",
+    "prepare_corpora",
+    "prepare_tokens",
+    "separator_of",
+    "train_vocabulary",
+]

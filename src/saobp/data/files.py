@@ -1,0 +1,113 @@
+"""Read parquet and text files piece by piece, and name the place where one is wrong."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+ROWS_AT_ONCE = 64
+LONGEST_DOCUMENT = 2**20
+"""Characters of a text file that may be one document; a longer file is cut at a blank line, or at a line."""
+
+
+def parquet_rows(file: Path, column: str) -> Iterator[str]:
+    """The strings of one column; the first row that is none is named."""
+    opened = open_parquet(file, column)
+    number = 0
+    try:
+        for batch in opened.iter_batches(batch_size=ROWS_AT_ONCE, columns=[column]):
+            values = batch.column(0)
+            if pyarrow.types.is_dictionary(values.type):
+                values = values.dictionary_decode()
+            try:
+                texts = values.to_pylist()
+            except UnicodeDecodeError:
+                texts = [
+                    _decoded(value, file, column, number + place) for place, value in enumerate(values, 1)
+                ]
+            for text in texts:
+                number += 1
+                if text is None:
+                    raise ValueError(f"row {number} of column {column!r} in {file} is null, not text")
+                yield text
+    except (pyarrow.ArrowException, OSError) as problem:
+        raise ValueError(f"{file} is corrupt after row {number} of column {column!r}: {problem}") from problem
+
+
+def open_parquet(file: Path, column: str) -> Any:
+    """A parquet file that has this column, as text, and at least one row."""
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file} is empty: it has 0 bytes")
+    try:
+        opened = pyarrow.parquet.ParquetFile(file)
+    except (pyarrow.ArrowException, OSError) as problem:
+        raise ValueError(f"{file} is not a readable parquet file: {problem}") from problem
+    schema = opened.schema_arrow
+    if column not in schema.names:
+        raise ValueError(f"{file} has no column {column!r}; its columns are {', '.join(schema.names)}")
+    kind = schema.field(column).type
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise ValueError(f"column {column!r} in {file} holds {kind}, not text")
+    if opened.metadata.num_rows == 0:
+        raise ValueError(f"{file} is empty: its column {column!r} has 0 rows")
+    return opened
+
+
+def parquet_bytes(file: Path, column: str) -> int:
+    """About how many bytes of text a column holds, from the file's footer."""
+    metadata = open_parquet(file, column).metadata
+    place = metadata.schema.names.index(column)
+    groups = range(metadata.num_row_groups)
+    return sum(metadata.row_group(group).column(place).total_uncompressed_size for group in groups)
+
+
+def text_documents(file: Path) -> Iterator[str]:
+    """A UTF-8 file as a document of paragraphs; only a very long file becomes several."""
+    kept: list[str] = []
+    characters = 0
+    for line in _lines(file):
+        if characters >= LONGEST_DOCUMENT and (not line.strip() or characters >= 2 * LONGEST_DOCUMENT):
+            yield from _unless_blank(kept)
+            kept, characters = [], 0
+        kept.append(line)
+        characters += len(line)
+    yield from _unless_blank(kept)
+
+
+def _unless_blank(lines: list[str]) -> Iterator[str]:
+    if (text := "".join(lines).strip("\n")) and text.strip():
+        yield text
+
+
+def _lines(file: Path) -> Iterator[str]:
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file} is empty: it has 0 bytes")
+    with file.open("rb") as contents:
+        for number, raw in enumerate(contents, 1):
+            if number == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as problem:
+                column = len(raw[: problem.start].decode("utf-8")) + 1
+                raise ValueError(
+                    f"{file} is not UTF-8: line {number}, column {column} "
+                    f"holds the byte 0x{raw[problem.start]:02x}"
+                ) from None
+            yield line.replace("\r\n", "\n")
+
+
+def _decoded(value: Any, file: Path, column: str, number: int) -> str | None:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as problem:
+        raise ValueError(
+            f"row {number} of column {column!r} in {file} is not UTF-8: its byte {problem.start + 1} "
+            f"is 0x{problem.object[problem.start]:02x}"
+        ) from None

@@ -1,0 +1,75 @@
+"""The models that are trained from nothing: BERT and GPT-2 in the paper's widths and depths."""
+
+from __future__ import annotations
+
+import torch
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from saobp.benchmarking.models import SIZES as PAPER_SIZES
+from saobp.benchmarking.models import Size
+
+FAMILIES = ("bert", "gpt2")
+SIZES: dict[str, Size] = {"tiny": Size(2, 64, 4, 128), **PAPER_SIZES}
+"""The paper's three, and one for tests and laptops."""
+POSITIONS = 512
+"""Positions that a model has room for at least, so that tasks with longer inputs can be learned later."""
+
+
+def build_model(
+    family: str,
+    size: str,
+    *,
+    vocabulary: int,
+    length: int,
+    dropout: float = 0.1,
+    multiple: int = 1,
+    seed: int | None = None,
+) -> PreTrainedModel:
+    """A model with random weights for ``length`` tokens of a vocabulary.
+
+    dropout is that of hidden states and attention rows alike. ``multiple`` rounds the vocabulary up to a
+    multiple, because matrix products of odd widths are slow on GPUs; no text contains the extra tokens.
+    """
+    shape = shape_of(family, size)
+    if vocabulary < 1 or length < 2:
+        raise ValueError(f"a model needs a vocabulary and at least 2 positions, not {vocabulary} and {length}")
+    if seed is not None:
+        torch.manual_seed(seed)
+    rounded = -(-vocabulary // multiple) * multiple
+    positions = max(length, POSITIONS)
+    if family == "bert":
+        return BertForMaskedLM(
+            BertConfig(
+                vocab_size=rounded,
+                hidden_size=shape.hidden,
+                num_hidden_layers=shape.layers,
+                num_attention_heads=shape.heads,
+                intermediate_size=shape.ffn,
+                max_position_embeddings=positions,
+                hidden_dropout_prob=dropout,
+                attention_probs_dropout_prob=dropout,
+            )
+        )
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=rounded,
+            n_embd=shape.hidden,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            n_inner=shape.ffn,
+            n_positions=positions,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            resid_pdrop=dropout,
+            bos_token_id=vocabulary - 1,
+            eos_token_id=vocabulary - 1,
+        )
+    )
+
+
+def shape_of(family: str, size: str) -> Size:
+    if family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}: choose {' or '.join(FAMILIES)}")
+    if size not in SIZES:
+        raise ValueError(f"unknown size {size!r}: choose one of {', '.join(SIZES)}")
+    return SIZES[size]

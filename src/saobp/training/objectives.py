@@ -1,0 +1,151 @@
+"""What a language model is trained to do: fill in hidden tokens, or say the next one.
+
+Everything here has static shapes and asks nothing of the device, so that a step compiles to one graph. Which
+tokens are hidden follows from one number per row, which follows from the run's seed, the step and the row's
+place in the whole batch: it does not depend on the number of processes, and a resumed run hides the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_LOW = 0xFFFFFFFF
+_FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
+"""Odd multipliers below 2^31, so that a product with 32 bits stays within a signed 64-bit number."""
+_REPLACEMENT = 0x5BD1E995
+
+
+def scrambled(numbers: Any) -> Any:
+    """A fixed mixing of 32-bit numbers, held as int64, in NumPy or PyTorch: every input bit moves every other."""
+    numbers = numbers & _LOW
+    numbers = ((numbers ^ (numbers >> 16)) * _FIRST) & _LOW
+    numbers = ((numbers ^ (numbers >> 15)) * _SECOND) & _LOW
+    return numbers ^ (numbers >> 15)
+
+
+def row_seeds(seed: int, step: int, rows: Iterable[int]) -> np.ndarray:
+    """One number for each row of the global batch at a step: int64 ``[rows]``."""
+    start = scrambled(scrambled(np.int64(seed & _LOW)) + np.int64(step & _LOW))
+    return scrambled(start + np.asarray(rows, dtype=np.int64) * 0x9E37)
+
+
+class Objective(Protocol):
+    """A loss of a model on rows of tokens."""
+
+    def __call__(self, model: PreTrainedModel, ids: Tensor, seeds: Tensor, precision: str) -> Tensor:
+        """ids ``[rows, length]``, seeds ``[rows]``; the mean loss over what is predicted, in nats."""
+        ...
+
+
+@dataclass(frozen=True)
+class MaskedLM:
+    """Exactly ``round(share * length)`` tokens of each row are predicted, never special ones.
+
+    As in BERT, of these 80 % are shown as the mask, 10 % as a random token, 10 % as they are.
+    """
+
+    vocabulary: int
+    mask: int
+    special: tuple[int, ...]
+    share: float = 0.15
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, share: float = 0.15) -> MaskedLM:
+        if tokenizer.mask_token_id is None:
+            raise ValueError("masked language modelling needs a tokenizer with a mask token")
+        return cls(len(tokenizer), tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)), share)
+
+    def __call__(self, model: PreTrainedModel, ids: Tensor, seeds: Tensor, precision: str) -> Tensor:
+        shown, places, targets = self.hide(ids, seeds)
+        hidden = hidden_states(model, shown, precision)
+        picked = hidden.gather(1, places.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+        return cross_entropy(head_scores(model, picked, precision), targets)
+
+    def hide(self, ids: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows as shown ``[rows, length]``, predicted places and their tokens ``[rows, predicted]``."""
+        length = ids.shape[1]
+        positions = torch.arange(length, device=ids.device)
+        drawn = scrambled(seeds.unsqueeze(1) + positions * 0x85EB)
+        is_special = torch.zeros_like(ids, dtype=torch.bool)
+        for token in self.special:
+            is_special = is_special | (ids == token)
+        ranks = drawn * length + positions - is_special * 2**48
+        places = ranks.topk(max(1, round(self.share * length)), dim=1).indices
+        targets = ids.gather(1, places)
+        again = scrambled(drawn.gather(1, places) + _REPLACEMENT)
+        fate, token = again % 10, scrambled(again + 1) % self.vocabulary
+        replaced = torch.where(fate == 8, token, torch.where(fate == 9, targets, self.mask))
+        return ids.scatter(1, places, replaced), places, targets
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """Every token but the first is predicted from those before it."""
+
+    def __call__(self, model: PreTrainedModel, ids: Tensor, seeds: Tensor, precision: str) -> Tensor:  # noqa: ARG002
+        hidden = hidden_states(model, ids, precision)
+        return cross_entropy(head_scores(model, hidden[:, :-1], precision), ids[:, 1:])
+
+
+def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+    """scores ``[rows, places, vocabulary]``, targets ``[rows, places]``; in float32."""
+    return functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
+
+
+def hidden_states(model: PreTrainedModel, ids: Tensor, precision: str) -> Tensor:
+    """The last hidden states ``[rows, length, width]`` of full rows without padding."""
+    body = model.base_model
+    options: dict[str, Any] = {"return_dict": True}
+    if getattr(model.config, "type_vocab_size", 0):
+        # One row of types for all rows: their gradient is then a plain sum over the batch.
+        options["token_type_ids"] = torch.zeros(1, ids.shape[1], dtype=torch.long, device=ids.device)
+    else:
+        options["use_cache"] = False
+    if precision == "fp32":
+        return body(input_ids=ids, **options).last_hidden_state
+    # The table of token embeddings is read in float32, so that gradients of frequent tokens add up there.
+    table = body.get_input_embeddings().weight
+    options["inputs_embeds"] = functional.embedding(ids, table).to(torch.bfloat16)
+    return functional_call(body, in_bfloat16(body), (), options).last_hidden_state
+
+
+def head_scores(model: PreTrainedModel, hidden: Tensor, precision: str) -> Tensor:
+    """What the model's own head says about hidden states ``[rows, places, width]``."""
+    head = head_of(model)
+    if precision == "fp32":
+        return head(hidden)
+    return functional_call(head, in_bfloat16(head), (hidden,))
+
+
+def head_of(model: PreTrainedModel) -> nn.Module:
+    """The module from hidden states to scores over the vocabulary."""
+    for name in ("cls", "lm_head"):
+        head = getattr(model, name, None)
+        if isinstance(head, nn.Module):
+            return head
+    raise ValueError(
+        f"{type(model).__name__} has no head named cls or lm_head, so its loss cannot be taken at chosen "
+        "places: pretrain BERT, RoBERTa, GPT-2 or a model shaped like them"
+    )
+
+
+def in_bfloat16(module: nn.Module) -> dict[str, Tensor]:
+    """The module's parameters rounded for this step; strengths stay as they are. Gradients reach the originals."""
+    return {
+        name: parameter.to(torch.bfloat16)
+        for name, parameter in module.named_parameters()
+        if not name.endswith("strength_bias")
+    }
+
+
+def objective_of(family: str, tokenizer: PreTrainedTokenizerBase, share: float) -> Objective:
+    return MaskedLM.of(tokenizer, share) if family == "bert" else CausalLM()

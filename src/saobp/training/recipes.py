@@ -1,0 +1,193 @@
+"""Named sets of hyperparameters. A recipe says everything about a pretraining run except where things are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from saobp.refinement import Refinement
+from saobp.training.models import shape_of
+
+PRECISIONS = ("fp32", "bf16")
+SCHEDULES = ("linear", "cosine", "constant")
+
+
+@dataclass(frozen=True)
+class PretrainRecipe:
+    """Every choice of a pretraining run.
+
+    name:            the recipe it came from
+    steps:           optimiser steps; batch_size rows of length tokens each, over all processes together
+    accumulation:    parts that a batch is computed in, to save memory
+    precision:       bf16 computes in bfloat16 on weights kept in float32
+    compiled:        whether torch.compile fuses the step
+    strength_rate:   learning rate of learned strengths, as a multiple of the others'
+    vocabulary_multiple: the vocabulary is rounded up to it
+    log_steps:       steps between lines of metrics; the other intervals are multiples of it
+    evaluation_rows: held-out rows whose loss is taken, always the same with the same masks
+    health_texts:    held-out texts whose attention is measured at each evaluation; 0 for none
+    regularizer:     name of a penalty on attention, or None
+    corpus:          the texts, as they were asked for
+    """
+
+    name: str
+    family: str
+    size: str
+    steps: int
+    batch_size: int
+    length: int
+    learning_rate: float
+    warmup_steps: int
+    accumulation: int = 1
+    schedule: str = "linear"
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    clip: float = 1.0
+    dropout: float = 0.1
+    masked_share: float = 0.15
+    precision: str = "bf16"
+    compiled: bool = True
+    refinement: Refinement | None = None
+    strength_rate: float = 10.0
+    regularizer: str | None = None
+    vocabulary_multiple: int = 1
+    seed: int = 42
+    log_steps: int = 50
+    evaluation_steps: int = 500
+    checkpoint_steps: int = 1000
+    evaluation_rows: int = 4096
+    health_texts: int = 16
+    corpus: str = ""
+
+    def __post_init__(self) -> None:
+        shape_of(self.family, self.size)
+        if self.refinement is not None:
+            object.__setattr__(self, "refinement", Refinement.of(self.refinement))
+        object.__setattr__(self, "betas", tuple(self.betas))
+        for name in ("steps", "batch_size", "accumulation", "log_steps", "vocabulary_multiple"):
+            _check(name, getattr(self, name) >= 1, "at least 1", getattr(self, name))
+        _check("length", self.length >= 2, "at least 2", self.length)
+        _check("learning_rate", self.learning_rate > 0, "above 0", self.learning_rate)
+        _check("dropout", 0 <= self.dropout < 1, "from 0 up to but not including 1", self.dropout)
+        _check("masked_share", 0 < self.masked_share < 1, "between 0 and 1", self.masked_share)
+        _check("precision", self.precision in PRECISIONS, " or ".join(PRECISIONS), self.precision)
+        _check("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES), self.schedule)
+        for name in ("warmup_steps", "health_texts", "evaluation_rows", "clip", "strength_rate"):
+            _check(name, getattr(self, name) >= 0, "at least 0", getattr(self, name))
+        _check(
+            "warmup_steps", self.warmup_steps < self.steps, f"below the {self.steps} steps", self.warmup_steps
+        )
+        for name in ("evaluation_steps", "checkpoint_steps"):
+            value = getattr(self, name)
+            rule = f"a multiple of log_steps ({self.log_steps})"
+            _check(name, value >= 1 and value % self.log_steps == 0, rule, value)
+
+    @property
+    def tokens(self) -> int:
+        """The token budget."""
+        return self.steps * self.tokens_per_step
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.length
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        plain = asdict(self)
+        plain["betas"] = list(self.betas)
+        plain["refinement"] = None if self.refinement is None else self.refinement.to_dict()
+        return plain
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PretrainRecipe:
+        """Read what ``to_dict`` gave, or a run's recipe.json."""
+        values = {name: value for name, value in values.items() if name != "kind"}
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"unknown recipe field {', '.join(unknown)}")
+        return cls(**values)
+
+
+def paper(family: str, size: str) -> PretrainRecipe:
+    """The paper's steps, rates and warm-up. Its batch size is not stated; its cost table fits 32 x 128."""
+    try:
+        steps, rate, warmup = {
+            "mini": (60_000, 5e-5, 3000),
+            "small": (150_000, 3e-4, 7500),
+            "medium": (245_000, 3e-4, 12_000),
+        }[size]
+    except KeyError:
+        raise ValueError(f"the paper has no size {size!r}: choose mini, small or medium") from None
+    return PretrainRecipe(
+        "paper", family, size, steps, 32, 128, rate, warmup, evaluation_steps=2500, checkpoint_steps=2500
+    )
+
+
+def fast(family: str, size: str) -> PretrainRecipe:
+    """For one modern GPU: a batch of 256 x 128, a high rate, no dropout, a fixed token budget.
+
+    262 million tokens for mini, twice and three times that for small and medium: too few for a model of
+    these sizes to overfit, which is what dropout is for, and dropout costs time.
+    """
+    try:
+        steps, rate = {
+            "tiny": (2000, 2e-3),
+            "mini": (8000, 1e-3),
+            "small": (16_000, 7e-4),
+            "medium": (24_000, 5e-4),
+        }[size]
+    except KeyError:
+        shape_of(family, size)
+        raise
+    return PretrainRecipe(
+        "fast",
+        family,
+        size,
+        steps,
+        256,
+        128,
+        rate,
+        warmup_steps=steps // 20,
+        betas=(0.9, 0.98),
+        epsilon=1e-6,
+        dropout=0.0,
+        vocabulary_multiple=64,
+    )
+
+
+def tiny(family: str, size: str = "tiny") -> PretrainRecipe:
+    """Seconds on a CPU: for tests, trials and the quickstart."""
+    return PretrainRecipe(
+        "tiny",
+        family,
+        size,
+        200,
+        16,
+        32,
+        4e-3,
+        warmup_steps=10,
+        betas=(0.9, 0.98),
+        dropout=0.0,
+        precision="fp32",
+        compiled=False,
+        log_steps=10,
+        evaluation_steps=50,
+        checkpoint_steps=100,
+        evaluation_rows=64,
+    )
+
+
+RECIPES: dict[str, Callable[[str, str], PretrainRecipe]] = {"paper": paper, "fast": fast, "tiny": tiny}
+
+
+def named_recipe(name: str, family: str, size: str) -> PretrainRecipe:
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
+    return RECIPES[name](family, size)
+
+
+def _check(name: str, holds: bool, rule: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {rule}, not {value}")
