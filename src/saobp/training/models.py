@@ -32,7 +32,9 @@ def build_model(
     """
     shape = shape_of(family, size)
     if vocabulary < 1 or length < 2:
-        raise ValueError(f"a model needs a vocabulary and at least 2 positions, not {vocabulary} and {length}")
+        raise ValueError(
+            f"a model needs a vocabulary and at least 2 positions, not {vocabulary} and {length}"
+        )
     if seed is not None:
         torch.manual_seed(seed)
     rounded = -(-vocabulary // multiple) * multiple

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,11 @@ class Split:
         """At most ``limit`` rows, drawn once and for all."""
         if limit is None or limit >= len(self):
             return self
-        chosen = np.sort(np.random.default_rng(0).permutation(len(self))[:limit])
-        return Split(
-            self.name, self.source, self.checksum, self.table.take(chosen), self.labels[chosen],
-            self.rows, self.official, self.is_official,
-        )  # fmt: skip
+        return self.take(np.sort(np.random.default_rng(0).permutation(len(self))[:limit]))
+
+    def take(self, chosen: np.ndarray) -> Split:
+        """Some rows by number."""
+        return replace(self, table=self.table.take(pa.array(chosen)), labels=self.labels[chosen])
 
 
 @dataclass(frozen=True)

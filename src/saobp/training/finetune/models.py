@@ -15,6 +15,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 import saobp
@@ -29,10 +30,10 @@ _HEADS: dict[str, tuple[Any, str]] = {
 }
 
 
-def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved beside a model."""
     tokenizer = AutoTokenizer.from_pretrained(checked_folder(folder))
-    if not tokenizer.is_fast:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"the tokenizer in {str(folder)!r} is not a fast one, which the tasks need")
     return tokenizer
 
@@ -78,6 +79,13 @@ def load_with_head(
         padding = tokenizer.pad_token_id
         model.config.pad_token_id = tokenizer.eos_token_id if padding is None else padding
     return model
+
+
+def effective_refinement(folder: str | Path, refinement: Refinement | None) -> dict[str, Any] | None:
+    """What a checkpoint runs with: what was asked, else what it was saved with; None for plain attention."""
+    if refinement is not None:
+        return None if refinement.is_plain else refinement.to_dict()
+    return getattr(AutoConfig.from_pretrained(checked_folder(folder)), "saobp", None)
 
 
 def most_positions(folder: str | Path) -> int | None:

@@ -15,6 +15,7 @@ from saobp.data.tasks import Task
 from saobp.refinement import Refinement
 from saobp.training.files import write_json
 from saobp.training.finetune.models import (
+    effective_refinement,
     load_tokenizer_of,
     load_with_head,
     model_checksum,
@@ -100,7 +101,7 @@ class _Session:
         return {
             **self.recipe.to_dict(),
             "model": str(self.model),
-            "refinement": None if self.refinement is None else self.refinement.to_dict(),
+            "refinement": effective_refinement(self.model, self.refinement),
             "rows": self.task.describe()["rows"],
             "partial": self.task.partial,
         }

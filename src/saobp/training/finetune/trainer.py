@@ -42,7 +42,8 @@ class TaskTrainer(Trainer):
     ) -> None:
         self.spec, self.recipe, self.rows, self.run = spec, recipe, rows, run
         self.batches = LengthBatches(rows["train"].lengths, recipe.batch, seed)
-        self.checkpoint_seconds, self.earlier = checkpoint_seconds, float(run.record.get("seconds") or 0.0)
+        earlier = run.metrics()
+        self.checkpoint_seconds, self.earlier = checkpoint_seconds, earlier[-1]["seconds"] if earlier else 0.0
         self.began = self.last_checkpoint = time.monotonic()
         super().__init__(
             model=model,
