@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -124,6 +125,7 @@ def _race(draw: random.Random, place: int, seed: int) -> Row:
     }
 
 
+@functools.cache
 def tiny_tokenizer(kind: str = "wordpiece") -> PreTrainedTokenizerFast:
     """A tokenizer that knows the words of the made-up tasks."""
     draw = random.Random(0)
