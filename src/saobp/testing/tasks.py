@@ -139,15 +139,16 @@ def tiny_tokenizer(kind: str = "wordpiece") -> PreTrainedTokenizerFast:
 
 
 def save_tiny_bert(
-    folder: Path, refinement: str | None = None, *, positions: int = 64, seed: int = 0
+    folder: Path, refinement: str | None = None, *, positions: int = 64, spread: float = 0.02, seed: int = 0
 ) -> Path:
-    """A small masked language model with random weights and its tokenizer."""
+    """A small masked language model with random weights of a given spread, and its tokenizer."""
     tokenizer = tiny_tokenizer("wordpiece")
     torch.manual_seed(seed)
     model = BertForMaskedLM(
         BertConfig(
             vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
             intermediate_size=64, max_position_embeddings=positions, pad_token_id=tokenizer.pad_token_id,
+            initializer_range=spread,
         )
     )  # fmt: skip
     return _save(model, tokenizer, folder, refinement)
