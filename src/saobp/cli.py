@@ -8,6 +8,7 @@ from saobp.commands.bench import bench
 from saobp.commands.diagnose import diagnose
 from saobp.commands.evaluate import evaluate
 from saobp.commands.finetune import finetune
+from saobp.commands.pretrain import pretrain
 from saobp.commands.quickstart import quickstart
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(quickstart)
 app.command()(diagnose)
+app.command()(pretrain)
 app.command()(finetune)
 app.command()(evaluate)
 app.add_typer(bench, name="bench")

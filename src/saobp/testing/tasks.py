@@ -17,11 +17,24 @@ import saobp
 from saobp.data.tasks import TASKS, TaskSpec
 from saobp.data.vocabulary import train_vocabulary
 
-NOUNS = "river stone garden window letter doctor market bridge captain winter music horse".split()
-VERBS = "finds takes leaves paints carries watches follows".split()
+NOUNS = [
+    "river",
+    "stone",
+    "garden",
+    "window",
+    "letter",
+    "doctor",
+    "market",
+    "bridge",
+    "captain",
+    "winter",
+    "music",
+    "horse",
+]
+VERBS = ["finds", "takes", "leaves", "paints", "carries", "watches", "follows"]
 SIGNS = ("bad", "good", "strange")
 """The word that gives a label away."""
-COLOURS = "red blue green brown white".split()
+COLOURS = ["red", "blue", "green", "brown", "white"]
 
 Row = dict[str, Any]
 
@@ -71,7 +84,8 @@ def wikitext_rows(articles: int, seed: int) -> list[Row]:
 
 
 def sentence(draw: random.Random) -> str:
-    return f"the {draw.choice(NOUNS)} {draw.choice(VERBS)} the {draw.choice(NOUNS)} near the {draw.choice(NOUNS)} ."
+    who, what, where = (draw.choice(NOUNS) for _ in range(3))
+    return f"the {who} {draw.choice(VERBS)} the {what} near the {where} ."
 
 
 def _labelled(draw: random.Random, spec: TaskSpec, place: int) -> Row:

@@ -23,12 +23,14 @@ def build_model(
     length: int,
     dropout: float = 0.1,
     multiple: int = 1,
+    padding: int | None = None,
     seed: int | None = None,
 ) -> PreTrainedModel:
     """A model with random weights for ``length`` tokens of a vocabulary.
 
     dropout is that of hidden states and attention rows alike. ``multiple`` rounds the vocabulary up to a
     multiple, because matrix products of odd widths are slow on GPUs; no text contains the extra tokens.
+    ``padding`` is the tokenizer's padding token, if it has one.
     """
     shape = shape_of(family, size)
     if vocabulary < 1 or length < 2:
@@ -50,6 +52,7 @@ def build_model(
                 max_position_embeddings=positions,
                 hidden_dropout_prob=dropout,
                 attention_probs_dropout_prob=dropout,
+                pad_token_id=padding,
             )
         )
     return GPT2LMHeadModel(

@@ -25,7 +25,7 @@ _REPLACEMENT = 0x5BD1E995
 
 
 def scrambled(numbers: Any) -> Any:
-    """A fixed mixing of 32-bit numbers, held as int64, in NumPy or PyTorch: every input bit moves every other."""
+    """A fixed mixing of 32-bit numbers, held as int64, in NumPy or PyTorch."""
     numbers = numbers & _LOW
     numbers = ((numbers ^ (numbers >> 16)) * _FIRST) & _LOW
     numbers = ((numbers ^ (numbers >> 15)) * _SECOND) & _LOW
@@ -103,7 +103,7 @@ def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
 
 def hidden_states(model: PreTrainedModel, ids: Tensor, precision: str) -> Tensor:
     """The last hidden states ``[rows, length, width]`` of full rows without padding."""
-    body = model.base_model
+    body: Any = model.base_model
     options: dict[str, Any] = {"return_dict": True}
     if getattr(model.config, "type_vocab_size", 0):
         # One row of types for all rows: their gradient is then a plain sum over the batch.
@@ -139,7 +139,7 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 
 
 def in_bfloat16(module: nn.Module) -> dict[str, Tensor]:
-    """The module's parameters rounded for this step; strengths stay as they are. Gradients reach the originals."""
+    """The module's parameters rounded for one step, strengths excepted; gradients reach the originals."""
     return {
         name: parameter.to(torch.bfloat16)
         for name, parameter in module.named_parameters()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from saobp.refinement import Refinement
@@ -186,6 +186,48 @@ def named_recipe(name: str, family: str, size: str) -> PretrainRecipe:
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
     return RECIPES[name](family, size)
+
+
+def with_steps(recipe: PretrainRecipe, steps: int) -> PretrainRecipe:
+    """The recipe stretched or cut to so many steps: warm-up in proportion, and intervals that still fit."""
+    _check("steps", steps >= 1, "at least 1", steps)
+    share = min(1.0, steps / recipe.steps)
+    log = max(1, min(recipe.log_steps, steps // 20))
+    return replace(
+        recipe,
+        steps=steps,
+        warmup_steps=recipe.warmup_steps * steps // recipe.steps,
+        log_steps=log,
+        evaluation_steps=max(log, int(recipe.evaluation_steps * share) // log * log),
+        checkpoint_steps=max(log, int(recipe.checkpoint_steps * share) // log * log),
+    )
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Read ``name=value`` for a field of a recipe."""
+    name, equals, value = text.partition("=")
+    kinds = {field.name: str(field.type) for field in fields(PretrainRecipe)}
+    if not equals or name not in kinds:
+        raise ValueError(f"cannot set {text!r}: write one of {', '.join(kinds)}, then = and a value")
+    readers: dict[str, Callable[[str], Any]] = {
+        "int": int,
+        "float": float,
+        "bool": _boolean,
+        "tuple[float, float]": _pair,
+    }
+    try:
+        return name, readers.get(kinds[name], str)(value)
+    except (ValueError, KeyError):
+        raise ValueError(f"{name} cannot be {value!r}: it is of type {kinds[name]}") from None
+
+
+def _boolean(text: str) -> bool:
+    return {"true": True, "yes": True, "false": False, "no": False}[text.lower()]
+
+
+def _pair(text: str) -> tuple[float, float]:
+    first, second = text.split(",")
+    return float(first), float(second)
 
 
 def _check(name: str, holds: bool, rule: str, value: object) -> None:

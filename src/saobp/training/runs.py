@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.benchmarking.machine import commit, processor, version
 from saobp.training.files import (
+    UNFINISHED,
     append_line,
     clear_unfinished,
     flaw,
@@ -82,17 +84,11 @@ class RunFolder:
         run = cls(path)
         asked = {"kind": kind, **recipe}
         data = dict(data or {})
-        if run.is_finished:
-            raise FinishedRunError(
-                f"the run in {run.path} is finished; its result is in {run.file('result.json')}: "
-                "name another folder to run again"
-            )
+        run.check_free(resume)
         clear_unfinished(run.path)
         clear_unfinished(run.checkpoints)
         if run.file("recipe.json").exists():
-            run._check_continuation(asked, data, resume)
-        elif run.path.exists() and any(run.path.iterdir()):
-            raise RunError(f"{run.path} is not empty and holds no run: name another folder")
+            run._check_continuation(asked, data)
         run.path.mkdir(parents=True, exist_ok=True)
         write_json(run.file("recipe.json"), asked)
         started = run.record.get("started", _now())
@@ -109,9 +105,20 @@ class RunFolder:
         )
         return run
 
-    def _check_continuation(self, asked: Mapping[str, Any], data: Mapping[str, str], resume: bool) -> None:
-        if not resume:
-            raise RunError(f"{self.path} holds an unfinished run: add --resume, or name another folder")
+    def check_free(self, resume: bool = False) -> None:
+        """Refuse a folder in which no run can begin, or with ``resume`` go on; nothing is changed."""
+        if self.is_finished:
+            raise FinishedRunError(
+                f"the run in {self.path} is finished; its result is in {self.file('result.json')}: "
+                "name another folder to run again"
+            )
+        if self.file("recipe.json").exists():
+            if not resume:
+                raise RunError(f"{self.path} holds an unfinished run: add --resume, or name another folder")
+        elif self.path.is_file() or (self.path.exists() and any(map(_is_foreign, self.path.iterdir()))):
+            raise RunError(f"{self.path} is not empty and holds no run: name another folder")
+
+    def _check_continuation(self, asked: Mapping[str, Any], data: Mapping[str, str]) -> None:
         before = self.recipe
         plain = _as_json(asked)
         changed = sorted(name for name in {*before, *plain} if before.get(name) != plain.get(name))
@@ -201,9 +208,15 @@ class RunFolder:
             say(f"The checkpoint of step {step} is left out, because {problem}.")
         return None
 
-    def save_model(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def save_model(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        weights: dict[str, Tensor] | None = None,
+    ) -> None:
+        """The model and its tokenizer; ``weights`` are given where the model's own are sharded."""
         with whole_folder(self.model) as folder:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=weights)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
 
@@ -236,6 +249,10 @@ def environment(processes: int = 1) -> dict[str, Any]:
         "hardware": torch.cuda.get_device_name(0) if cuda else processor(),
         "processes": processes,
     }
+
+
+def _is_foreign(path: Path) -> bool:
+    return not path.name.startswith(UNFINISHED)
 
 
 def _now() -> str:

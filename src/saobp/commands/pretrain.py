@@ -1,0 +1,147 @@
+"""``saobp pretrain``: train a model from nothing, with or without a refinement."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from saobp.training.recipes import PretrainRecipe
+
+EXPLANATION = """\
+[bold]saobp pretrain[/] trains a BERT or GPT-2 from nothing.
+
+  saobp pretrain --size mini --refinement high --corpus books.txt --out runs/high
+  saobp pretrain --size mini --corpus wikipedia_en:0.6,imdb_reviews:0.4 --data-dir data --out runs/plain
+  saobp pretrain --recipe tiny --corpus books.txt --vocabulary 1024 --out runs/trial      on a laptop
+  accelerate launch -m saobp pretrain ...                                                 on many GPUs
+
+[bold]saobp pretrain --help[/] lists the options."""
+
+
+def pretrain(
+    out: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
+    corpus: Annotated[str, typer.Option(help="Texts with weights, as in a:0.6,b:0.4; or one of them.")] = "",
+    data_dir: Annotated[Path | None, typer.Option(help="Folder in which texts and tokenizers are.")] = None,
+    tokens: Annotated[Path, typer.Option(help="Folder of token stores, made or used.")] = Path("tokens"),
+    tokenizer: Annotated[str | None, typer.Option(help="bert, gpt2, a folder or a name on the hub.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="Learn a vocabulary of this size.")] = None,
+    family: Annotated[str, typer.Option(help="bert or gpt2.")] = "bert",
+    size: Annotated[str | None, typer.Option(help="mini, small, medium or tiny.")] = None,
+    refinement: Annotated[str, typer.Option(help="none, high, high:0.2, high:learned, ...")] = "none",
+    regularizer: Annotated[str | None, typer.Option(help="A penalty on attention, such as entropy.")] = None,
+    recipe: Annotated[str, typer.Option(help="fast, paper or tiny.")] = "fast",
+    steps: Annotated[int | None, typer.Option(help="Fewer or more steps than the recipe's.")] = None,
+    seed: Annotated[int, typer.Option(help="For weights, order of texts, masks and dropout.")] = 42,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any field of the recipe: --set learning_rate=5e-4")
+    ] = None,
+    held_out: Annotated[float, typer.Option(help="Share of the texts kept for evaluation.")] = 0.01,
+    report_to: Annotated[str, typer.Option(help="Trackers of Trainer, such as tensorboard.")] = "none",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
+) -> None:
+    """Train a model from nothing, with or without a refinement."""
+    console = Console(quiet=os.environ.get("RANK", "0") != "0")
+    if out is None and not dry_run:
+        console.print(EXPLANATION)
+        return
+
+    def say(sentence: str, style: str = "") -> None:
+        console.print(Text(sentence, style=style), soft_wrap=True)
+
+    try:
+        resolved = _recipe(recipe, family, size, steps, set_ or [], seed, refinement, regularizer, corpus)
+        if dry_run:
+            console.print_json(json.dumps(resolved.to_dict()))
+            return
+        assert out is not None
+        from saobp.training.runs import RunFolder
+
+        if resume and RunFolder(out).is_finished:
+            say(f"The run in {out} is finished already; its result is in {out / 'result.json'}.")
+            return
+        RunFolder(out).check_free(resume)
+        from saobp.training.pretrain import pretrain as train
+        from saobp.training.texts import find_texts
+
+        with ExitStack() as stack:
+            texts = find_texts(
+                family,
+                corpus,
+                length=resolved.length,
+                seed=seed,
+                tokens=tokens,
+                data_dir=data_dir,
+                tokenizer=tokenizer,
+                vocabulary=vocabulary,
+                held_out=held_out,
+                progress=_bars(console, stack),
+            )
+        say(
+            f"{len(texts.train):,} rows of {resolved.length} tokens an epoch from "
+            f"{', '.join(texts.train.stores)}; {resolved.steps:,} steps of {resolved.batch_size} rows "
+            f"are {resolved.steps * resolved.batch_size / len(texts.train):.2f} epochs."
+        )
+        result = train(
+            resolved,
+            out,
+            train=texts.train,
+            validation=texts.validation,
+            tokenizer=texts.tokenizer,
+            resume=resume,
+            report_to=report_to,
+            say=say,
+        )
+    except (ValueError, TypeError, OSError) as problem:
+        say(str(problem), "red")
+        raise typer.Exit(1) from None
+    held = "" if result.eval_perplexity is None else f", held-out perplexity {result.eval_perplexity:.2f}"
+    say(f"Loss {result.loss:.4f}{held} after {result.tokens:,} tokens in {result.seconds:.0f} s: {out}")
+
+
+def _recipe(
+    name: str,
+    family: str,
+    size: str | None,
+    steps: int | None,
+    overrides: list[str],
+    seed: int,
+    refinement: str,
+    regularizer: str | None,
+    corpus: str,
+) -> PretrainRecipe:
+    """The named recipe with what the command line changes."""
+    from dataclasses import replace
+
+    from saobp.training.recipes import named_recipe, parse_override, with_steps
+
+    resolved = named_recipe(name, family, size or ("tiny" if name == "tiny" else "mini"))
+    if steps is not None:
+        resolved = with_steps(resolved, steps)
+    changes: dict[str, Any] = dict(parse_override(text) for text in overrides)
+    changes |= {"seed": seed, "regularizer": regularizer, "corpus": corpus}
+    changes["refinement"] = None if refinement == "none" else refinement
+    return replace(resolved, **changes)
+
+
+def _bars(console: Console, stack: ExitStack) -> Callable[[str], Callable[[int, int], object]]:
+    """A progress bar for each corpus that is tokenised."""
+    bars: list[Progress] = []
+
+    def bar_of(corpus: str) -> Callable[[int, int], object]:
+        if not bars:
+            bars.append(stack.enter_context(Progress(console=console, transient=True)))
+        task = bars[0].add_task(f"tokens of {Path(corpus).name}", total=None)
+        return lambda done, total: bars[0].update(task, completed=done, total=total)
+
+    return bar_of

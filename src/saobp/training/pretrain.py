@@ -1,0 +1,193 @@
+"""Pretraining: a recipe, tokens and a folder in; a trained model and the record of its making out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers.utils import logging as hf_logging
+
+import saobp
+from saobp.training.models import build_model
+from saobp.training.objectives import objective_of
+from saobp.training.progress import ProgressBar
+from saobp.training.recipes import PretrainRecipe
+from saobp.training.runs import RunError, RunFolder
+from saobp.training.step import loss_as_forward
+from saobp.training.stream import Rows, Share
+from saobp.training.trainer import PretrainTrainer, arguments, strengths_of
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a run; ``result.json`` holds the same."""
+
+    steps: int
+    tokens: int
+    parameters: int
+    loss: float
+    eval_loss: float | None
+    eval_perplexity: float | None
+    seconds: float
+    tokens_per_second: float | None
+    strengths: list[list[float]] | None
+
+
+def pretrain(
+    recipe: PretrainRecipe,
+    folder: str | Path,
+    *,
+    train: Rows,
+    validation: Rows | None,
+    tokenizer: PreTrainedTokenizerBase,
+    resume: bool = False,
+    progress: bool = True,
+    report_to: str = "none",
+    say: Callable[[str], object] = print,
+) -> Result:
+    """Train a new model as the recipe says and leave everything in ``folder``.
+
+    train and validation: :class:`saobp.data.Blocks`. ``resume`` goes on with an unfinished run of the same
+    recipe from its last good checkpoint, or from the beginning where there is none. In a distributed launch
+    every process calls this; the first one writes.
+    """
+    run = RunFolder(folder)
+    args = arguments(recipe, run.path, report_to)
+    Share(recipe, args.process_index, args.world_size, args.device)
+    _on_main_process(
+        args,
+        lambda: RunFolder.start(
+            run.path,
+            "pretrain",
+            recipe.to_dict(),
+            seed=recipe.seed,
+            data=_checksums(train),
+            processes=args.world_size,
+            resume=resume,
+        ),
+    )
+    if args.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    tell = say if args.process_index == 0 else (lambda _: None)
+    start = run.last_good_checkpoint(tell)
+    if args.process_index == 0:
+        run.rewind(start or 0)
+        if resume and start is None:
+            tell("There is no whole checkpoint, so the run begins again at step 0.")
+    hf_logging.disable_progress_bar()
+    model = new_model(recipe, tokenizer)
+    trainer = PretrainTrainer(
+        model,
+        args,
+        recipe,
+        run,
+        train=train,
+        validation=validation,
+        callbacks=[ProgressBar()] if progress else [],
+        say=tell,
+    )
+    objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
+    penalty = None if recipe.regularizer is None else _regularizer(recipe.regularizer)
+    try:
+        with loss_as_forward(
+            model,
+            objective,
+            precision=recipe.precision,
+            compiled=recipe.compiled,
+            regularizer=penalty,
+            sharded=trainer.is_fsdp_enabled,
+        ):
+            trainer.train(None if start is None else str(run.checkpoint_path(start)))
+            if trainer.held_out and recipe.steps % recipe.evaluation_steps:
+                trainer.evaluate()
+        result = _result(recipe, trainer, model)
+        _save_model(trainer, run, model, tokenizer)
+    except BaseException:
+        if args.process_index == 0:
+            run.fail(trainer.clock.seconds)
+        raise
+    if args.process_index == 0:
+        run.finish(asdict(result), seconds=result.seconds)
+    trainer.accelerator.wait_for_everyone()
+    return result
+
+
+def new_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The recipe's model with random weights from its seed, refined as it says."""
+    model = build_model(
+        recipe.family,
+        recipe.size,
+        vocabulary=len(tokenizer),
+        length=recipe.length,
+        dropout=recipe.dropout,
+        multiple=recipe.vocabulary_multiple,
+        padding=tokenizer.pad_token_id,
+        seed=recipe.seed,
+    )
+    for name in ("bos_token_id", "eos_token_id"):
+        if getattr(tokenizer, name, None) is not None:
+            setattr(model.config, name, getattr(tokenizer, name))
+    if recipe.refinement is not None:
+        saobp.apply(model, recipe.refinement)
+    return model
+
+
+def _on_main_process(args: TrainingArguments, work: Callable[[], object]) -> None:
+    """Let the first process do something, and all of them fail if it fails."""
+    problem: list[Any] = [None]
+    if args.process_index == 0:
+        try:
+            work()
+        except (RunError, OSError) as error:
+            problem = [error]
+    if args.world_size > 1:
+        torch.distributed.broadcast_object_list(problem, device=args.device)
+    if problem[0] is not None:
+        raise problem[0]
+
+
+def _checksums(train: Rows) -> dict[str, str]:
+    return {name: store.checksum for name, store in getattr(train, "stores", {}).items()}
+
+
+def _regularizer(name: str) -> Any:
+    from saobp.regularizers import regularizer
+
+    return regularizer(name)
+
+
+def _result(recipe: PretrainRecipe, trainer: PretrainTrainer, model: PreTrainedModel) -> Result:
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    held_out = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    last = held_out[-1] if held_out else None
+    if losses and not math.isfinite(losses[-1]):
+        warnings.warn("the loss is not finite at the end of the run", stacklevel=3)
+    rates = trainer.clock.rates
+    return Result(
+        steps=trainer.state.global_step,
+        tokens=recipe.tokens,
+        parameters=model.num_parameters(),
+        loss=losses[-1] if losses else math.nan,
+        eval_loss=last,
+        eval_perplexity=None if last is None else math.exp(min(last, 700.0)),
+        seconds=round(trainer.clock.seconds, 3),
+        tokens_per_second=statistics.median(rates) if rates else None,
+        strengths=strengths_of(model),
+    )
+
+
+def _save_model(
+    trainer: PretrainTrainer, run: RunFolder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Only the first process writes; a sharded model is gathered by all of them."""
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
+    if trainer.is_world_process_zero():
+        run.save_model(model, tokenizer, weights)
+    trainer.accelerator.wait_for_everyone()

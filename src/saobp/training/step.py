@@ -1,0 +1,69 @@
+"""The forward of a training step: tokens in, loss out, as one compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from saobp.training.objectives import Objective
+
+
+@contextmanager
+def loss_as_forward(
+    model: PreTrainedModel,
+    objective: Objective,
+    *,
+    precision: str = "fp32",
+    compiled: bool = False,
+    regularizer: Any = None,
+    sharded: bool = False,
+) -> Iterator[PreTrainedModel]:
+    """Meanwhile ``model(input_ids=..., seeds=...)`` is the loss of the objective.
+
+    The model itself then is what Trainer wraps, shards, saves and restores, and the loss, masks and head at
+    chosen places included, is one graph inside the wrapper. A regularizer watches attention from outside the
+    graph, so with one nothing is compiled. Weights that are sharded cannot be rounded as a whole: bfloat16 is
+    then PyTorch's autocast.
+    """
+    autocast = sharded and precision == "bf16"
+    kind = next(model.parameters()).device.type
+    inner = "fp32" if autocast else precision
+
+    def loss(ids: Tensor, seeds: Tensor) -> Tensor:
+        return objective(model, ids, seeds, inner)
+
+    step: Callable[[Tensor, Tensor], Tensor] = loss
+    if regularizer is not None:
+        step = with_penalty(model, loss, regularizer)
+    elif compiled:
+        step = torch.compile(loss, dynamic=False)
+
+    def forward(input_ids: Tensor, seeds: Tensor) -> Tensor:
+        with torch.autocast(kind, torch.bfloat16, enabled=autocast):
+            return step(input_ids, seeds)
+
+    model.forward = forward
+    try:
+        yield model
+    finally:
+        del model.forward
+
+
+def with_penalty(
+    model: PreTrainedModel, loss: Callable[[Tensor, Tensor], Tensor], regularizer: Any
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss with the regularizer's penalty while training; held-out losses stay comparable without it."""
+
+    def penalised(ids: Tensor, seeds: Tensor) -> Tensor:
+        if not (model.training and torch.is_grad_enabled()):
+            return loss(ids, seeds)
+        with regularizer.watch(model):
+            plain = loss(ids, seeds)
+        return plain + regularizer.penalty()
+
+    return penalised

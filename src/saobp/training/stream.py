@@ -1,0 +1,98 @@
+"""Batches for one process, gathered ahead of the device, from any step on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saobp.training.objectives import row_seeds
+from saobp.training.recipes import PretrainRecipe
+
+AHEAD = 4
+"""Batches that are ready before they are asked for."""
+HELD_OUT_SEED = 0x5A0BED
+"""Masks of held-out rows come from here, whatever the seed of the run: every evaluation hides the same."""
+
+Batch = dict[str, Tensor]
+"""``input_ids`` ``[rows, length]`` and ``seeds`` ``[rows]``."""
+
+
+class Rows(Protocol):
+    """Rows of tokens numbered without end: :class:`saobp.data.Blocks` and whatever has its two methods."""
+
+    def __len__(self) -> int: ...
+
+    def at(self, numbers: np.ndarray) -> Batch:
+        """``{"input_ids": [len(numbers), length]}``; after the last row comes the first of the next epoch."""
+        ...
+
+
+class Share:
+    """This process's part of every global batch, which holds the same rows however many share it."""
+
+    def __init__(self, recipe: PretrainRecipe, process: int, processes: int, device: torch.device) -> None:
+        parts = processes * recipe.accumulation
+        if recipe.batch_size % parts:
+            raise ValueError(
+                f"a batch of {recipe.batch_size} rows cannot be shared evenly by {processes} processes in "
+                f"{recipe.accumulation} parts each: choose a batch size that {parts} divides"
+            )
+        self.recipe, self.process, self.processes, self.device = recipe, process, processes, device
+        self.rows = recipe.batch_size // parts
+
+    def batch(self, rows: Rows, seed: int, step: int, part: int, count: int | None = None) -> Batch:
+        """Part ``part`` of this process in the batch of a step; ``count`` rows of a smaller batch."""
+        count = self.rows if count is None else count
+        first = (part * self.processes + self.process) * count
+        places = np.arange(first, first + count)
+        ids = rows.at(step * self.recipe.batch_size + places)["input_ids"]
+        seeds = torch.from_numpy(row_seeds(seed, step, places))
+        return {"input_ids": self._moved(ids), "seeds": self._moved(seeds)}
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if self.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+class TrainingStream:
+    """Training batches without end, starting at the step that ``start`` tells when iteration begins."""
+
+    def __init__(self, rows: Rows, share: Share, start: Callable[[], int]) -> None:
+        self.rows, self.share, self.start = rows, share, start
+
+    def __iter__(self) -> Iterator[Batch]:
+        recipe = self.share.recipe
+        step, part = self.start(), 0
+        waiting: deque[Future[Batch]] = deque()
+        with ThreadPoolExecutor(1, thread_name_prefix="batches") as gatherer:
+            while True:
+                while len(waiting) < AHEAD:
+                    waiting.append(gatherer.submit(self.share.batch, self.rows, recipe.seed, step, part))
+                    part = (part + 1) % recipe.accumulation
+                    step += part == 0
+                yield waiting.popleft().result()
+
+
+def held_out_batches(rows: Rows, share: Share) -> list[Batch]:
+    """The first held-out rows, as many whole global batches as the recipe asks for and there are.
+
+    Where there is less than one batch, a smaller one; nothing where the processes cannot share even that.
+    """
+    recipe = share.recipe
+    wanted = min(recipe.evaluation_rows, len(rows))
+    batches = max(1, wanted // recipe.batch_size)
+    count = min(share.rows, wanted // (share.processes * recipe.accumulation))
+    if count == 0:
+        return []
+    return [
+        share.batch(rows, HELD_OUT_SEED, number, part, count)
+        for number in range(batches)
+        for part in range(recipe.accumulation)
+    ]

@@ -1,0 +1,307 @@
+"""Transformers' Trainer with nothing in a step that waits for the device, and with run folders."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from saobp.metrics.logging import HealthLog
+from saobp.metrics.probe import Recorder
+from saobp.training.files import UNFINISHED, read_json, seal, write_json
+from saobp.training.recipes import PretrainRecipe
+from saobp.training.runs import RunError, RunFolder
+from saobp.training.stream import Batch, Rows, Share, TrainingStream, held_out_batches
+from saobp.transformers.attached import attached
+
+CLOCK = "clock.json"
+STATISTICS = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
+
+
+def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingArguments:
+    """What Trainer has to know; the data, the loss and the checkpoints are not its own."""
+    cuda = torch.cuda.is_available()
+    given = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=recipe.steps,
+        gradient_accumulation_steps=recipe.accumulation,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type=recipe.schedule if recipe.schedule != "constant" else "constant_with_warmup",
+        warmup_steps=recipe.warmup_steps,
+        weight_decay=recipe.weight_decay,
+        adam_beta1=recipe.betas[0],
+        adam_beta2=recipe.betas[1],
+        adam_epsilon=recipe.epsilon,
+        max_grad_norm=recipe.clip,
+        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        logging_steps=recipe.log_steps,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps" if recipe.evaluation_rows else "no",
+        eval_steps=recipe.evaluation_steps,
+        save_strategy="steps",
+        save_steps=recipe.checkpoint_steps,
+        ignore_data_skip=True,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+        seed=recipe.seed,
+        report_to=report_to,
+        disable_tqdm=True,
+        use_cpu=not cuda,
+    )
+    if given.n_gpu > 1:
+        # One process drives one GPU; more come by `accelerate launch`.
+        given._n_gpu = 1
+    return given
+
+
+class PretrainTrainer(Trainer):
+    """Trains a model whose forward is its loss (``loss_as_forward``) and writes all to a run folder."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        recipe: PretrainRecipe,
+        run: RunFolder,
+        *,
+        train: Rows,
+        validation: Rows | None,
+        callbacks: list[TrainerCallback],
+        say: Callable[[str], object],
+    ) -> None:
+        self.recipe, self.run, self.say = recipe, run, say
+        self.rows = train
+        self.share = Share(recipe, args.process_index, args.world_size, args.device)
+        self.held_out: list[Batch] = [] if validation is None else held_out_batches(validation, self.share)
+        args.per_device_train_batch_size = self.share.rows
+        if not self.held_out:
+            args.eval_strategy = "no"
+        super().__init__(
+            model,
+            args,
+            train_dataset=train,
+            eval_dataset=validation,
+            callbacks=callbacks,
+        )
+        self.remove_callback(PrinterCallback)
+        self.flops_per_token = 6 * sum(p.numel() for p in model.parameters())
+        self.health_log = HealthLog(lambda logs, _: self.log(logs))
+        self.clock = Clock()
+        self._last_checkpoint: int | None = None
+
+    def get_train_dataloader(self) -> Any:
+        return TrainingStream(self.rows, self.share, lambda: self.state.global_step)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Weight decay for matrices, none for the rest, and a group of their own for learned strengths."""
+        if self.optimizer is None:
+            owner: Any = self.model if model is None else model
+            decayed = set(self.get_decay_parameter_names(owner))
+            groups: dict[str, list[nn.Parameter]] = {"decayed": [], "plain": [], "strengths": []}
+            for name, parameter in owner.named_parameters():
+                if parameter.requires_grad:
+                    kind = "decayed" if name in decayed else "plain"
+                    groups["strengths" if name.endswith("strength_bias") else kind].append(parameter)
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, owner)
+            rate = self.args.learning_rate
+            self.optimizer = kind(
+                [
+                    {
+                        "params": parameters,
+                        "weight_decay": self.args.weight_decay if name == "decayed" else 0.0,
+                        "lr": rate * self.recipe.strength_rate if name == "strengths" else rate,
+                    }
+                    for name, parameters in groups.items()
+                    if parameters
+                ],
+                **options,
+            )
+        return self.optimizer
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        num_items_in_batch: Any = None,  # noqa: ARG002
+    ) -> Tensor:
+        if not model.training:
+            model.train()
+        loss = self.compute_loss(model, inputs) / self.recipe.accumulation
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,  # noqa: ARG002
+        num_items_in_batch: Any = None,  # noqa: ARG002
+    ) -> Tensor:
+        return model(**inputs)
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        return self.flops_per_token * inputs["input_ids"].numel()
+
+    @torch.no_grad()
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Loss and perplexity on held-out rows, with the same masks every time, and attention health."""
+        with self.clock.paused():
+            model = self.model_wrapped
+            model.eval()
+            total = torch.zeros((), device=self.args.device)
+            for batch in self.held_out:
+                total += model(**batch)
+            loss = self.accelerator.reduce(total / len(self.held_out), "mean").item()
+            metrics = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            if self.recipe.health_texts:
+                self.measure_health()
+        return metrics
+
+    def measure_health(self) -> None:
+        """GTD and entropies of every head on the first held-out texts, always the same."""
+        assert self.model is not None
+        texts = {name: rows[: self.recipe.health_texts] for name, rows in self.held_out[0].items()}
+        recorder = Recorder(self.model, STATISTICS)
+        with recorder.measuring():
+            self.model_wrapped(**texts)
+        health = recorder.health.reduced()
+        if self.is_world_process_zero():
+            self.run.log_health(
+                {
+                    "step": self.state.global_step,
+                    "layers": list(health.layers),
+                    "statistics": {
+                        name: [heads.tolist() for heads in health.values(name).values()]
+                        for name in STATISTICS
+                    },
+                    "strengths": strengths_of(self.model),
+                }
+            )
+        self.health_log(recorder.health, self.state.global_step)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Also to ``metrics.jsonl``: losses and evaluations."""
+        step = self.state.global_step
+        if "loss" in logs:
+            tokens = step * self.recipe.tokens_per_step
+            logs = {"tokens": tokens, "seconds": round(self.clock.seconds, 3), **logs}
+            rate = self.clock.rate(tokens)
+            if rate is not None:
+                logs["tokens_per_second"] = rate
+        super().log(logs, start_time)
+        if self.is_world_process_zero() and ("loss" in logs or "eval_loss" in logs):
+            self.run.log_metrics({"step": step, **{k: v for k, v in logs.items() if k != "epoch"}})
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        seconds = 0.0
+        if resume_from_checkpoint is not None:
+            seconds = read_json(Path(resume_from_checkpoint, CLOCK))["seconds"]
+        self.clock = Clock(seconds)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:  # noqa: ARG002
+        """A checkpoint that is whole or absent; where it cannot be written, training goes on.
+
+        The last step needs none: the model itself comes next.
+        """
+        if self.state.global_step >= self.recipe.steps:
+            return
+        with self.clock.paused():
+            step = self.state.global_step
+            final = self.run.checkpoint_path(step)
+            folder = final.with_name(f"{UNFINISHED}{final.name}")
+            problem = self._written(folder)
+            main = self.is_world_process_zero()
+            if problem is None and main:
+                try:
+                    seal(folder, final)
+                    self.run.drop_old_checkpoints()
+                except OSError as error:
+                    problem = error
+            if problem is not None and main:
+                shutil.rmtree(folder, ignore_errors=True)
+                good = self._last_checkpoint
+                last = "there is none before it" if good is None else f"the last good one is of step {good}"
+                self.say(
+                    f"The checkpoint of step {step} could not be written ({problem}); {last}, and the run "
+                    "goes on."
+                )
+            elif problem is None:
+                self._last_checkpoint = step
+            self.accelerator.wait_for_everyone()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Weights that are tied are saved once; any other that is missing makes the checkpoint useless."""
+        tied = getattr(self.model, "_tied_weights_keys", None) or {}
+        wrong = [*(set(load_result.missing_keys) - set(tied)), *load_result.unexpected_keys]
+        if wrong:
+            raise RunError(f"the checkpoint does not fit the model: {', '.join(sorted(wrong)[:3])} ...")
+
+    def _written(self, folder: Path) -> Exception | None:
+        """Write the state of all processes to a folder; what went wrong in any of them."""
+        problem: Exception | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.save_model(str(folder), _internal_call=True)
+            self._save_optimizer_and_scheduler(str(folder))
+            self._save_rng_state(str(folder))
+            if self.is_world_process_zero():
+                self.state.save_to_json(str(folder / "trainer_state.json"))
+                write_json(folder / CLOCK, {"seconds": self.clock.seconds})
+        except (OSError, RuntimeError, SafetensorError) as error:
+            problem = error
+        if self.args.world_size == 1:
+            return problem
+        failed = torch.tensor(float(problem is not None), device=self.args.device)
+        if self.accelerator.reduce(failed, "sum").item() and problem is None:
+            problem = RuntimeError("another process could not write its part")
+        return problem
+
+
+class Clock:
+    """Seconds of a run over all its sessions, and tokens per second without evaluations and checkpoints."""
+
+    def __init__(self, earlier: float = 0.0) -> None:
+        self._began = time.monotonic() - earlier
+        self._mark = time.monotonic()
+        self._tokens: int | None = None
+        self.rates: list[float] = []
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def rate(self, tokens: int) -> float | None:
+        """Tokens per second since the last call; None for the first, which compiling slows down."""
+        now, before = time.monotonic(), self._tokens
+        spent, self._mark, self._tokens = now - self._mark, now, tokens
+        if before is None or spent <= 0:
+            return None
+        self.rates.append((tokens - before) / spent)
+        return self.rates[-1]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that is not spent on training."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._mark += time.monotonic() - start
+
+
+def strengths_of(model: nn.Module) -> list[list[float]] | None:
+    """Strength of each head by layer; None for a model without refinement."""
+    found = [own.strength.detach().float().cpu().tolist() for _, own in attached(model)]
+    return found or None
