@@ -3,6 +3,7 @@
 import json
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -13,7 +14,8 @@ from saobp.cli import app
 from saobp.data.tasks import ALL, load_task
 from saobp.testing.tasks import save_tiny_bert, write_tasks
 from saobp.training.finetune import finetune, recipe_for
-from saobp.training.finetune.run import outcome
+from saobp.training.finetune.models import load_tokenizer_of, load_with_head
+from saobp.training.finetune.run import encode_task, outcome
 from saobp.training.finetune.trainer import TaskTrainer
 from saobp.training.runs import RunError, RunFolder
 from saobp.transformers import strength_parameters
@@ -155,7 +157,12 @@ def test_a_checkpoints_refinement_is_kept_changed_or_taken_off(data_dir, tmp_pat
     model = saobp.load(tmp_path / "own/seed-1/model", AutoModelForSequenceClassification)
     assert model.config.saobp["strength"] == "learned"
     assert all(bool(parameter.ne(0).any()) for parameter in strength_parameters(model))
-    assert RunFolder(tmp_path / "own/seed-1").recipe["refinement"]["strength"] == "learned"
+    run = RunFolder(tmp_path / "own/seed-1")
+    assert run.recipe["refinement"]["strength"] == "learned"
+    (line,) = run.health()
+    assert line["step"] == 3
+    assert np.shape(line["statistics"]["gtd"]) == np.shape(line["strengths"]) == (2, 2)
+    assert 0 <= np.min(line["statistics"]["gtd"]) <= np.max(line["statistics"]["gtd"]) <= 1
 
     finetune(refined, task, tmp_path / "other", seeds=[1], recipe=recipe, refinement="low:0.3")
     config = json.loads((tmp_path / "other/seed-1/model/config.json").read_text())
@@ -201,7 +208,7 @@ def test_a_diverged_model_is_no_result(data_dir, bert, tmp_path, monkeypatch):
     ("changes", "words"),
     [
         ({"epochs": 0}, "epochs must be a whole number of at least 1, not 0"),
-        ({"rate": 0.0}, "rate must be above 0"),
+        ({"rate": 0.0}, "rates must be above 0"),
         ({"warmup": 1.0}, "warmup is a share"),
         ({"length": 8}, "length must be at least 16"),
         ({"clip": 0.0}, "clip above 0"),
@@ -233,3 +240,18 @@ def test_mistakes_get_one_sentence(data_dir, bert, tmp_path):
         finetune(bert, load_task("rte", data_dir), tmp_path, recipe=quick("cola"))
     with pytest.raises(ValueError, match="there is no seed"):
         finetune(bert, load_task("rte", data_dir), tmp_path, seeds=[])
+
+
+def test_learned_strengths_have_a_group_of_their_own(data_dir, tmp_path):
+    refined = save_tiny_bert(tmp_path / "bert", "high,strength=learned")
+    task, recipe = load_task("rte", data_dir), quick("rte", strength_rate=7.0)
+    tokenizer = load_tokenizer_of(refined)
+    model = load_with_head(refined, task.spec, tokenizer)
+    run = RunFolder.start(tmp_path / "run", "finetune", {}, seed=1)
+    trainer = TaskTrainer(model, task.spec, recipe, encode_task(task, tokenizer, recipe), run, seed=1)
+    groups = trainer.create_optimizer().param_groups
+    assert {id(p) for p in groups[-1]["params"]} == {id(p) for p in strength_parameters(model)}
+    assert groups[-1]["lr"] == pytest.approx(7.0 * recipe.rate)
+    assert groups[-1]["weight_decay"] == 0
+    everyone = [id(p) for group in groups for p in group["params"]]
+    assert sorted(everyone) == sorted(id(p) for p in model.parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from saobp.data.tasks import TaskSpec
+from saobp.metrics.health import Health
+from saobp.metrics.probe import Recorder
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.finetune.rows import Rows
 from saobp.training.finetune.scores import score, span_scores
@@ -35,6 +37,20 @@ def evaluate_rows(
         )
     model.train(was_training)
     return found
+
+
+def measure_attention(
+    model: PreTrainedModel, rows: Rows, indices: Sequence[int], statistics: Sequence[str]
+) -> Health:
+    """Statistics of every head on some rows, in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    recorder = Recorder(model, statistics)
+    batch = {name: values.to(model.device) for name, values in rows.__getitems__(indices).items()}
+    with torch.no_grad(), recorder.measuring():
+        _call(model, batch)
+    model.train(was_training)
+    return recorder.health.reduced()
 
 
 def _label_metrics(

@@ -20,7 +20,9 @@ class FinetuneRecipe:
 
     length:   longest sequence in tokens; a model with fewer positions shortens it
     warmup:   share of the steps in which the rate rises
+    strength_rate:    rate of learned strengths as a multiple of the others', as in pretraining
     evaluation_batch: rows at a time when predicting
+    health_texts:     validation sequences whose attention is measured after each epoch; 0 for none
     question: SQuAD only, most tokens of a question; answer: most tokens of an answer
     compiled: whether torch.compile prepares the training step
     """
@@ -33,7 +35,9 @@ class FinetuneRecipe:
     decay: float = 0.01
     clip: float = 1.0
     length: int = 128
+    strength_rate: float = 10.0
     evaluation_batch: int = 256
+    health_texts: int = 32
     question: int = 64
     answer: int = 30
     compiled: bool = False
@@ -45,8 +49,10 @@ class FinetuneRecipe:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
         if not isinstance(self.length, int) or self.length < 16:
             raise ValueError(f"length must be at least 16 tokens, not {self.length!r}")
-        if not self.rate > 0:
-            raise ValueError(f"rate must be above 0, not {self.rate!r}")
+        if not self.rate > 0 or not self.strength_rate > 0:
+            raise ValueError(f"rates must be above 0, not {self.rate!r} and {self.strength_rate!r}")
+        if self.health_texts < 0:
+            raise ValueError(f"health_texts must be at least 0, not {self.health_texts!r}")
         if not 0 <= self.warmup < 1:
             raise ValueError(
                 f"warmup is a share of the steps, from 0 up to but not including 1, not {self.warmup!r}"

@@ -13,10 +13,12 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from saobp.data.tasks import TaskSpec
-from saobp.training.finetune.predict import evaluate_rows
+from saobp.training.finetune.predict import evaluate_rows, measure_attention
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.finetune.rows import EpochBatches, LengthBatches, Rows
 from saobp.training.runs import RunFolder
+from saobp.training.trainer import STATISTICS, strengths_of
+from saobp.transformers import strength_parameters
 
 CHECKPOINT_SECONDS = 60.0
 """An epoch's end writes a checkpoint if so much time has passed since the last; short runs start again."""
@@ -70,13 +72,44 @@ class TaskTrainer(Trainer):
         )
         return self.accelerator.prepare(loader)
 
+    def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
+        """The Trainer's groups, and one of their own for learned strengths: no decay, own rate."""
+        if self.optimizer is None:
+            optimizer = super().create_optimizer(*arguments)
+            assert isinstance(self.model, PreTrainedModel)
+            strengths = strength_parameters(self.model)
+            ours = {id(parameter) for parameter in strengths}
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) not in ours]
+            if strengths:
+                rate = self.recipe.rate * self.recipe.strength_rate
+                optimizer.add_param_group({"params": strengths, "weight_decay": 0.0, "lr": rate})
+            return optimizer
+        return self.optimizer
+
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Score the validation rows; the line in the log carries the epoch."""
+        """Score the validation rows and measure attention health; the line in the log carries the epoch."""
         assert isinstance(self.model, PreTrainedModel)
         found = evaluate_rows(self.model, self.rows["validation"], self.spec, self.recipe)
         metrics = {f"eval_{name}": value for name, value in found.items()}
         self.log(dict(metrics))
+        if self.recipe.health_texts:
+            self.run.log_health({"step": self.state.global_step, **self.health()})
         return metrics
+
+    def health(self) -> dict[str, Any]:
+        """GTD and entropies of every head on the first validation sequences, and the strengths."""
+        assert isinstance(self.model, PreTrainedModel)
+        rows = self.rows["validation"]
+        count = min(len(rows), max(1, self.recipe.health_texts // rows.group))
+        measured = measure_attention(self.model, rows, range(count), STATISTICS)
+        return {
+            "layers": list(measured.layers),
+            "statistics": {
+                name: [heads.tolist() for heads in measured.values(name).values()] for name in STATISTICS
+            },
+            "strengths": strengths_of(self.model),
+        }
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
