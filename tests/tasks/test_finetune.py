@@ -1,6 +1,7 @@
 """Fine-tuning end to end on every kind of task: seeds, best and last epoch, reuse, resume, refinements."""
 
 import json
+import sys
 import warnings
 
 import numpy as np
@@ -14,6 +15,7 @@ from saobp.cli import app
 from saobp.data.tasks import ALL, load_task
 from saobp.testing.tasks import save_tiny_bert, write_tasks
 from saobp.training.finetune import finetune, recipe_for
+from saobp.training.finetune.jobs import run_jobs
 from saobp.training.finetune.models import load_tokenizer_of, load_with_head
 from saobp.training.finetune.run import encode_task, outcome
 from saobp.training.finetune.trainer import TaskTrainer
@@ -255,3 +257,17 @@ def test_learned_strengths_have_a_group_of_their_own(data_dir, tmp_path):
     assert groups[-1]["weight_decay"] == 0
     everyone = [id(p) for group in groups for p in group["params"]]
     assert sorted(everyone) == sorted(id(p) for p in model.parameters())
+
+
+def test_jobs_run_beside_each_other_and_say_how_they_ended(tmp_path):
+    wait = "import pathlib, sys, time; p = pathlib.Path(sys.argv[1]); p.touch()\n"
+    wait += "while len(list(p.parent.glob('*.ready'))) < 2: time.sleep(0.01)"
+    commands = {name: [sys.executable, "-c", wait, str(tmp_path / f"{name}.ready")] for name in ("a", "b")}
+    commands["c"] = [sys.executable, "-c", "print('why'); raise SystemExit(3)"]
+    ended = []
+    codes = run_jobs(commands, 2, tmp_path / "logs", lambda name, code: ended.append((name, code)))
+    assert codes == {"a": 0, "b": 0, "c": 3}
+    assert sorted(ended) == [("a", 0), ("b", 0), ("c", 3)]
+    assert (tmp_path / "logs/c.log").read_text() == "why\n"
+    with pytest.raises(ValueError, match="jobs must be at least 1"):
+        run_jobs(commands, 0, tmp_path)

@@ -119,8 +119,13 @@ def _batches(
 
 def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     device = next(model.parameters()).device.type
-    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+    with torch.autocast(device, torch.bfloat16, enabled=uses_bfloat16()):
         return model(**batch)
+
+
+def uses_bfloat16() -> bool:
+    """On a GPU that can; a CPU computes in float32."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
 def _check_finite(values: Tensor) -> None:

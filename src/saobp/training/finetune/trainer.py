@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from saobp.data.tasks import TaskSpec
-from saobp.training.finetune.predict import evaluate_rows, measure_attention
+from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.finetune.rows import EpochBatches, LengthBatches, Rows
 from saobp.training.runs import RunFolder
@@ -148,7 +148,6 @@ def training_arguments(
     recipe: FinetuneRecipe, folder: Path, steps_per_epoch: int, seed: int
 ) -> TrainingArguments:
     """The Trainer's settings: bfloat16 on a GPU, float32 on a CPU, no synchronisation between logs."""
-    cuda = torch.cuda.is_available()
     arguments = TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=recipe.epochs,
@@ -158,9 +157,10 @@ def training_arguments(
         warmup_steps=round(recipe.warmup * recipe.epochs * steps_per_epoch),
         weight_decay=recipe.decay,
         max_grad_norm=recipe.clip,
-        bf16=cuda,
-        use_cpu=not cuda,
-        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        bf16=uses_bfloat16(),
+        use_cpu=not torch.cuda.is_available(),
+        optim="adamw_torch_fused",
+        accelerator_config={"non_blocking": True},
         torch_compile=recipe.compiled,
         seed=seed,
         eval_strategy="epoch",
