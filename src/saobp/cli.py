@@ -7,9 +7,12 @@ import typer
 from saobp.commands.bench import bench
 from saobp.commands.diagnose import diagnose
 from saobp.commands.evaluate import evaluate
+from saobp.commands.explore import explore
 from saobp.commands.finetune import finetune
 from saobp.commands.pretrain import pretrain
 from saobp.commands.quickstart import quickstart
+from saobp.commands.report import report
+from saobp.commands.tokenize import tokenize
 
 app = typer.Typer(
     help="Attention refined by belief propagation, and instruments for attention health.",
@@ -18,9 +21,12 @@ app = typer.Typer(
 )
 app.command()(quickstart)
 app.command()(diagnose)
+app.command()(tokenize)
 app.command()(pretrain)
 app.command()(finetune)
 app.command()(evaluate)
+app.command()(report)
+app.command()(explore)
 app.add_typer(bench, name="bench")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from saobp.metrics.diagnosis import Diagnosis
     from saobp.metrics.health import HeadHealth
     from saobp.metrics.verdict import Verdict
@@ -80,9 +82,9 @@ def diagnose(
         else:
             raise ValueError("there is nothing to read: give texts by --text FILE or --dataset NAME")
         subjects = _subjects(EXAMPLE if model is None else model, compare)
-        diagnoses = _diagnoses(console, subjects, texts, length, batch_size, method, full)
+        diagnoses, explorer = _diagnoses(console, subjects, texts, length, batch_size, method, full)
         show(console, diagnoses)
-        _write(console, diagnoses, out, texts[0])
+        _write(console, diagnoses, out, texts[0], explorer)
     except (ValueError, TypeError, OSError) as problem:
         console.print(Text(str(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
@@ -105,7 +107,8 @@ def _diagnoses(
     batch_size: int,
     method: str,
     full: bool,
-) -> list[Diagnosis]:
+) -> tuple[list[Diagnosis], dict[str, Any] | None]:
+    """The subjects measured, and what the page's explorer needs of the first of them."""
     from saobp.metrics.diagnosis import diagnose as measured
     from saobp.metrics.health import CROSS_LAYER
     from saobp.metrics.methods import STATISTICS
@@ -113,7 +116,8 @@ def _diagnoses(
     from saobp.metrics.sources import load_model
     from saobp.refinement import Refinement
 
-    found = []
+    found: list[Diagnosis] = []
+    explorer: dict[str, Any] | None = None
     statistics = [*(STATISTICS if full else SAMPLED), *([] if method == "sampled" else [CROSS_LAYER])]
     with Progress(console=console, transient=True) as bar:
         for name, refinement in subjects:
@@ -133,7 +137,28 @@ def _diagnoses(
                     progress=lambda done, task=task: bar.advance(task, done),  # type: ignore[misc]
                 )
             )
-    return found
+            if len(found) == 1:
+                explorer = _explorer(console, loaded, tokenizer, texts, length, subject)
+    return found, explorer
+
+
+def _explorer(
+    console: Console,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    length: int | None,
+    subject: str,
+) -> dict[str, Any] | None:
+    """The first texts to explore; None, and a line that says why, where none of them can be."""
+    from saobp.report.explorer import MAX_SENTENCES, MAX_TOKENS, explorer_data
+
+    room = min(MAX_TOKENS, length or MAX_TOKENS)
+    try:
+        return explorer_data(model, tokenizer, texts[:MAX_SENTENCES], max_tokens=room, subject=subject)
+    except ValueError as problem:
+        console.print(Text(f"the page has no explorer: {problem}"), soft_wrap=True)
+        return None
 
 
 def show(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
@@ -178,8 +203,14 @@ def _cell(head: HeadHealth) -> Text:
     return Text(f"{head.values['gtd']:.2f}{mark or ' '}", style=style)
 
 
-def _write(console: Console, diagnoses: Sequence[Diagnosis], out: Path, sample: str) -> None:
-    from saobp.metrics.page import write_report
+def _write(
+    console: Console,
+    diagnoses: Sequence[Diagnosis],
+    out: Path,
+    sample: str,
+    explorer: dict[str, Any] | None,
+) -> None:
+    from saobp.report.diagnosis import write_diagnosis
 
-    written = write_report(diagnoses, out, sample)
+    written = write_diagnosis(diagnoses, out, sample, explorer)
     console.print(Text(f"wrote {', '.join(path.name for path in written)} to {out}"), soft_wrap=True)

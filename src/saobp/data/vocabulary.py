@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -98,9 +97,12 @@ def tokenizer_text(tokenizer: PreTrainedTokenizerFast) -> str:
         raise TypeError(
             f"a corpus is tokenised by a fast tokenizer of Transformers, not {type(tokenizer).__name__}"
         )
-    description = json.loads(backend.to_str())
-    description["truncation"] = description["padding"] = None
-    return json.dumps(description, sort_keys=True, ensure_ascii=False)
+    if backend.truncation is None and backend.padding is None:
+        return backend.to_str()
+    plain = Tokenizer.from_str(backend.to_str())
+    plain.no_truncation()
+    plain.no_padding()
+    return plain.to_str()
 
 
 def tokenizer_checksum(tokenizer: PreTrainedTokenizerFast) -> str:

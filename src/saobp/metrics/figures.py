@@ -25,7 +25,7 @@ TITLES = {
     "cross_layer_gtd": "GTD across layers",
 }
 MARKS = {"localised": "▼", "diffuse": "▲", "sink": "●", "undefined": "?"}
-COLOURS = ("#1f5fa8", "#c2571a")
+COLOURS = ("#1f5fa8", "#c2571a", "#2d8a57", "#8a4fa3", "#b58a00", "#3aa0b5", "#c43d6b", "#6b6f76")
 
 _GTD_COLOURS = LinearSegmentedColormap.from_list(
     "gtd",
@@ -52,7 +52,7 @@ def heat_map(diagnoses: Sequence[Diagnosis], statistic: str) -> Figure:
     image = None
     for panel, diagnosis, grid in zip(panels, diagnoses, grids, strict=True):
         image = panel.imshow(grid, vmin=low, vmax=high, cmap=colours, aspect="auto")
-        panel.set_title(_short(diagnosis.subject), fontsize=9)
+        panel.set_title(short_name(diagnosis.subject), fontsize=9)
         panel.set_xlabel("head")
         _whole_numbers(panel, *grid.shape)
         for head in diagnosis.heads:
@@ -79,8 +79,8 @@ def layer_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
         if name in ("gtd", "cross_layer_gtd"):
             panel.axhspan(HEALTHY_FROM, HEALTHY_TO, color="#dcebd8", zorder=0)
             panel.set_ylim(0, 1)
-        for diagnosis, colour in zip(diagnoses, COLOURS, strict=False):
-            _curve(panel, diagnosis, name, colour)
+        for place, diagnosis in enumerate(diagnoses):
+            _curve(panel, diagnosis, name, COLOURS[place % len(COLOURS)])
         panel.set_title(TITLES[name], fontsize=9)
         panel.set_xlabel("layer")
         deepest = max(diagnosis.layers for diagnosis in diagnoses)
@@ -100,7 +100,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def _curve(panel: Axes, diagnosis: Diagnosis, name: str, colour: str) -> None:
-    label = _short(diagnosis.subject)
+    label = short_name(diagnosis.subject)
     if name == "cross_layer_gtd":
         panel.plot(
             list(diagnosis.across_layers),
@@ -140,6 +140,6 @@ def _whole_numbers(panel: Axes, layers: int, heads: int) -> None:
     panel.set_yticks(range(0, layers, max(1, layers // 12)))
 
 
-def _short(subject: str) -> str:
+def short_name(subject: str) -> str:
     plain = subject.replace("$", r"\$")
     return plain if len(plain) <= 36 else f"…{plain[-35:]}"

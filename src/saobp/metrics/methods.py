@@ -19,6 +19,7 @@ from saobp.metrics.sampled import SAMPLED, Draws, Sampling, estimate_text, opera
 from saobp.metrics.tiles import Mask
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
+from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import head_strength
 from saobp.refinement import Refinement
 
@@ -105,8 +106,8 @@ class Heads:
         bias = None if self.bias is None else self.bias[0]
         return Mask(self.causal, self.window, visible, bias, self.hears_in_order())
 
-    def maps(self) -> Maps:
-        """The maps themselves, ``[batch, heads, length, length]``."""
+    def scores(self) -> tuple[Tensor, FactorGraph]:
+        """Scores before any refinement, ``[batch, heads, length, length]``, and who sees and hears whom."""
         precision = torch.promote_types(self.query.dtype, torch.float32)
         scores = (self.query @ self.key.transpose(-1, -2)).to(precision) * self.scale
         if self.bias is not None:
@@ -117,6 +118,11 @@ class Heads:
         for seen in (self.visible, self._near(length)):
             if seen is not None:
                 graph = replace(graph, visible=seen if graph.visible is None else seen & graph.visible)
+        return scores, graph
+
+    def maps(self) -> Maps:
+        """The maps themselves, ``[batch, heads, length, length]``."""
+        scores, graph = self.scores()
         rows = propagate(
             scores,
             get_factor(self.refinement.factor),

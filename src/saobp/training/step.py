@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from saobp.training.objectives import Objective
 
+REGULARIZER = "saobp_regularizer"
+
 
 @contextmanager
 def loss_as_forward(
@@ -28,7 +30,8 @@ def loss_as_forward(
     The model itself then is what Trainer wraps, shards, saves and restores, and the loss, masks and head at
     chosen places included, is one graph inside the wrapper. A regularizer watches attention from outside the
     graph, so with one nothing is compiled. Weights that are sharded cannot be rounded as a whole: bfloat16 is
-    then PyTorch's autocast.
+    then PyTorch's autocast. What a regularizer learns is meanwhile a part of the model: optimised, shared
+    between processes, kept in checkpoints.
     """
     autocast = sharded and precision == "bf16"
     kind = next(model.parameters()).device.type
@@ -39,6 +42,8 @@ def loss_as_forward(
 
     step: Callable[[Tensor, Tensor], Tensor] = loss
     if regularizer is not None:
+        regularizer.attach(model)
+        model.add_module(REGULARIZER, regularizer)
         step = with_penalty(model, loss, regularizer)
     elif compiled:
         step = torch.compile(loss, dynamic=False)
@@ -52,6 +57,8 @@ def loss_as_forward(
         yield model
     finally:
         del model.forward
+        if regularizer is not None:
+            delattr(model, REGULARIZER)
 
 
 def with_penalty(

@@ -47,7 +47,7 @@ def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingA
         logging_nan_inf_filter=False,
         eval_strategy="steps" if recipe.evaluation_rows else "no",
         eval_steps=recipe.evaluation_steps,
-        save_strategy="steps",
+        save_strategy="steps" if recipe.checkpoint_steps < recipe.steps else "no",
         save_steps=recipe.checkpoint_steps,
         ignore_data_skip=True,
         ddp_find_unused_parameters=False,

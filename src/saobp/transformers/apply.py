@@ -142,7 +142,7 @@ def build(modules: Modules, refinement: Refinement) -> list[LayerRefinement]:
     ):
         raise ValueError(f"factor {refinement.factor!r} has no strength that could be learned")
     return [
-        LayerRefinement(refinement, layer, len(modules), _heads(module), next(module.parameters()))
+        LayerRefinement(refinement, layer, len(modules), head_count(module), next(module.parameters()))
         for layer, (_, module) in enumerate(modules)
     ]
 
@@ -173,7 +173,8 @@ def refuse_to_generate(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _heads(module: nn.Module) -> int:
+def head_count(module: nn.Module) -> int:
+    """How many query heads an attention module has."""
     for owner in (module, getattr(module, "config", None)):
         for name in ("num_attention_heads", "num_heads", "n_heads", "n_head"):
             heads = getattr(owner, name, None)

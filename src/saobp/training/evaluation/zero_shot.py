@@ -33,8 +33,7 @@ class Question:
 def race_questions(split: Split, *, every: bool = False) -> list[Question]:
     """RACE as the harness asks it: of each article the last question, after the others with their answers.
 
-    ``every`` asks every question by itself instead, each as if its article had no other; the paper's
-    RACE-Middle scores are multiples of 1/1436, so they count every question.
+    ``every`` asks every question by itself instead, each as if its article had no other.
     """
     letters = "ABCD"
     asked = []

@@ -1,0 +1,59 @@
+"""``saobp explore``: the attention of a local model on sentences that you type."""
+
+from __future__ import annotations
+
+import webbrowser
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+
+def explore(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder of a saved model, or its name on the hub.")
+    ] = None,
+    refinement: Annotated[
+        str | None, typer.Option(help="Refine the model first, for instance high:0.2.")
+    ] = None,
+    length: Annotated[int, typer.Option(help="Cut sentences to so many tokens.", min=2, max=512)] = 64,
+    port: Annotated[
+        int, typer.Option(help="Port on this machine; 0 takes a free one.", min=0, max=65535)
+    ] = 0,
+    example: Annotated[bool, typer.Option("--example", help="Use a model with planted heads.")] = False,
+    browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
+) -> None:
+    """Serve the explorer on this machine, for sentences typed in, until Ctrl-C."""
+    console = Console()
+    try:
+        from saobp.metrics.diagnosis import CHARACTERS_PER_TOKEN
+        from saobp.metrics.sources import EXAMPLE, load_model
+        from saobp.refinement import Refinement
+        from saobp.report.explorer import explorer_data
+        from saobp.report.server import make_server
+
+        if model is None and not example:
+            raise ValueError("name a model: saobp explore FOLDER, or saobp explore --example")
+        name = EXAMPLE if model is None else model
+        loaded, tokenizer = load_model(name, Refinement.parse(refinement) if refinement else None)
+        subject = name if refinement is None else f"{name} with {refinement}"
+        server = make_server(
+            lambda text: explorer_data(loaded, tokenizer, [text], max_tokens=length, subject=subject),
+            subject=subject,
+            characters=CHARACTERS_PER_TOKEN * length,
+            tokens=length,
+            port=port,
+        )
+    except (ValueError, TypeError, OSError) as problem:
+        console.print(Text(str(problem), style="red"), soft_wrap=True)
+        raise typer.Exit(1) from None
+    address = f"http://127.0.0.1:{server.server_address[1]}/"
+    console.print(Text(f"{subject}: {address} (this machine only; Ctrl-C ends it)"), soft_wrap=True)
+    if browser:
+        webbrowser.open(address)
+    with server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            console.print("ended")

@@ -1,0 +1,50 @@
+"""``saobp report``: one page, or figures, from run folders."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+
+class Format(StrEnum):
+    """What a report is written as."""
+
+    html = "html"
+    svg = "svg"
+    pdf = "pdf"
+    png = "png"
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs or diagnoses; several are overlaid.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page (default: report.html in the run's folder), or a folder for figures."),
+    ] = None,
+    form: Annotated[
+        Format, typer.Option("--format", help="A page, or figures for papers and slides.")
+    ] = Format.html,
+    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
+) -> None:
+    """Write a page to look at: curves, heads, verdicts, and an explorer where a run has one."""
+    console = Console()
+    base = runs[0] if len(runs) == 1 else Path()
+    try:
+        if form is Format.html:
+            from saobp.report import write_report
+
+            written = [write_report(runs, out or base / "report.html", title=title)]
+        else:
+            from saobp.report.figures import write_figures
+
+            written = write_figures(runs, out or base / "figures", form.value)
+    except (ValueError, OSError) as problem:
+        console.print(Text(str(problem), style="red"), soft_wrap=True)
+        raise typer.Exit(1) from None
+    for path in written:
+        console.print(Text(f"wrote {path}"), soft_wrap=True)

@@ -1,0 +1,7 @@
+"""The page: runs and diagnoses to look at, and an explorer that refines attention in the browser."""
+
+from saobp.report.explorer import explorer_data, write_explorer
+from saobp.report.page import PAGE_BYTES, Table, write_report
+from saobp.report.runs import Run, read_runs
+
+__all__ = ["PAGE_BYTES", "Run", "Table", "explorer_data", "read_runs", "write_explorer", "write_report"]

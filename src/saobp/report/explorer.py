@@ -1,0 +1,179 @@
+"""The scores of a model on a few sentences, for the explorer of the page."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from saobp.metrics.calls import heads_of
+from saobp.metrics.diagnosis import CHARACTERS_PER_TOKEN, check_weights, longest_text
+from saobp.refinement import MAX_STRENGTH
+from saobp.report.codes import encode_head
+from saobp.transformers.watch import AttentionCall, watch
+
+FORMAT = 1
+MAX_TOKENS = 48
+MAX_SENTENCES = 6
+TEXT_CHARACTERS = 600
+"""Of a sentence's text as it is listed; its tokens are all there."""
+
+
+def explorer_data(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sentences: Sequence[str],
+    *,
+    max_tokens: int = MAX_TOKENS,
+    subject: str = "model",
+) -> dict[str, Any]:
+    """Run ``model`` on each sentence and keep the scores of every head as they are before refinement.
+
+    Sentences are cut to ``max_tokens``; ``left_out`` says so. A refined model keeps its strengths beside the
+    scores, so that the page can show its own attention. Ready for JSON, in the form that the page reads.
+    """
+    if max_tokens < 2:
+        raise ValueError(f"sentences can be cut to at least 2 tokens, not to {max_tokens}")
+    check_weights(model, subject)
+    limit = longest_text(model)
+    room = max_tokens if limit is None else min(max_tokens, limit)
+    looks, left_out = [], []
+    for place, sentence in enumerate(sentences, 1):
+        ids, tokens, cut = encode_sentence(tokenizer, sentence, room)
+        if len(tokens) < 2:
+            left_out.append(f"Sentence {place} has fewer than two tokens and is not shown.")
+            continue
+        if cut:
+            left_out.append(f"Sentence {place} is cut to its first {len(tokens)} tokens.")
+        looks.append((sentence[:TEXT_CHARACTERS], tokens, _layers_of(model, ids)))
+    if not looks:
+        raise ValueError("there is no sentence of at least two tokens to look at")
+    layers = looks[0][2]
+    if not layers:
+        raise ValueError(f"{subject} ran without any self-attention over a whole sentence to look at")
+    return {
+        "format": FORMAT,
+        "subject": subject,
+        "layers": [layer["name"] for layer in layers],
+        "in_order": [layer["in_order"] for layer in layers],
+        "refinement": layers[0]["refinement"],
+        "strengths": [layer["strengths"] for layer in layers],
+        "sentences": [
+            {"text": text, "tokens": tokens, "scores": [layer["heads"] for layer in own]}
+            for text, tokens, own in looks
+        ],
+        "left_out": left_out,
+    }
+
+
+def write_explorer(data: dict[str, Any], folder: Path) -> Path:
+    """``explorer.json`` in a run folder, where the report looks for it."""
+    path = folder / "explorer.json"
+    path.write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def is_explorer(data: dict[str, Any]) -> bool:
+    """Whether the page can read this: every part there, and every head as long as its sentence says."""
+    try:
+        layers, refinement = len(data["layers"]), data["refinement"]
+        return (
+            data["format"] == FORMAT
+            and layers == len(data["in_order"]) == len(data["strengths"])
+            and (refinement is None or {"factor", "steps", "damping"} <= set(refinement))
+            and all(isinstance(note, str) for note in data["left_out"])
+            and isinstance(data["subject"], str)
+            and len(data["sentences"]) > 0
+            and all(_is_sentence(sentence, layers) for sentence in data["sentences"])
+        )
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _is_sentence(sentence: dict[str, Any], layers: int) -> bool:
+    length, scores = len(sentence["tokens"]), sentence["scores"]
+    size = {True: length * (length + 1), False: 2 * length * length}
+    return (
+        isinstance(sentence["text"], str)
+        and all(isinstance(token, str) for token in sentence["tokens"])
+        and len(scores) == layers
+        and any(head is not None for heads in scores for head in heads)
+        and all(
+            head is None
+            or (
+                len(base64.b64decode(head["codes"], validate=True)) == size[head["triangle"]]
+                and float(head["step"]) > 0
+            )
+            for heads in scores
+            for head in heads
+        )
+    )
+
+
+def encode_sentence(
+    tokenizer: PreTrainedTokenizerBase, sentence: str, room: int
+) -> tuple[Tensor, list[str], bool]:
+    """Ids ``[1, length]``, each token as a reader would write it, and whether the sentence was cut."""
+    short = sentence[: CHARACTERS_PER_TOKEN * (room + 1)]
+    whole = tokenizer(short, truncation=True, max_length=room + 1)["input_ids"]
+    cut = len(whole) > room or len(short) < len(sentence)
+    fast = bool(getattr(tokenizer, "is_fast", False))
+    encoded = tokenizer(short, truncation=True, max_length=room, return_offsets_mapping=fast)
+    ids = list(encoded["input_ids"])
+    places = encoded["offset_mapping"] if fast else [(0, 0)] * len(ids)
+    names = tokenizer.convert_ids_to_tokens(ids)
+    tokens = [
+        _readable(str(name), short[start:end]) for name, (start, end) in zip(names, places, strict=True)
+    ]
+    return torch.tensor([ids]), tokens, cut
+
+
+def _readable(name: str, written: str) -> str:
+    """The part of the text that a token stands for; its name where there is none, as for [CLS]."""
+    part = written.strip()
+    if not part:
+        return name if not written else "␣"
+    return f"##{part}" if name.startswith("##") and not part.startswith("##") else part
+
+
+def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
+    """Heads of each self-attention layer on one sentence, in order of execution."""
+    found: list[dict[str, Any]] = []
+
+    def keep(call: AttentionCall) -> None:
+        heads = heads_of(call)
+        if heads is None:
+            return
+        count = heads.query.shape[1]
+        scores, graph = heads.some(slice(0, 1), slice(0, count)).scores()
+        rows = torch.log_softmax(graph.hidden(scores.double()), -1)[0].cpu().numpy()
+        learned = heads.refinement.factor != "none"
+        strengths = heads.strength.double().clamp(-MAX_STRENGTH, MAX_STRENGTH).tolist()
+        if heads.refinement.factor.startswith("low"):
+            strengths = [-strength for strength in strengths]
+        found.append(
+            {
+                "name": call.name,
+                "in_order": heads.hears_in_order(),
+                "refinement": _plain(heads.refinement.to_dict()) if learned else None,
+                "strengths": [round(strength, 6) for strength in strengths] if learned else None,
+                "heads": [encode_head(one) for one in rows],
+            }
+        )
+
+    model.eval()
+    device = next(model.parameters()).device
+    with torch.no_grad(), watch(model, keep):
+        model(input_ids=ids.to(device), attention_mask=torch.ones_like(ids).to(device))
+    return found
+
+
+def _plain(refinement: dict[str, Any]) -> dict[str, Any]:
+    """Without the strength, which is listed for each head."""
+    return {name: value for name, value in refinement.items() if name != "strength"}

@@ -1,0 +1,81 @@
+"""Figures for papers and slides, from the same data as the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy
+from matplotlib.figure import Figure
+
+from saobp.metrics.figures import COLOURS, TITLES, heat_map, layer_curves, short_name
+from saobp.report.runs import Run, read_runs
+
+CURVES = {
+    "loss": "training loss",
+    "eval_loss": "validation loss",
+    "eval_perplexity": "validation perplexity",
+    "eval_accuracy": "validation accuracy",
+}
+TEXT_STAYS_TEXT: dict[Any, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "saobp"}
+"""Fonts that a publisher accepts, and the same file for the same data."""
+
+
+def write_figures(folders: Sequence[Path], out: Path, form: str) -> list[Path]:
+    """Curves, and heat maps and layers of the last measured health, as files of ``form`` in ``out``."""
+    runs = read_runs(folders)
+    figures: dict[str, Figure] = {}
+    if any(name in run.curves for run in runs for name in CURVES):
+        figures["curves"] = training_curves(runs)
+    measured = [run.health[-1].diagnosis(run.name) for run in runs if run.health]
+    if measured:
+        shared = [name for name in measured[0].statistics if all(name in one.statistics for one in measured)]
+        for name in shared:
+            if name in TITLES:
+                figures[name] = heat_map(measured, name)
+        figures["layers"] = layer_curves(measured)
+    if not figures:
+        raise ValueError(
+            "there is nothing to draw: " + " ".join(problem for run in runs for problem in run.problems)
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    with matplotlib.rc_context(TEXT_STAYS_TEXT):
+        for name, figure in figures.items():
+            path = out / f"{name}.{form}"
+            stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
+            figure.savefig(path, dpi=200, metadata=stamp)
+            written.append(path)
+    return written
+
+
+def training_curves(runs: Sequence[Run]) -> Figure:
+    """One panel for each quantity that any run has, over steps; the seeds of a run share its colour."""
+    names = [name for name in CURVES if any(name in run.curves for run in runs)]
+    columns = min(2, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(4.2 * columns, 2.9 * rows), layout="constrained")
+    panels = numpy.atleast_1d(figure.subplots(rows, columns)).flatten()
+    for panel, name in zip(panels, names, strict=False):
+        for place, run in enumerate(runs):
+            for number, series in enumerate(run.curves.get(name, [])):
+                values = [numpy.nan if value is None else value for value in series.values]
+                panel.plot(
+                    numpy.array(series.axes["step"], dtype=float),
+                    values,
+                    color=COLOURS[place % len(COLOURS)],
+                    linewidth=1.3 if not series.of else 0.9,
+                    marker="o" if len(values) <= 16 else None,
+                    markersize=3,
+                    label=short_name(run.name) if number == 0 else None,
+                )
+        panel.set_title(CURVES[name], fontsize=9)
+        panel.set_xlabel("step")
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in panels[len(names) :]:
+        panel.set_visible(False)
+    if len(runs) > 1:
+        panels[0].legend(fontsize=7, frameon=False)
+    return figure

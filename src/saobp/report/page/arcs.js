@@ -1,0 +1,134 @@
+/** Tokens in a line with arcs between them: softmax above, refined below. */
+import { draw, make } from "./dom.js";
+
+const HEIGHT_OF_ARCS = 96;
+const WIDEST = 104;
+const NARROWEST = 30;
+const MOST_ARCS = 160;
+const LEAST_WEIGHT = 0.02;
+
+/**
+ * @typedef {object} ArcView
+ * @property {HTMLElement} element
+ * @property {(tokens: string[]) => void} setTokens
+ * @property {(before: Float64Array, after: Float64Array, chosen: number | null) => void} show
+ */
+
+/**
+ * @param {(token: number | null) => void} choose  told which token's arcs to show; null for all
+ * @returns {ArcView}
+ */
+export function arcView(choose) {
+  const above = draw("svg", { class: "arcs", height: HEIGHT_OF_ARCS, "aria-hidden": "true" });
+  const below = draw("svg", { class: "arcs refined", height: HEIGHT_OF_ARCS, "aria-hidden": "true" });
+  const line = make("div", {
+    class: "tokens",
+    role: "toolbar",
+    "aria-label": "Tokens of the sentence. Press one to see only its arcs; arrow keys move.",
+  });
+  const inner = make("div", { class: "arc-sheet" }, above, line, below);
+  const element = make(
+    "div",
+    {
+      class: "scroll arc-scroll",
+      tabindex: 0,
+      role: "region",
+      "aria-label": "Arcs between tokens, softmax above, refined below",
+    },
+    inner,
+  );
+  const view = {
+    tokens: /** @type {string[]} */ ([]),
+    width: WIDEST,
+    chosen: /** @type {number | null} */ (null),
+  };
+  line.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+    const step = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
+    const buttons = [...line.children];
+    const here = buttons.indexOf(document.activeElement);
+    if (!step || here < 0) return;
+    event.preventDefault();
+    const next = buttons[Math.max(0, Math.min(buttons.length - 1, here + step))];
+    buttons[here].tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
+  });
+  return {
+    element,
+    setTokens(tokens) {
+      view.tokens = tokens;
+      view.width = Math.max(
+        NARROWEST,
+        Math.min(WIDEST, Math.floor((element.clientWidth || 900) / tokens.length)),
+      );
+      line.replaceChildren(
+        ...tokens.map((token, place) =>
+          make(
+            "button",
+            {
+              type: "button",
+              tabindex: place ? -1 : 0,
+              title: `${place}: ${token}`,
+              "aria-pressed": "false",
+              onclick: () => choose(view.chosen === place ? null : place),
+            },
+            make("bdi", {}, token),
+          ),
+        ),
+      );
+      inner.style.setProperty("--token-width", `${view.width}px`);
+      for (const sheet of [above, below]) sheet.setAttribute("width", String(view.width * tokens.length));
+    },
+    show(before, after, chosen) {
+      view.chosen = chosen;
+      [...line.children].forEach((button, place) =>
+        button.setAttribute("aria-pressed", String(place === chosen)),
+      );
+      above.replaceChildren(...arcs(before, view, chosen, true));
+      below.replaceChildren(...arcs(after, view, chosen, false));
+    },
+  };
+}
+
+/**
+ * The strongest arcs of a map, or of one row.
+ * @param {Float64Array} rows
+ * @param {{ tokens: string[], width: number }} view
+ * @param {number | null} chosen
+ * @param {boolean} isAbove
+ */
+function arcs(rows, view, chosen, isAbove) {
+  const count = view.tokens.length;
+  const [start, stop] = chosen === null ? [0, rows.length] : [chosen * count, (chosen + 1) * count];
+  const found = [];
+  for (let i = start; i < stop; i += 1) if (rows[i] >= LEAST_WEIGHT) found.push(i);
+  found.sort((a, b) => rows[b] - rows[a]);
+  return found.slice(0, MOST_ARCS).map((i) => {
+    const [row, key] = [Math.floor(i / count), i % count];
+    const weight = rows[i];
+    return draw("path", {
+      d: arcPath(row, key, view.width, count, isAbove),
+      "stroke-width": (0.6 + 3.4 * weight).toFixed(2),
+      "stroke-opacity": (0.12 + 0.8 * weight).toFixed(2),
+    });
+  });
+}
+
+/**
+ * From a query to a key it looks at; a token that looks at itself gets a small loop.
+ * @param {number} row
+ * @param {number} key
+ * @param {number} width
+ * @param {number} count
+ * @param {boolean} isAbove
+ */
+function arcPath(row, key, width, count, isAbove) {
+  const [from, to] = [(row + 0.5) * width, (key + 0.5) * width];
+  const ground = isAbove ? HEIGHT_OF_ARCS : 0;
+  const rise = isAbove ? -1 : 1;
+  if (row === key) return `M${from - 5},${ground} c-4,${rise * 20} 14,${rise * 20} 10,0`;
+  const share = Math.abs(row - key) / Math.max(1, Math.min(count - 1, 16));
+  const height = rise * (16 + (HEIGHT_OF_ARCS - 24) * Math.min(1, Math.sqrt(share)));
+  const reach = (to - from) * 0.15;
+  return `M${from},${ground} C${from + reach},${ground + height * 1.3} ${to - reach},${ground + height * 1.3} ${to},${ground}`;
+}

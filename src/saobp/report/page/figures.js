@@ -1,0 +1,105 @@
+/** The numbers of one head beside each other: softmax, refined, change. */
+import { Background } from "./background.js";
+import { make, table } from "./dom.js";
+import { shown, signed } from "./numbers.js";
+import { finished, measuring, verdictOf } from "./statistics.js";
+
+const AT_ONCE_UP_TO = 96;
+const STATISTIC_NAMES = /** @type {[import("./types.js").Statistic, string][]} */ ([
+  ["gtd", "GTD"],
+  ["indirect_entropy", "indirect entropy"],
+  ["attention_entropy", "attention entropy"],
+  ["sink_mass", "sink mass"],
+]);
+
+/**
+ * @param {import("./types.js").PageData} data
+ */
+export function headNumbers(data) {
+  const body = make("div", {});
+  const element = make(
+    "div",
+    { class: "panel numbers", "aria-live": "polite" },
+    make("h3", {}, "This head (entropies in nats)"),
+    body,
+  );
+  const worker = new Background();
+  /** @type {import("./types.js").Numbers | null} */
+  let before = null;
+  const show = (
+    /** @type {import("./types.js").Numbers} */ old,
+    /** @type {import("./types.js").Numbers} */ now,
+    /** @type {number} */ largest,
+  ) => {
+    const words = [old, now].map((numbers) => verdictOf(numbers, largest, data.limits));
+    const rows = STATISTIC_NAMES.map(([name, title]) => [
+      title,
+      number(name, "before", old[name]),
+      number(name, "after", now[name]),
+      signed(now[name] - old[name]),
+    ]);
+    body.replaceChildren(
+      table(
+        "Statistics of this head",
+        ["", "softmax", "refined", "change"],
+        [
+          ...rows,
+          [
+            "verdict",
+            ...words.map((word) => make("span", { class: `tag ${word}`, title: data.meanings[word] }, word)),
+            "",
+          ],
+        ],
+      ),
+    );
+    element.removeAttribute("aria-busy");
+  };
+  return {
+    element,
+    /**
+     * @param {Float64Array} plain
+     * @param {Float64Array} refined
+     * @param {number} length
+     * @param {number} largest
+     * @param {boolean} isNewHead
+     */
+    update(plain, refined, length, largest, isNewHead) {
+      if (isNewHead) before = null;
+      const work = bothMeasured(plain, refined, length, data.limits.beta, before);
+      const done = (/** @type {import("./types.js").Numbers[]} */ [old, now]) => {
+        before = old;
+        show(old, now, largest);
+      };
+      worker.stop();
+      if (length <= AT_ONCE_UP_TO) {
+        done(finished(work));
+        return;
+      }
+      element.setAttribute("aria-busy", "true");
+      worker.run(work, done);
+    },
+  };
+}
+
+/**
+ * @param {Float64Array} plain
+ * @param {Float64Array} refined
+ * @param {number} length
+ * @param {number} beta
+ * @param {import("./types.js").Numbers | null} known
+ * @returns {Generator<void, import("./types.js").Numbers[], void>}
+ */
+function* bothMeasured(plain, refined, length, beta, known) {
+  const before = known ?? (yield* measuring(plain, length, beta));
+  const after = yield* measuring(refined, length, beta);
+  return [before, after];
+}
+
+/**
+ * @param {string} name
+ * @param {string} when
+ * @param {number} value
+ */
+function number(name, when, value) {
+  return make("span", { "data-statistic": name, "data-when": when, "data-value": value }, shown(value));
+}

@@ -1,0 +1,182 @@
+/** An attention map on a canvas: queries down, keys across, read with pointer or arrow keys. */
+import { mapColours } from "./colours.js";
+import { make } from "./dom.js";
+import { shown } from "./numbers.js";
+import { isDark } from "./theme.js";
+
+const LABEL_ROOM = 76;
+const LEAST_CELL = 11;
+const LARGEST = 460;
+
+/**
+ * @typedef {object} MapView
+ * @property {HTMLElement} element
+ * @property {(name: string, rows: Float64Array, tokens: string[], most: number, isSigned: boolean) => void} show
+ * @property {(row: number, key: number) => void} point
+ */
+
+/**
+ * @param {(row: number, key: number, isClick: boolean) => void} look  told where the reader points
+ * @returns {MapView}
+ */
+export function mapView(look) {
+  const canvas = make("canvas", { class: "map", tabindex: 0, role: "img" });
+  const title = make("h3", {});
+  const legend = make("p", { class: "note" });
+  const view = {
+    canvas,
+    rows: new Float64Array(0),
+    tokens: /** @type {string[]} */ ([]),
+    most: 1,
+    isSigned: false,
+    at: /** @type {[number, number] | null} */ (null),
+    left: 0,
+    cell: 1,
+  };
+  const place = (/** @type {PointerEvent} */ event) => {
+    const box = canvas.getBoundingClientRect();
+    const [x, y] = [event.clientX - box.left - view.left, event.clientY - box.top - view.left];
+    const [key, row] = [Math.floor(x / view.cell), Math.floor(y / view.cell)];
+    return row >= 0 && key >= 0 && row < view.tokens.length && key < view.tokens.length ? [row, key] : null;
+  };
+  const tell = (/** @type {number[] | null} */ at, /** @type {boolean} */ isClick) => {
+    if (at) look(at[0], at[1], isClick);
+  };
+  canvas.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => tell(place(event), false));
+  canvas.addEventListener("click", (/** @type {PointerEvent} */ event) => tell(place(event), true));
+  canvas.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+    const moves = /** @type {Record<string, [number, number]>} */ ({
+      ArrowUp: [-1, 0],
+      ArrowDown: [1, 0],
+      ArrowLeft: [0, -1],
+      ArrowRight: [0, 1],
+      Enter: [0, 0],
+    });
+    const move = moves[event.key];
+    if (!move) return;
+    event.preventDefault();
+    const [row, key] = view.at ?? [0, 0];
+    const last = view.tokens.length - 1;
+    tell([clamp(row + move[0], last), clamp(key + move[1], last)], event.key === "Enter");
+  });
+  const element = make("figure", { class: "panel map-panel" }, make("figcaption", {}, title), canvas, legend);
+  new ResizeObserver(() => paintMap(view)).observe(element);
+  return {
+    element,
+    show(name, rows, tokens, most, isSigned) {
+      title.textContent = name;
+      legend.textContent = `queries down, keys across; ${isSigned ? "orange is more, blue less, up to" : "strongest colour at"} ${shown(most)}`;
+      canvas.setAttribute(
+        "aria-label",
+        `${name}: map of ${tokens.length} by ${tokens.length} tokens. Arrow keys read single weights.`,
+      );
+      Object.assign(view, { rows, tokens, most, isSigned });
+      if (view.at && (view.at[0] >= tokens.length || view.at[1] >= tokens.length)) view.at = null;
+      paintMap(view);
+    },
+    point(row, key) {
+      view.at = [row, key];
+      paintMap(view);
+    },
+  };
+}
+
+/** @param {any} view */
+function paintMap(view) {
+  const { canvas, tokens } = view;
+  const count = tokens.length;
+  const style = getComputedStyle(canvas.parentElement);
+  const room =
+    canvas.parentElement.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+  if (!count || room <= 0) return;
+  const size = Math.min(room, LARGEST);
+  view.left = (size - LABEL_ROOM) / count >= LEAST_CELL ? LABEL_ROOM : 0;
+  view.cell = (size - view.left) / count;
+  const density = devicePixelRatio || 1;
+  canvas.width = canvas.height = Math.round(size * density);
+  canvas.style.width = canvas.style.height = `${size}px`;
+  const pen = canvas.getContext("2d");
+  pen.scale(density, density);
+  pen.imageSmoothingEnabled = false;
+  pen.drawImage(picture(view), view.left, view.left, count * view.cell, count * view.cell);
+  const ink = getComputedStyle(canvas).color;
+  pen.strokeStyle = ink;
+  pen.globalAlpha = 0.35;
+  pen.strokeRect(view.left + 0.5, view.left + 0.5, count * view.cell - 1, count * view.cell - 1);
+  pen.globalAlpha = 1;
+  if (view.left) labels(pen, view, ink);
+  if (view.at) {
+    const [row, key] = view.at;
+    pen.lineWidth = 2;
+    pen.strokeRect(
+      view.left + key * view.cell,
+      view.left + row * view.cell,
+      Math.max(3, view.cell),
+      Math.max(3, view.cell),
+    );
+  }
+}
+
+/**
+ * One pixel per entry. Roots are shown, so that small weights can be told from none.
+ * @param {any} view
+ */
+function picture(view) {
+  const { rows, tokens, most, isSigned } = view;
+  const colours = mapColours(isDark(), isSigned);
+  const image = new ImageData(tokens.length, tokens.length);
+  for (let i = 0; i < rows.length; i += 1) {
+    const root = Math.sqrt(Math.min(1, Math.abs(rows[i]) / (most || 1)));
+    const place = isSigned ? Math.round(127.5 + 127.5 * Math.sign(rows[i]) * root) : Math.round(255 * root);
+    for (let channel = 0; channel < 4; channel += 1)
+      image.data[4 * i + channel] = colours[4 * place + channel];
+  }
+  const sheet = document.createElement("canvas");
+  sheet.width = sheet.height = tokens.length;
+  sheet.getContext("2d")?.putImageData(image, 0, 0);
+  return sheet;
+}
+
+/**
+ * @param {CanvasRenderingContext2D} pen
+ * @param {any} view
+ * @param {string} ink
+ */
+function labels(pen, view, ink) {
+  pen.fillStyle = ink;
+  pen.font = `${Math.min(12, Math.max(9, view.cell - 2))}px system-ui, sans-serif`;
+  pen.textBaseline = "middle";
+  pen.direction = "ltr";
+  view.tokens.forEach((/** @type {string} */ token, /** @type {number} */ place) => {
+    const middle = view.left + (place + 0.5) * view.cell;
+    const text = shortened(pen, token, LABEL_ROOM - 10);
+    pen.textAlign = "right";
+    pen.fillText(text, view.left - 6, middle);
+    pen.save();
+    pen.translate(middle, view.left - 6);
+    pen.rotate(-Math.PI / 2);
+    pen.textAlign = "left";
+    pen.fillText(text, 0, 0);
+    pen.restore();
+  });
+}
+
+/**
+ * @param {CanvasRenderingContext2D} pen
+ * @param {string} text
+ * @param {number} room
+ */
+function shortened(pen, text, room) {
+  const letters = [...text];
+  if (pen.measureText(text).width <= room) return text;
+  while (letters.length > 1 && pen.measureText(`${letters.join("")}…`).width > room) letters.pop();
+  return `${letters.join("")}…`;
+}
+
+/**
+ * @param {number} place
+ * @param {number} last
+ */
+function clamp(place, last) {
+  return Math.max(0, Math.min(last, place));
+}

@@ -1,0 +1,160 @@
+/**
+ * Refined attention rows, one head at a time: the same arithmetic as `saobp.propagation`, in double precision.
+ * A map is a Float64Array of length * length entries, row after row.
+ */
+
+/** Softmax as it is. */
+export const PLAIN = { factor: "none", strength: 0, steps: 1, damping: 0 };
+
+/** Keeps the logarithm of a similarity finite, as `floored` does in single precision. */
+const FLOOR = 1.1754943508222875e-38 / 1.1920928955078125e-7;
+
+/**
+ * @param {Float64Array} logs  log probabilities (or scores), minus infinity where a row cannot see
+ * @param {number} length
+ * @param {import("./types.js").Setting} setting
+ * @param {boolean} inOrder  rows hear earlier rows alone
+ * @returns {Float64Array}
+ */
+export function refine(logs, length, setting, inOrder) {
+  const prior = softmaxRows(logs, length);
+  if (setting.factor === "none") return prior;
+  const logPrior = normalisedLogs(logs, length);
+  let beliefs = prior;
+  for (let step = 0; step < setting.steps; step += 1) {
+    const updated = softmaxRows(logBeliefs(logPrior, beliefs, length, setting, inOrder), length);
+    if (setting.damping !== 0 && setting.steps > 1) {
+      for (let i = 0; i < updated.length; i += 1) updated[i] += setting.damping * (beliefs[i] - updated[i]);
+    }
+    beliefs = updated;
+  }
+  return beliefs;
+}
+
+/**
+ * @param {Float64Array} logPrior
+ * @param {Float64Array} beliefs
+ * @param {number} length
+ * @param {import("./types.js").Setting} setting
+ * @param {boolean} inOrder
+ * @returns {Float64Array}
+ */
+function logBeliefs(logPrior, beliefs, length, setting, inOrder) {
+  switch (setting.factor) {
+    case "potts":
+      return heard(logPrior, logMessages(beliefs, setting.strength), length, inOrder);
+    case "listing":
+      return lessOwn(logPrior, logMessages(beliefs, setting.strength));
+    case "elemmul":
+      return alike(logPrior, beliefs, length, false);
+    case "elemmul-prior":
+      return alike(logPrior, beliefs, length, true);
+    default:
+      throw new Error(`unknown factor ${setting.factor}`);
+  }
+}
+
+/**
+ * Potts messages, log(1 - gamma b); a key that a row cannot see has b = 0 and gets the neutral 0.
+ * @param {Float64Array} beliefs
+ * @param {number} strength
+ */
+function logMessages(beliefs, strength) {
+  const factor = Math.expm1(-strength);
+  const messages = new Float64Array(beliefs.length);
+  for (let i = 0; i < beliefs.length; i += 1) {
+    if (beliefs[i] !== 0) messages[i] = Math.log1p(beliefs[i] * factor);
+  }
+  return messages;
+}
+
+/**
+ * Prior and the messages of all other rows, or of all earlier rows.
+ * @param {Float64Array} logPrior
+ * @param {Float64Array} messages
+ * @param {number} length
+ * @param {boolean} inOrder
+ */
+function heard(logPrior, messages, length, inOrder) {
+  const total = new Float64Array(length);
+  const result = new Float64Array(logPrior.length);
+  if (!inOrder) {
+    for (let i = 0; i < messages.length; i += 1) total[i % length] += messages[i];
+  }
+  for (let row = 0, i = 0; row < length; row += 1) {
+    for (let key = 0; key < length; key += 1, i += 1) {
+      result[i] = logPrior[i] + total[key] - (inOrder ? 0 : messages[i]);
+      if (inOrder) total[key] += messages[i];
+    }
+  }
+  return result;
+}
+
+/**
+ * @param {Float64Array} logPrior
+ * @param {Float64Array} messages
+ */
+function lessOwn(logPrior, messages) {
+  return logPrior.map((value, i) => value - messages[i]);
+}
+
+/**
+ * ElemMul: how alike two rows are, hidden where the prior is; with the prior, times it.
+ * @param {Float64Array} logPrior
+ * @param {Float64Array} beliefs
+ * @param {number} length
+ * @param {boolean} withPrior
+ */
+function alike(logPrior, beliefs, length, withPrior) {
+  const result = new Float64Array(logPrior.length).fill(-Infinity);
+  for (let i = 0; i < length; i += 1) {
+    for (let j = 0; j <= i; j += 1) {
+      let sum = 0;
+      for (let k = 0; k < length; k += 1) sum += beliefs[i * length + k] * beliefs[j * length + k];
+      const value = Math.log(Math.max(sum, FLOOR));
+      for (const place of [i * length + j, j * length + i]) {
+        if (logPrior[place] !== -Infinity) result[place] = withPrior ? value + logPrior[place] : value;
+      }
+    }
+  }
+  return result;
+}
+
+/**
+ * @param {Float64Array} logs
+ * @param {number} length
+ * @returns {Float64Array}
+ */
+export function softmaxRows(logs, length) {
+  const rows = new Float64Array(logs.length);
+  for (let start = 0; start < logs.length; start += length) {
+    let top = -Infinity;
+    for (let i = start; i < start + length; i += 1) if (logs[i] > top) top = logs[i];
+    if (top === -Infinity) continue;
+    let sum = 0;
+    for (let i = start; i < start + length; i += 1) {
+      if (logs[i] !== -Infinity) sum += rows[i] = Math.exp(logs[i] - top);
+    }
+    for (let i = start; i < start + length; i += 1) rows[i] /= sum;
+  }
+  return rows;
+}
+
+/**
+ * Each row less the logarithm of its sum; rounding in the stored codes leaves that near 0, not at it.
+ * @param {Float64Array} logs
+ * @param {number} length
+ */
+function normalisedLogs(logs, length) {
+  const result = new Float64Array(logs);
+  for (let start = 0; start < logs.length; start += length) {
+    let top = -Infinity,
+      sum = 0;
+    for (let i = start; i < start + length; i += 1) if (logs[i] > top) top = logs[i];
+    if (top === -Infinity) continue;
+    for (let i = start; i < start + length; i += 1) sum += Math.exp(logs[i] - top);
+    const whole = top + Math.log(sum);
+    for (let i = start; i < start + length; i += 1) result[i] -= whole;
+  }
+  return result;
+}

@@ -1,0 +1,197 @@
+"""Run folders as the page shows them: what is there, and a sentence for what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from saobp.report.curves import Series, joined, read_curves
+from saobp.report.explorer import is_explorer
+from saobp.report.files import Problems, flat, number, read_lines, read_object
+from saobp.report.snapshots import Snapshot, diagnosed, read_snapshot
+
+SNAPSHOTS = 60
+"""Most moments of training at which a page shows every head."""
+CAUSAL_FAMILIES = {"bert": False, "gpt2": True}
+Facts = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, or one subject of a diagnosis.
+
+    curves:   by quantity, one series per seed
+    facts, recipe, result: name and value, in the order of the page
+    problems: sentences on what is missing or cannot be read
+    """
+
+    name: str
+    kind: str
+    curves: dict[str, list[Series]] = field(default_factory=dict)
+    health: list[Snapshot] = field(default_factory=list)
+    facts: Facts = field(default_factory=list)
+    recipe: Facts = field(default_factory=list)
+    result: Facts = field(default_factory=list)
+    problems: Problems = field(default_factory=list)
+    explorer: dict[str, Any] | None = None
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Every run of the given folders, under names that tell them apart."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {str(folder)!r} with a run")
+    runs = [run for folder in folders for run in _read_folder(folder)]
+    return [replace(run, name=name) for run, name in zip(runs, _told_apart(runs, folders), strict=True)]
+
+
+def refinement_words(refinement: Any) -> str:
+    """A refinement as it is written on the command line, such as ``high:0.2``."""
+    if not isinstance(refinement, dict) or refinement.get("factor") in (None, "none"):
+        return "none"
+    strength = refinement.get("strength")
+    words = f"{refinement['factor']}:{'per layer' if isinstance(strength, list) else strength}"
+    extra = [
+        f"{name}={refinement[name]}"
+        for name, usual in (("steps", 1), ("damping", 0.0), ("future", "strict"))
+        if refinement.get(name, usual) != usual
+    ]
+    return ",".join([words, *extra])
+
+
+def _read_folder(folder: Path) -> list[Run]:
+    if (folder / "diagnosis.json").is_file():
+        return _read_diagnosis(folder)
+    return [_read_run(folder)]
+
+
+def _read_run(folder: Path) -> Run:
+    problems: Problems = []
+    recipe = read_object(folder / "recipe.json", problems, "what was trained is not known")
+    record = read_object(folder / "record.json", problems, "when, where and on which data is not known")
+    result = read_object(folder / "result.json", problems)
+    status = str(record.get("status", "unknown"))
+    if not (folder / "result.json").is_file():
+        problems.append(f"result.json is missing: the run has not finished (its status is {status}).")
+    seeds = sorted(path for path in folder.glob("seed-*") if path.is_dir())
+    kind = str(recipe.get("kind", "run"))
+    if seeds:
+        parts = [_curves(seed, problems, seed.name.replace("-", " ", 1)) for seed in seeds]
+        curves = joined(parts)
+        health = _health(seeds[0], recipe, problems) if (seeds[0] / "health.jsonl").is_file() else []
+    elif kind == "evaluate":
+        curves, health = {}, []
+    else:
+        curves = _curves(folder, problems)
+        health = _health(folder, recipe, problems)
+    return Run(
+        folder.resolve().name,
+        kind,
+        curves,
+        health,
+        _facts(recipe, record),
+        [(name, value) for name, value in flat(recipe) if name != "kind"],
+        flat(result),
+        problems,
+        _explorer(folder, problems),
+    )
+
+
+def _curves(folder: Path, problems: Problems, of: str = "") -> dict[str, list[Series]]:
+    found: Problems = []
+    lines = read_lines(
+        folder / "metrics.jsonl",
+        found,
+        "there are no curves",
+        lambda entry: number(entry.get("step")) is not None,
+    )
+    problems += [f"{of}: {problem}" if of else problem for problem in found]
+    return read_curves(lines, of)
+
+
+def _health(folder: Path, recipe: dict[str, Any], problems: Problems) -> list[Snapshot]:
+    length, family = number(recipe.get("length")), recipe.get("family")
+    causal = CAUSAL_FAMILIES.get(family) if isinstance(family, str) else None
+    snapshots: list[Snapshot] = []
+
+    def keep(entry: dict[str, Any]) -> bool:
+        snapshot = read_snapshot(entry, length, causal)
+        if snapshot is not None:
+            snapshots.append(snapshot)
+        return snapshot is not None
+
+    read_lines(folder / "health.jsonl", problems, "there is nothing to say about single heads", keep)
+    if len(snapshots) > SNAPSHOTS:
+        last = len(snapshots) - 1
+        snapshots = [snapshots[round(place * last / (SNAPSHOTS - 1))] for place in range(SNAPSHOTS)]
+    return snapshots
+
+
+def _facts(recipe: dict[str, Any], record: dict[str, Any]) -> Facts:
+    facts: Facts = []
+    if recipe:
+        names = [recipe.get(name) for name in ("family", "size", "task")]
+        model = " ".join(str(name) for name in names if name is not None)
+        facts += [("model", model)] if model else []
+        facts.append(("refinement", refinement_words(recipe.get("refinement"))))
+    for name in ("status", "seed", "started", "finished", "seconds"):
+        if record.get(name) is not None:
+            facts.append((name, record[name]))
+    environment = record.get("environment")
+    if isinstance(environment, dict):
+        facts += [(str(name), value) for name, value in environment.items() if value is not None]
+    data = record.get("data")
+    if isinstance(data, dict):
+        facts += [(f"data: {name}", f"sha256 {str(sum_)[:16]}…") for name, sum_ in data.items()]
+    for name in ("commit", "command"):
+        if record.get(name) is not None:
+            facts.append((name, record[name]))
+    return facts
+
+
+def _explorer(folder: Path, problems: Problems) -> dict[str, Any] | None:
+    if not (folder / "explorer.json").is_file():
+        return None
+    data = read_object(folder / "explorer.json", problems)
+    if data and not is_explorer(data):
+        problems.append("explorer.json does not have the form of this version: there is nothing to explore.")
+    return data if data and is_explorer(data) else None
+
+
+def _read_diagnosis(folder: Path) -> list[Run]:
+    problems: Problems = []
+    try:
+        records = json.loads((folder / "diagnosis.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        records = []
+    good = [record for record in records if isinstance(record, dict)] if isinstance(records, list) else []
+    explorer = _explorer(folder, problems)
+    runs = []
+    for record in good:
+        snapshot = diagnosed(record)
+        if snapshot is None:
+            problems.append("a record of diagnosis.json cannot be read and is left out.")
+            continue
+        settings = record.get("settings")
+        facts = [(name, record[name]) for name in ("texts", "tokens") if name in record]
+        facts += [(name, value) for name, value in flat(settings) if value is not None]
+        runs.append(Run(str(record.get("subject", "model")), "diagnosis", health=[snapshot], facts=facts))
+    if not runs:
+        problems.append("diagnosis.json cannot be read, so there is nothing to say about single heads.")
+        runs = [Run(folder.resolve().name, "diagnosis")]
+    runs[0] = replace(runs[0], problems=problems, explorer=explorer)
+    return runs
+
+
+def _told_apart(runs: Sequence[Run], folders: Sequence[Path]) -> list[str]:
+    names = [run.name for run in runs]
+    if len(set(names)) == len(names):
+        return names
+    if len(runs) == len(folders):
+        names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{run.name} ({place})" for place, run in enumerate(runs, 1)]

@@ -1,0 +1,132 @@
+"""The explorer on this machine: a page, and one address that runs the model on a typed sentence.
+
+Only two things can be asked for, so no file can be reached. It listens on 127.0.0.1 alone. A web page
+elsewhere could still point a browser here under a name of its own (DNS rebinding) or post across sites: so
+the Host header must name this very address, an Origin must too, and a sentence must come as JSON, which no
+foreign form can send.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from saobp.report.page import render
+
+ADDRESS = "127.0.0.1"
+NAMES = (ADDRESS, "localhost")
+BODY_BYTES = 65_536
+PATIENCE = 15.0
+"""Seconds that a connection may stay silent."""
+
+Answer = Callable[[str], dict[str, Any]]
+
+
+def make_server(
+    answer: Answer, *, subject: str, characters: int, tokens: int, port: int = 0
+) -> ThreadingHTTPServer:
+    """A server that is ready to ``serve_forever``; port 0 takes a free one.
+
+    ``answer`` gives the explorer's data for a sentence, or raises ValueError with a sentence for the reader;
+    it is never called twice at once.
+    """
+    live = {"characters": characters, "tokens": tokens, "subject": subject}
+    page = render([], title="Attention explorer", live=live).encode(errors="replace")
+    turn = threading.Lock()
+
+    def look(text: str) -> dict[str, Any]:
+        if not text.strip():
+            raise ValueError("the sentence is empty: type a few words")
+        if len(text) > characters:
+            raise ValueError(f"the sentence has {len(text)} characters: at most {characters} are taken")
+        with turn:
+            return {**answer(text), "run": subject}
+
+    class Handler(_Handler):
+        pass
+
+    Handler.page, Handler.look = page, staticmethod(look)
+    server = ThreadingHTTPServer((ADDRESS, port), Handler)
+    server.daemon_threads = True
+    return server
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET / with the page and POST /attention with scores; everything else is refused."""
+
+    page: bytes
+    look: Answer
+    timeout = PATIENCE
+    server_version, sys_version = "saobp", ""
+
+    def do_GET(self) -> None:
+        if not self._is_from_here():
+            return
+        if self.path != "/":
+            self._refuse(HTTPStatus.NOT_FOUND, "there is only the page itself, at /")
+            return
+        self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.page)
+
+    def do_POST(self) -> None:
+        if not self._is_from_here():
+            return
+        if self.path != "/attention":
+            self._refuse(HTTPStatus.NOT_FOUND, "sentences go to /attention")
+            return
+        if self.headers.get_content_type() != "application/json":
+            self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a sentence comes as application/json")
+            return
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()) or int(length) > BODY_BYTES:
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {BODY_BYTES} bytes are taken")
+            return
+        try:
+            asked = json.loads(self.rfile.read(int(length)))
+            text = asked["text"]
+            if not isinstance(text, str):
+                raise TypeError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self._refuse(HTTPStatus.BAD_REQUEST, 'a sentence is sent as {"text": "..."}')
+            return
+        try:
+            found = self.look(text)
+        except ValueError as problem:
+            self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, str(problem))
+            return
+        self._send(HTTPStatus.OK, "application/json", json.dumps(found).encode())
+
+    def _is_from_here(self) -> bool:
+        """Whether the request was meant for this address; answers it if not."""
+        port = self.connection.getsockname()[1]
+        hosts = {f"{name}:{port}" for name in NAMES}
+        origin = self.headers.get("Origin")
+        if self.headers.get("Host") in hosts and (origin is None or origin.removeprefix("http://") in hosts):
+            return True
+        self._refuse(HTTPStatus.FORBIDDEN, f"open http://{ADDRESS}:{port}/ in a browser on this machine")
+        return False
+
+    def _refuse(self, status: HTTPStatus, problem: str) -> None:
+        self.close_connection = True
+        self._send(status, "application/json", json.dumps({"problem": problem}).encode())
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("X-Frame-Options", "DENY"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet: what is typed stays between the reader and the model."""

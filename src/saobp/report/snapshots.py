@@ -1,0 +1,156 @@
+"""The health of all heads at one moment, read from a run or a diagnosis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from saobp.metrics.diagnosis import Diagnosis
+from saobp.metrics.health import HeadHealth
+from saobp.metrics.verdict import Verdict, largest_entropy, verdict
+from saobp.report.files import number
+
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+Grid = list[list[float | None]]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One grid ``[layer][head]`` per statistic, and the verdict of every head.
+
+    step:      of training; None for a diagnosis
+    errors:    grids of standard errors, where they are known
+    strengths: grid of lambda, for a model that learns it
+    across:    cross-layer GTD by layer, from the second layer on
+    """
+
+    step: int | None
+    layers: list[str]
+    statistics: dict[str, Grid]
+    verdicts: list[list[Verdict]]
+    errors: dict[str, Grid] = field(default_factory=dict)
+    strengths: Grid | None = None
+    across: dict[int, float] = field(default_factory=dict)
+
+    def count(self, kind: Verdict) -> int:
+        return sum(word == kind for row in self.verdicts for word in row)
+
+    @property
+    def heads(self) -> int:
+        return sum(map(len, self.verdicts))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the page: rounded to what can be seen, verdicts as places in VERDICTS."""
+        return {
+            "step": self.step,
+            "layers": self.layers,
+            "statistics": {name: _rounded(grid) for name, grid in self.statistics.items()},
+            "errors": {name: _rounded(grid) for name, grid in self.errors.items()},
+            "strengths": None if self.strengths is None else _rounded(self.strengths),
+            "verdicts": [[VERDICTS.index(word) for word in row] for row in self.verdicts],
+            "across": {str(layer): round(value, 4) for layer, value in self.across.items()},
+        }
+
+    def diagnosis(self, subject: str) -> Diagnosis:
+        """The same as a diagnosis, which the figures are drawn from."""
+        nan = float("nan")
+        heads = [
+            HeadHealth(
+                layer,
+                name,
+                head,
+                {
+                    key: nan if (v := grid[layer][head]) is None else v
+                    for key, grid in self.statistics.items()
+                },
+                {},
+                word,
+                1,
+            )
+            for layer, name in enumerate(self.layers)
+            for head, word in enumerate(self.verdicts[layer])
+        ]
+        return Diagnosis(subject, tuple(heads), self.across, tuple(self.statistics), 0, 0)
+
+
+def read_snapshot(entry: dict[str, Any], length: float | None, causal: bool | None) -> Snapshot | None:
+    """A line of ``health.jsonl``; None if it does not have that form.
+
+    With the length of the texts and the order of the rows known, a verdict also knows the largest entropy.
+    """
+    step, names, statistics = number(entry.get("step")), entry.get("layers"), entry.get("statistics")
+    if step is None or not isinstance(names, list) or not names or not isinstance(statistics, dict):
+        return None
+    grids = {str(name): grid for name, values in statistics.items() if (grid := _grid(values, len(names)))}
+    shapes = {tuple(map(len, grid)) for grid in grids.values()}
+    if len(grids) != len(statistics) or len(shapes) != 1:
+        return None
+    strengths = _grid(entry.get("strengths"), len(names))
+    if strengths is not None and tuple(map(len, strengths)) not in shapes:
+        strengths = None
+    largest = None
+    if length is not None and length >= 2 and causal is not None:
+        largest = largest_entropy(length, causal=causal)
+    return Snapshot(
+        int(step), [str(name) for name in names], grids, _verdicts(grids, largest), strengths=strengths
+    )
+
+
+def diagnosed(record: dict[str, Any]) -> Snapshot | None:
+    """A record of ``diagnosis.json``; None if it does not have that form."""
+    heads = record.get("heads")
+    if not isinstance(heads, list) or not all(isinstance(head, dict) for head in heads) or not heads:
+        return None
+    try:
+        places = [(int(head["layer"]), int(head["head"])) for head in heads]
+        widths = [0] * (1 + max(layer for layer, _ in places))
+        for layer, head_place in places:
+            widths[layer] = max(widths[layer], 1 + head_place)
+        names = {int(head["layer"]): str(head["name"]) for head in heads}
+        words: list[list[Verdict]] = [["undefined"] * width for width in widths]
+        known = [name.removesuffix("_error") for name in heads[0] if name.endswith("_error")]
+        grids: dict[str, Grid] = {name: [[None] * width for width in widths] for name in known}
+        errors: dict[str, Grid] = {name: [[None] * width for width in widths] for name in known}
+        for (layer, place), head in zip(places, heads, strict=True):
+            if head["verdict"] in VERDICTS:
+                words[layer][place] = head["verdict"]
+            for name in known:
+                grids[name][layer][place] = number(head.get(name))
+                errors[name][layer][place] = number(head.get(f"{name}_error"))
+    except (KeyError, TypeError, ValueError, IndexError):
+        return None
+    crossed = record.get("cross_layer_gtd")
+    across = {
+        int(layer): float(value)
+        for layer, value in (crossed.items() if isinstance(crossed, dict) else ())
+        if str(layer).isdigit() and number(value) is not None
+    }
+    layers = [names.get(layer, f"layer {layer}") for layer in range(len(widths))]
+    return Snapshot(None, layers, grids, words, errors, None, across)
+
+
+def _verdicts(grids: dict[str, Grid], largest: float | None) -> list[list[Verdict]]:
+    entropies, sinks = grids.get("attention_entropy"), grids.get("sink_mass")
+    first = next(iter(grids.values()))
+
+    def judged(layer: int, head: int) -> Verdict:
+        gtd = grids["gtd"][layer][head] if "gtd" in grids else None
+        entropy = entropies[layer][head] if entropies else None
+        share = None if entropy is None or not largest else entropy / largest
+        sink = sinks[layer][head] if sinks else None
+        return "undefined" if gtd is None else verdict(gtd, entropy_share=share, sink_mass=sink)
+
+    return [[judged(layer, head) for head in range(len(row))] for layer, row in enumerate(first)]
+
+
+def _grid(values: Any, layers: int) -> Grid | None:
+    if not isinstance(values, list) or len(values) != layers:
+        return None
+    if not all(isinstance(row, list) and row for row in values):
+        return None
+    return [[number(value) for value in row] for row in values]
+
+
+def _rounded(grid: Sequence[Sequence[float | None]]) -> Grid:
+    return [[None if value is None else round(value, 4) for value in row] for row in grid]

@@ -1,0 +1,89 @@
+"""What a run's numbers say, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from saobp.metrics.verdict import Verdict
+from saobp.report.runs import Run
+from saobp.report.snapshots import Snapshot
+
+MEANINGS: dict[Verdict, str] = {
+    "localised": "indirect paths carry too little: each token stays with itself or a few fixed others",
+    "sink": "at least half of all attention goes to one token",
+    "diffuse": "attention is spread so evenly that it hardly tells tokens apart",
+    "healthy": "direct and indirect paths are in balance",
+    "borderline": "between healthy and one of the other kinds",
+    "undefined": "a statistic is missing or not a number",
+}
+PLACES_NAMED = 6
+
+
+def summary(run: Run) -> list[str]:
+    """A few sentences on how the run ended and how its heads are."""
+    return [*_training_words(run), *(_head_words(run.health[-1]) if run.health else [])]
+
+
+def _training_words(run: Run) -> list[str]:
+    words = []
+    for name, title in (("loss", "training loss"), ("eval_loss", "validation loss")):
+        found = [[v for v in series.values if v is not None] for series in run.curves.get(name, [])]
+        found = [values for values in found if len(values) > 1]
+        if len(found) == 1:
+            words.append(f"The {title} went from {found[0][0]:.3g} to {found[0][-1]:.3g}.")
+    numbers = dict(run.result)
+    perplexity = numbers.get("eval_perplexity", numbers.get("perplexity"))
+    if isinstance(perplexity, int | float):
+        words.append(f"It ended at a validation perplexity of {perplexity:.4g}.")
+    if "best.mean" in numbers and "task" in numbers:
+        mean, spread = numbers["best.mean"], numbers.get("best.std")
+        seeds = len({name.split(".")[1] for name in numbers if name.startswith("seeds.")})
+        if isinstance(mean, int | float) and isinstance(spread, int | float):
+            words.append(
+                f"Best {numbers.get('metric', 'score')} on {numbers['task']} over {seeds} seeds: "
+                f"{mean:.4g} ± {spread:.2g}."
+            )
+    return words
+
+
+def _head_words(last: Snapshot) -> list[str]:
+    when = "" if last.step is None else f"At step {last.step:,}, "
+    healthy = last.count("healthy")
+    opening = f"{when}{healthy} of {last.heads} heads {'is' if healthy == 1 else 'are'} healthy."
+    words = [opening[0].upper() + opening[1:]]
+    for kind in ("localised", "sink", "diffuse", "borderline", "undefined"):
+        places = [
+            (layer, head)
+            for layer, row in enumerate(last.verdicts)
+            for head, word in enumerate(row)
+            if word == kind
+        ]
+        if places:
+            words.append(f"{len(places)} {kind}: {MEANINGS[kind]} ({_named(places)}).")
+    return words
+
+
+def _named(places: Sequence[tuple[int, int]]) -> str:
+    """``layer 0 heads 1, 2; layer 3 head 0``, cut after a few layers."""
+    layers: dict[int, list[int]] = {}
+    for layer, head in places:
+        layers.setdefault(layer, []).append(head)
+    parts = [
+        f"layer {layer} head{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}"
+        for layer, heads in layers.items()
+    ]
+    more = len(parts) - PLACES_NAMED
+    return "; ".join(parts[:PLACES_NAMED]) + (f"; and {more} more layers" if more > 0 else "")
+
+
+def fact_text(value: Any) -> str:
+    """A fact as it stands in a table."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 10_000 else f"{value:.5g}"
+    text = str(value)
+    return text if len(text) <= 400 else f"{text[:399]}…"

@@ -1,0 +1,249 @@
+"""Run folders into page data: what is there is shown, what is missing is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from saobp.cli import app
+from saobp.metrics.sources import example_model
+from saobp.metrics.verdict import largest_entropy, verdict
+from saobp.report import PAGE_BYTES, Table, explorer_data, read_runs, write_explorer, write_report
+from saobp.report.budget import fitted
+from saobp.report.curves import POINTS, read_curves
+from saobp.report.runs import refinement_words
+from saobp.report.script import joined_script
+from saobp.report.words import summary
+from saobp.testing.models import tiny_model
+from saobp.testing.runs import make_finetune, make_run
+
+HIGH = {"factor": "high", "strength": "learned", "steps": 2, "damping": 0.0, "future": "strict"}
+
+
+def page_of(path: Path) -> dict:
+    """The data inside a page."""
+    text = path.read_text(encoding="utf-8")
+    inside = text.split('<script type="application/json" id="data">')[1].split("</script>")[0]
+    return json.loads(inside)
+
+
+def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", refinement=HIGH, steps=500, measured=4)
+    (run,) = read_runs([folder])
+    assert run.problems == []
+    assert {"loss", "learning_rate", "eval_loss", "eval_perplexity"} == set(run.curves)
+    (loss,) = run.curves["loss"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert loss.values == [line["loss"] for line in lines if "loss" in line]
+    assert loss.axes["tokens"][0] == 10 * 256 * 128
+    (told,) = run.curves["eval_loss"]
+    assert told.axes["tokens"] == [step * 256 * 128 for step in told.axes["step"]]
+    assert [moment.step for moment in run.health] == [0, 167, 333, 500]
+    assert ("refinement", "high:learned,steps=2") in run.facts
+    assert any(words.startswith("At step 500,") for words in summary(run))
+
+
+def test_verdicts_are_those_of_the_library(tmp_path: Path) -> None:
+    (run,) = read_runs([make_run(tmp_path / "run", family="gpt2", measured=3)])
+    last = run.health[-1]
+    largest = largest_entropy(128, causal=True)
+    for layer, row in enumerate(last.verdicts):
+        for head, word in enumerate(row):
+            gtd, entropy, sink = (
+                last.statistics[name][layer][head] for name in ("gtd", "attention_entropy", "sink_mass")
+            )
+            assert word == verdict(gtd, entropy_share=entropy / largest, sink_mass=sink)
+    assert last.heads == 32
+    assert f"{last.count('healthy')} of 32 heads" in " ".join(summary(run))
+
+
+def test_a_fine_tuning_run_has_a_curve_for_each_seed(tmp_path: Path) -> None:
+    (run,) = read_runs([make_finetune(tmp_path / "sst2")])
+    assert [series.of for series in run.curves["loss"]] == ["seed 42", "seed 43", "seed 44"]
+    assert any("accuracy on sst2 over 3 seeds" in words for words in summary(run))
+    assert run.problems == []
+
+
+def test_names_tell_runs_apart(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name / "run", steps=50) for name in ("a", "b")]
+    assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
+    assert [run.name for run in read_runs([folders[0]] * 2)] == ["run (1)", "run (2)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("recipe.json", None, "recipe.json is missing"),
+        ("record.json", "{", "record.json cannot be read as JSON"),
+        ("result.json", None, "the run has not finished (its status is finished)"),
+        ("result.json", "[1]", "result.json holds no JSON object"),
+        ("metrics.jsonl", None, "metrics.jsonl is missing: there are no curves"),
+        ("metrics.jsonl", "", "metrics.jsonl is empty: there are no curves"),
+        ("metrics.jsonl", '{"step": 1, "loss": 2}\n{"step": 2, "lo', "1 of 2 lines of metrics.jsonl"),
+        ("metrics.jsonl", "\0\xff binary", "1 of 1 lines of metrics.jsonl"),
+        ("health.jsonl", None, "health.jsonl is missing"),
+        (
+            "health.jsonl",
+            '{"step": 1, "layers": ["a"], "statistics": {"gtd": [[]]}}',
+            "1 of 1 lines of health",
+        ),
+        ("health.jsonl", '{"step": 1, "layers": ["a", "b"], "statistics": {"gtd": [[1]]}}', "1 of 1 lines"),
+        ("explorer.json", "{}", None),
+        ("explorer.json", '{"format": 99}', "there is nothing to explore"),
+        ("explorer.json", "null", "explorer.json holds no JSON object"),
+    ],
+)
+def test_a_partial_run_gives_a_page_and_a_sentence(
+    tmp_path: Path, name: str, content: str | None, said: str | None
+) -> None:
+    folder = make_run(tmp_path / "run", steps=100, measured=2)
+    (folder / name).unlink(missing_ok=True)
+    if content is not None:
+        (folder / name).write_text(content, encoding="latin-1")
+    data = page_of(write_report([folder], tmp_path / "page.html"))
+    (run,) = data["runs"]
+    if said is None:
+        assert run["problems"] == []
+    else:
+        assert any(said in problem for problem in run["problems"]), run["problems"]
+    assert run["curves"] or name == "metrics.jsonl"
+    assert run["health"] or name == "health.jsonl"
+
+
+def test_an_empty_folder_gives_a_page_and_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (run,) = page_of(write_report([tmp_path / "empty"], tmp_path / "page.html"))["runs"]
+    assert len(run["problems"]) == 5
+    with pytest.raises(ValueError, match="there is no folder"):
+        write_report([tmp_path / "nowhere"], tmp_path / "page.html")
+
+
+def test_values_that_are_no_numbers_are_gaps(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=50, measured=2)
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": NaN}\n{"step": 3, "loss": Infinity, "note": "x"}\n'
+    )
+    (run,) = page_of(write_report([folder], tmp_path / "page.html"))["runs"]
+    assert run["curves"]["loss"][0]["values"] == [2.5, None, None]
+    assert "note" not in run["curves"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+fields = st.sampled_from(
+    ["step", "layers", "statistics", "gtd", "strengths", "kind", "family", "length", "refinement", "data",
+     "environment", "status", "format", "sentences", "tokens", "scores", "heads", "layer", "subject"]
+)  # fmt: skip
+
+
+@given(
+    st.dictionaries(fields, json_values, max_size=6),
+    st.lists(st.dictionaries(fields, json_values), max_size=3),
+)
+def test_no_content_stops_the_page(
+    tmp_path_factory: pytest.TempPathFactory, values: dict, lines: list
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    for name in ("recipe", "record", "result", "explorer"):
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    for name in ("metrics", "health"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert page_of(write_report([folder], folder / "page.html"))["runs"]
+    (folder / "diagnosis.json").write_text(json.dumps([values, *lines]))
+    assert page_of(write_report([folder], folder / "page.html"))["runs"]
+    shutil.rmtree(folder)
+
+
+def test_long_curves_are_thinned_and_keep_their_extremes() -> None:
+    lines = [{"step": step, "loss": math.sin(step / 50)} for step in range(20_000)]
+    lines[7_777]["loss"] = 9.0
+    (series,) = read_curves(lines)["loss"]
+    assert len(series.values) <= POINTS
+    assert max(value for value in series.values if value is not None) == 9.0
+    assert series.thinned == 20_000
+    assert (series.axes["step"][0], series.axes["step"][-1]) == (0, 19_999)
+
+
+def test_a_page_stays_under_its_limit_and_says_what_was_left_out(tmp_path: Path) -> None:
+    model, tokenizer = tiny_model("bert", num_hidden_layers=4), example_model()[1]
+    sentences = [f"{'word ' * 40} {place}" for place in range(8)]
+    explorer = explorer_data(model, tokenizer, sentences)
+    folder = make_run(tmp_path / "run", steps=100)
+    write_explorer(explorer, folder)
+    whole = write_report([folder], tmp_path / "whole.html")
+    assert whole.stat().st_size < PAGE_BYTES
+    assert len(page_of(whole)["explorers"][0]["sentences"]) == 8
+    limit = whole.stat().st_size - 150_000
+    cut = write_report([folder], tmp_path / "cut.html", max_bytes=limit)
+    (kept,) = page_of(cut)["explorers"]
+    assert cut.stat().st_size <= limit
+    assert f"Of 8 sentences the first {len(kept['sentences'])} are here" in kept["left_out"][-1]
+    one = fitted({**explorer, "sentences": explorer["sentences"][:1]}, 30_000)
+    held = [head for heads in one["sentences"][0]["scores"] for head in heads if head is not None]
+    assert 0 < sum(len(head["codes"]) for head in held) <= 30_000
+    assert "of 16 heads on one sentence are here" in one["left_out"][-1]
+
+
+def test_hostile_words_cannot_leave_the_data(tmp_path: Path) -> None:
+    words = "</script><script>alert(1)</script><!-- \u2028 \ud800 שלום 🙂 '\" {{ 7 * 7 }}"
+    table = Table(words, ["a", words], [["1", words]], words)
+    folder = make_run(tmp_path / "run", steps=50)
+    path = write_report([folder], tmp_path / "page.html", title=words, tables=[table], sample=words)
+    text = path.read_text(encoding="utf-8")
+    assert text.count("<script") == text.count("</script>") == 2
+    assert "alert(1)</script>" not in text
+    assert page_of(path)["sample"] == words
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in text
+
+
+def test_the_script_is_one_module_without_imports() -> None:
+    script = joined_script()
+    assert "</script" not in script
+    assert "import {" not in script.split("/**")[1]
+    assert "\nexport " not in script
+    assert script.count("function refine(") == 1
+
+
+def test_refinements_in_words() -> None:
+    assert refinement_words(None) == refinement_words({"factor": "none"}) == "none"
+    assert refinement_words({"factor": "high", "strength": 0.2}) == "high:0.2"
+    assert refinement_words({"factor": "low", "strength": [0.1, 0.2]}) == "low:per layer"
+
+
+@pytest.mark.parametrize("form", ["svg", "pdf", "png"])
+def test_figures_for_papers(tmp_path: Path, form: str) -> None:
+    runs = [make_run(tmp_path / name, steps=100, measured=2) for name in ("one", "two", "three")]
+    out = tmp_path / "figures"
+    shown = CliRunner().invoke(app, ["report", *map(str, runs), "--format", form, "--out", str(out)])
+    assert shown.exit_code == 0, shown.output
+    names = {"curves", "gtd", "indirect_entropy", "attention_entropy", "sink_mass", "layers"}
+    assert {path.name for path in out.iterdir()} == {f"{name}.{form}" for name in names}
+    start = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}[form]
+    assert all(path.read_bytes().startswith(start) for path in out.iterdir())
+    if form == "svg":
+        assert ">three</text>" in (out / "layers.svg").read_text()
+
+
+def test_the_command_writes_beside_a_single_run_and_refuses_in_a_sentence(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=50)
+    shown = CliRunner().invoke(app, ["report", str(run), "--title", "A title"])
+    assert shown.exit_code == 0, shown.output
+    assert page_of(run / "report.html")["title"] == "A title"
+    refused = CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")])
+    assert refused.exit_code == 1
+    assert "there is no folder" in refused.output
+    (tmp_path / "empty").mkdir()
+    refused = CliRunner().invoke(app, ["report", str(tmp_path / "empty"), "--format", "svg"])
+    assert refused.exit_code == 1
+    assert "there is nothing to draw" in refused.output
