@@ -271,3 +271,22 @@ def test_jobs_run_beside_each_other_and_say_how_they_ended(tmp_path):
     assert (tmp_path / "logs/c.log").read_text() == "why\n"
     with pytest.raises(ValueError, match="jobs must be at least 1"):
         run_jobs(commands, 0, tmp_path)
+
+
+def test_a_full_disk_costs_a_checkpoint_but_not_the_run(data_dir, bert, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space left")
+
+    task, recipe = load_task("cola", data_dir), quick("cola", epochs=1)
+    straight = finetune(bert, task, tmp_path / "straight", seeds=[1], recipe=recipe)
+    monkeypatch.setattr("saobp.training.runs.RunFolder.checkpoint", full)
+    told = []
+    options = {"seeds": [1], "recipe": recipe, "checkpoint_seconds": 0.0, "say": told.append}
+    assert finetune(bert, task, tmp_path / "full", **options) == straight
+    assert told == ["The checkpoint of step 3 could not be written (no space left); the run goes on."]
+
+
+def test_several_processes_are_refused(data_dir, bert, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="one process and one device"):
+        finetune(bert, load_task("cola", data_dir), tmp_path)

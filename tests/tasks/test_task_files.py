@@ -1,8 +1,10 @@
 """Loaders take the right file, say what is partial, and name what is wrong by file, row and column."""
 
 import ast
+import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -196,3 +198,21 @@ def test_checksums_follow_the_contents(tmp_path):
     second = load_split(spec, "validation", tmp_path)
     assert first.checksum != second.checksum
     assert np.array_equal(first.labels[:4], second.labels)
+
+
+def test_without_a_folder_the_rows_come_from_the_hub(monkeypatch):
+    asked = []
+
+    def load_dataset(path, name, split):
+        asked.append((path, name, split))
+        return datasets.Dataset.from_list(task_rows(get_task("mnli"), 8, seed=len(asked)))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    task = load_task("mnli")
+    assert asked == [("nyu-mll/glue", "mnli", "train"), ("nyu-mll/glue", "mnli", "validation_matched")]
+    assert len(task.train) == 8
+    assert task.partial
+    assert load_split(task.spec, "train").checksum != task.train.checksum
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="needs the datasets library"):
+        load_task("mnli")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -51,6 +52,10 @@ def finetune(
                 taken over as it is, an interrupted one goes on from its last checkpoint or starts again.
     keep_model: whether the last epoch's model is kept in ``seed-42/model``
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "fine-tuning uses one process and one device: run other seeds or tasks on the others"
+        )
     chosen = list(dict.fromkeys(seeds))
     if not chosen:
         raise ValueError("there is no seed to run: give at least one")
@@ -148,6 +153,7 @@ class _Session:
             self.say(f"{spec.name}: seed {seed} goes on from step {step}")
         trainer = TaskTrainer(
             model, spec, self.recipe, rows, run, seed=seed, checkpoint_seconds=self.checkpoint_seconds,
+            say=self.say,
             progress=None if progress is None else lambda done, total: progress(seed, done, total),
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=None if step is None else str(run.checkpoint_path(step)))

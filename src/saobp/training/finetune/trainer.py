@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -40,8 +42,10 @@ class TaskTrainer(Trainer):
         *,
         seed: int,
         checkpoint_seconds: float = CHECKPOINT_SECONDS,
+        say: Callable[[str], object] = warnings.warn,
         progress: Progress | None = None,
     ) -> None:
+        self.say = say
         self.spec, self.recipe, self.rows, self.run = spec, recipe, rows, run
         self.batches = LengthBatches(rows["train"].lengths, recipe.batch, seed)
         earlier = run.metrics()
@@ -122,16 +126,20 @@ class TaskTrainer(Trainer):
         del inputs
         return 0
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """A checkpoint of the run folder, whole or absent, if it is time for one."""
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """A checkpoint of the run folder, whole or absent, if it is due; training goes on without."""
         del model, trial
         if time.monotonic() - self.last_checkpoint < self.checkpoint_seconds:
             return
-        with self.run.checkpoint(self.state.global_step) as folder:
-            self.save_model(str(folder), _internal_call=True)
-            self._save_optimizer_and_scheduler(str(folder))
-            self._save_rng_state(str(folder))
-            self.state.save_to_json(str(folder / "trainer_state.json"))
+        step = self.state.global_step
+        try:
+            with self.run.checkpoint(step) as folder:
+                self.save_model(str(folder), _internal_call=True)
+                self._save_optimizer_and_scheduler(str(folder))
+                self._save_rng_state(str(folder))
+                self.state.save_to_json(str(folder / "trainer_state.json"))
+        except (OSError, RuntimeError, SafetensorError) as problem:
+            self.say(f"The checkpoint of step {step} could not be written ({problem}); the run goes on.")
         self.last_checkpoint = time.monotonic()
 
 
