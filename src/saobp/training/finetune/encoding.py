@@ -9,7 +9,10 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
+
+from saobp.data.encoder import Encoder
+from saobp.data.vocabulary import tokenizer_text
 
 BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Lengths that batches are padded to: few, so that kernels and compiled steps meet few shapes."""
@@ -25,34 +28,41 @@ class TokenTable:
     """The distinct texts of a task as tokens, without special ones, in one flat array."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, characters: bool = False
+        self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], *, characters: bool = False
     ) -> None:
         """``characters`` also keeps where in the text each token stands, ``[tokens, 2]``."""
-        rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-        self._rows = rows
-        distinct = list(rows)
-        ids: list[np.ndarray] = []
-        spans: list[np.ndarray] = []
-        for begin in range(0, len(distinct), CHUNK):
-            encoded = tokenizer(
-                distinct[begin : begin + CHUNK],
-                add_special_tokens=False,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                return_offsets_mapping=characters,
-                verbose=False,
-            )
-            ids += [np.asarray(row, dtype=np.int32) for row in encoded["input_ids"]]
-            if characters:
-                spans += [np.asarray(row, np.int32).reshape(-1, 2) for row in encoded["offset_mapping"]]
-        self.lengths = np.array([len(row) for row in ids], dtype=np.int64)
+        self._rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+        distinct = list(self._rows)
+        self.characters: np.ndarray | None = None
+        if characters:
+            self.tokens, self.lengths, self.characters = _with_characters(tokenizer, distinct)
+        else:
+            self.tokens, self.lengths = Encoder(tokenizer_text(tokenizer)).encode(distinct)
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        self.tokens = np.concatenate(ids) if ids else np.empty(0, np.int32)
-        self.characters = np.concatenate(spans) if spans else None
 
     def rows(self, texts: Sequence[str]) -> np.ndarray:
         """Row of each text, ``[texts]``."""
         return np.fromiter((self._rows[text] for text in texts), dtype=np.int64, count=len(texts))
+
+
+def _with_characters(
+    tokenizer: PreTrainedTokenizerFast, texts: list[str]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All tokens, how many each text has, and where each token stands in its text."""
+    ids: list[np.ndarray] = []
+    spans: list[np.ndarray] = []
+    for begin in range(0, len(texts), CHUNK):
+        encoded = tokenizer(
+            texts[begin : begin + CHUNK],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        ids += [np.asarray(row, dtype=np.int64) for row in encoded["input_ids"]]
+        spans += [np.asarray(row, dtype=np.int64).reshape(-1, 2) for row in encoded["offset_mapping"]]
+    return np.concatenate(ids), np.array([len(row) for row in ids]), np.concatenate(spans)
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class Layout:
     has_types: bool
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Layout:
+    def of(cls, tokenizer: PreTrainedTokenizerFast) -> Layout:
         """Read off an encoded pair; where nothing stands between, the end-of-text token is put there."""
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
         other = tokenizer("b", add_special_tokens=False)["input_ids"]

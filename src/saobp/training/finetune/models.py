@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
@@ -53,7 +52,7 @@ def checked_folder(folder: str | Path) -> str:
 def load_with_head(
     folder: str | Path,
     spec: TaskSpec,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     refinement: Refinement | None = None,
 ) -> PreTrainedModel:
     """A model in float32 with a new head for a task, refined as it was saved or as asked.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from saobp.data.tasks import Split, TaskSpec
 from saobp.training.finetune.encoding import Layout, Sequences, TokenTable, bucket_length, pair_lengths
@@ -98,7 +98,7 @@ class EpochBatches(Sampler[list[int]]):
         return len(self.batches)
 
 
-def encode_rows(split: Split, spec: TaskSpec, tokenizer: PreTrainedTokenizerBase, length: int) -> Rows:
+def encode_rows(split: Split, spec: TaskSpec, tokenizer: PreTrainedTokenizerFast, length: int) -> Rows:
     """Tokenise a split of a classification, regression or choice task."""
     seconds: list[str] | None = None
     group = 1

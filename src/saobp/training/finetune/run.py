@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerFast, set_seed
 
 from saobp.data.tasks import Task
 from saobp.refinement import Refinement
@@ -99,7 +99,7 @@ class _Session:
             "validation": task.validation.checksum,
             "model": model_checksum(model),
         }
-        self._encoded: tuple[PreTrainedTokenizerBase, dict[str, Rows]] | None = None
+        self._encoded: tuple[PreTrainedTokenizerFast, dict[str, Rows]] | None = None
 
     def described(self) -> dict[str, Any]:
         """Everything that decides the result but the seed, ready for JSON."""
@@ -111,7 +111,7 @@ class _Session:
             "partial": self.task.partial,
         }
 
-    def encoded(self) -> tuple[PreTrainedTokenizerBase, dict[str, Rows]]:
+    def encoded(self) -> tuple[PreTrainedTokenizerFast, dict[str, Rows]]:
         if self._encoded is None:
             tokenizer = load_tokenizer_of(self.model)
             self._encoded = tokenizer, encode_task(self.task, tokenizer, self.recipe)
@@ -171,7 +171,7 @@ class _Session:
         return result
 
 
-def encode_task(task: Task, tokenizer: PreTrainedTokenizerBase, recipe: FinetuneRecipe) -> dict[str, Rows]:
+def encode_task(task: Task, tokenizer: PreTrainedTokenizerFast, recipe: FinetuneRecipe) -> dict[str, Rows]:
     """Training and validation rows as tokens."""
     splits = {"train": task.train, "validation": task.validation}
     if task.spec.kind == "span":

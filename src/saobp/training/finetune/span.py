@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from saobp.data.tasks import Split
 from saobp.training.finetune.encoding import Layout, Sequences, TokenTable
@@ -40,7 +40,7 @@ class SpanRows(Rows):
 
 
 def encode_spans(
-    split: Split, tokenizer: PreTrainedTokenizerBase, recipe: FinetuneRecipe, length: int
+    split: Split, tokenizer: PreTrainedTokenizerFast, recipe: FinetuneRecipe, length: int
 ) -> SpanRows:
     """Windows of a split; neighbours share a third of their length, and a question is cut to its limit.
 
