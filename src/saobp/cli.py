@@ -6,7 +6,9 @@ import typer
 
 from saobp.commands.bench import bench
 from saobp.commands.diagnose import diagnose
+from saobp.commands.evaluate import evaluate
 from saobp.commands.explore import explore
+from saobp.commands.finetune import finetune
 from saobp.commands.pretrain import pretrain
 from saobp.commands.quickstart import quickstart
 from saobp.commands.report import report
@@ -21,6 +23,8 @@ app.command()(quickstart)
 app.command()(diagnose)
 app.command()(tokenize)
 app.command()(pretrain)
+app.command()(finetune)
+app.command()(evaluate)
 app.command()(report)
 app.command()(explore)
 app.add_typer(bench, name="bench")

@@ -1,0 +1,97 @@
+"""``saobp evaluate``: perplexity and zero-shot questions of a saved language model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Folder of a language model, such as RUN/model.")],
+    task: Annotated[
+        str, typer.Option(help="wikitext, race-middle, boolq, joined by commas, or all.")
+    ] = "all",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with the files; without it they come from the hub.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to keep the results in.")] = None,
+    refinement: Annotated[
+        str | None, typer.Option(help="Take this instead of the checkpoint's own; none takes it off.")
+    ] = None,
+    positions: Annotated[
+        int, typer.Option(help="Positions that pseudo-perplexity hides, one at a time; 0 for all.", min=0)
+    ] = 20_000,
+    length: Annotated[int | None, typer.Option(help="Tokens in a block or window.", min=2)] = None,
+    limit: Annotated[int | None, typer.Option(help="So many rows, for a quick look.", min=1)] = None,
+    harness: Annotated[
+        bool, typer.Option("--harness", help="Ask through lm-evaluation-harness too.")
+    ] = False,
+) -> None:
+    """Measure a language model: WikiText perplexity, and RACE-Middle and BoolQ zero-shot for decoders."""
+    console = Console()
+    try:
+        from saobp.commands.quiet import quiet_transformers
+        from saobp.training.evaluation.run import MEASURED
+        from saobp.training.evaluation.run import evaluate as run
+
+        quiet_transformers()
+        chosen = MEASURED if task == "all" else tuple(name.strip() for name in task.split(","))
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+        with Progress(*columns, console=console) as bars:
+            shown: dict[str, TaskID] = {}
+
+            def advance(name: str, done: int, total: int) -> None:
+                if name not in shown:
+                    shown[name] = bars.add_task(name, total=total)
+                bars.update(shown[name], completed=done, total=total)
+
+            results = run(
+                model, chosen, data_dir=data_dir, folder=out, refinement=refinement, harness=harness,
+                positions=positions or None, length=length, limit=limit, advance=advance,
+            )  # fmt: skip
+    except (ValueError, OSError) as problem:
+        console.print(Text(str(problem), style="red"), soft_wrap=True)
+        raise typer.Exit(1) from None
+    console.print(_table(results))
+    for note in results["notes"]:
+        console.print(Text(note), soft_wrap=True)
+    if out is not None:
+        console.print(Text(f"results are in {out}"), soft_wrap=True)
+
+
+def _table(results: dict[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("task", "measure", "value", "± error", "count", "harness"):
+        table.add_column(name, justify="left" if name in ("task", "measure") else "right", no_wrap=True)
+    for task, measure, found, unit in _lines(results):
+        key = "perplexity" if "perplexity" in found else "accuracy"
+        error = f"{found['error']:.2f}" if "error" in found else ""
+        other = f"{found['harness'][key]:.2f}" if "harness" in found else ""
+        table.add_row(task, measure, f"{found[key]:.2f}", error, f"{found[unit]:,} {unit}", other)
+    return table
+
+
+def _lines(results: dict[str, Any]) -> list[tuple[str, str, dict[str, Any], str]]:
+    """Task, name of the measure, its numbers, and what they are counted over."""
+    lines = []
+    text = results.get("wikitext")
+    if text is not None and results["decoder"]:
+        lines.append(("wikitext", "causal perplexity", text, "tokens"))
+    elif text is not None:
+        lines += [
+            ("wikitext", f"{name} perplexity", text[name], "positions") for name in ("pseudo", "masked")
+        ]
+    if "race-middle" in results:
+        found = results["race-middle"]
+        lines.append(("race-middle", "last question", found, "questions"))
+        lines.append(("race-middle", "every question", found["every_question"], "questions"))
+    if "boolq" in results:
+        lines.append(("boolq", "accuracy", results["boolq"], "questions"))
+    return lines

@@ -1,0 +1,189 @@
+"""``saobp finetune``: fine-tune a checkpoint on tasks, over several seeds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from saobp.data.tasks import TaskSpec
+    from saobp.training.finetune import FinetuneRecipe
+
+
+def finetune(
+    model: Annotated[str, typer.Option(help="Folder of a model with its tokenizer, such as RUN/model.")],
+    task: Annotated[str, typer.Option(help="Tasks joined by commas; glue for nine, all for twelve.")] = "all",
+    seeds: Annotated[str, typer.Option(help="Seeds joined by commas.")] = "42",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with the tasks' files; without it they come from the hub.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the runs: OUT/TASK/seed-42.")] = Path("runs/finetune"),
+    refinement: Annotated[
+        str | None, typer.Option(help="Take this instead of the checkpoint's own; none takes it off.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="So many rows of each split, for a quick look.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Instead of the task's own.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows of a step.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
+    length: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
+    keep_model: Annotated[bool, typer.Option(help="Keep each seed's last model.")] = True,
+    jobs: Annotated[int, typer.Option(help="Tasks at a time, each in a process of its own.", min=1)] = 1,
+) -> None:
+    """Fine-tune a checkpoint on GLUE, SQuAD, HellaSwag or RACE-Middle, and score every epoch."""
+    console = Console()
+
+    def say(words: str, style: str = "") -> None:
+        console.print(Text(words, style=style), soft_wrap=True)
+
+    changes = {"epochs": epochs, "batch": batch, "rate": rate, "length": length, "compiled": compiled}
+    try:
+        from saobp.data.tasks import choose_tasks
+        from saobp.training.finetune import recipe_for
+
+        specs = choose_tasks(task)
+        recipes = {spec.name: recipe_for(spec, **changes) for spec in specs}
+        numbers = parse_seeds(seeds)
+        if jobs > 1 and len(specs) > 1:
+            options: dict[str, Any] = {
+                "model": model, "seeds": seeds, "data-dir": data_dir, "out": out, "refinement": refinement,
+                "limit": limit, "epochs": epochs, "batch": batch, "rate": rate, "length": length,
+            }  # fmt: skip
+            line = [f"--{name}={value}" for name, value in options.items() if value is not None]
+            line += [
+                *(["--compile"] if compiled else []),
+                "--keep-model" if keep_model else "--no-keep-model",
+            ]
+            results = _side_by_side(console, specs, line, jobs, data_dir, out)
+        else:
+            results = _in_turn(
+                console, specs, recipes, model, numbers, data_dir, out, refinement, limit, keep_model
+            )
+    except (ValueError, OSError) as problem:
+        say(str(problem), "red")
+        raise typer.Exit(1) from None
+    if results:
+        console.print(results_table(results))
+        say(f"results are in {out}")
+    if len(results) < len(specs):
+        raise typer.Exit(1)
+
+
+def _in_turn(
+    console: Console,
+    specs: Sequence[TaskSpec],
+    recipes: dict[str, FinetuneRecipe],
+    model: str,
+    seeds: list[int],
+    data_dir: Path | None,
+    out: Path,
+    refinement: str | None,
+    limit: int | None,
+    keep_model: bool,
+) -> list[dict[str, Any]]:
+    """One task after the other in this process; one that fails is left out."""
+    from saobp.commands.quiet import quiet_transformers
+    from saobp.data.tasks import load_task
+    from saobp.training.finetune import finetune as run
+
+    quiet_transformers()
+    results = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        shown: dict[str, TaskID] = {}
+
+        def say(words: str, style: str = "") -> None:
+            bars.console.print(Text(words, style=style), soft_wrap=True)
+
+        for spec in specs:
+
+            def progress(seed: int, done: int, total: int, name: str = spec.name) -> None:
+                words = f"{name} seed {seed}"
+                if words not in shown:
+                    shown[words] = bars.add_task(words, total=total)
+                bars.update(shown[words], completed=done)
+
+            try:
+                rows = load_task(spec, data_dir, limit=limit)
+                for note in rows.notes:
+                    say(f"{spec.name}: {note}")
+                results.append(
+                    run(
+                        model, rows, out / spec.name, seeds=seeds, recipe=recipes[spec.name],
+                        refinement=refinement, keep_model=keep_model, progress=progress, say=say,
+                    )
+                )  # fmt: skip
+            except (ValueError, OSError) as problem:
+                say(f"{spec.name} failed: {problem}", "red")
+    return results
+
+
+def _side_by_side(
+    console: Console, specs: Sequence[TaskSpec], line: list[str], jobs: int, data_dir: Path | None, out: Path
+) -> list[dict[str, Any]]:
+    """Several tasks at a time, the largest first, each by this command in a process of its own."""
+    from saobp.data.tasks.load import find_file
+    from saobp.training.finetune.jobs import run_jobs
+
+    ordered = list(specs)
+    if data_dir is not None:
+        ordered.sort(key=lambda spec: -find_file(spec, "train", data_dir).stat().st_size)
+    commands = {
+        spec.name: [sys.executable, "-m", "saobp", "finetune", f"--task={spec.name}", *line]
+        for spec in ordered
+    }
+    logs = out / "logs"
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        bar = bars.add_task(f"{jobs} tasks at a time", total=len(commands))
+
+        def done(name: str, code: int) -> None:
+            bars.advance(bar)
+            if code:
+                words = f"{name} failed; its last words are in {logs / name}.log"
+                bars.console.print(Text(words, style="red"), soft_wrap=True)
+
+        codes = run_jobs(commands, jobs, logs, done)
+    return [
+        json.loads((out / spec.name / "result.json").read_text()) for spec in specs if codes[spec.name] == 0
+    ]
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Whole numbers joined by commas."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"seeds are whole numbers joined by commas, not {text!r}") from None
+
+
+def results_table(results: list[dict[str, Any]]) -> Table:
+    """Best and last epoch of every task, mean and standard deviation over seeds."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("task", "metric", "seeds", "best epoch", "last epoch", ""):
+        table.add_column(name, justify="left" if name in ("task", "metric", "") else "right")
+    for result in results:
+        cells = [f"{result[name]['mean']:.2f} ± {result[name]['std']:.2f}" for name in ("best", "last")]
+        mark = "partial data" if result["partial"] else ""
+        table.add_row(result["task"], result["metric"], str(len(result["seeds"])), *cells, mark)
+    return table

@@ -1,0 +1,44 @@
+"""Tasks from the Hugging Face hub, brought to the same columns as the files of a data folder."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pyarrow as pa
+
+from saobp.data.tasks.catalogue import TaskSpec
+
+_SPLITS = {("mnli", "validation"): "validation_matched"}
+
+
+def read_hub(spec: TaskSpec, split: str) -> pa.Table:
+    """Rows of a split by the ``datasets`` library, which is imported here and nowhere else in this folder."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(
+            f"{spec.name} would come from the hub, which needs the datasets library: "
+            "install it, or give a data folder"
+        ) from None
+    path, name = spec.hub
+    rows = load_dataset(path, name, split=_SPLITS.get((spec.name, split), split))
+    table = rows.data.table if hasattr(rows.data, "table") else rows.with_format("arrow")[:]
+    return clean_hellaswag(table) if spec.name == "hellaswag" else table
+
+
+def clean_hellaswag(table: pa.Table) -> pa.Table:
+    """HellaSwag's raw rows without the marks of its source (``[title]``, ``[step]``), labels as numbers."""
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return pa.table(
+        {
+            "ctx": [_without_marks(f"{row['ctx_a']} {row['ctx_b'].capitalize()}") for row in rows],
+            "endings": [[_without_marks(ending) for ending in row["endings"]] for row in rows],
+            "label": [int(row["label"]) for row in rows],
+        }
+    )
+
+
+def _without_marks(text: str) -> str:
+    titled = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", titled).replace("  ", " ").strip()

@@ -1,0 +1,148 @@
+"""Read a task from a data folder or from the hub, check it, and say how it differs from the official one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from saobp.data.tasks.catalogue import TaskSpec, get_task
+from saobp.data.tasks.checks import WrongRowsError, check_overlap, check_rows
+
+
+@dataclass(frozen=True)
+class Split:
+    """Checked rows of one split. ``official`` is its official row count, ``rows`` what the file holds."""
+
+    name: str
+    source: str
+    checksum: str
+    table: pa.Table
+    labels: np.ndarray
+    rows: int
+    official: int
+    is_official: bool
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def column(self, name: str) -> list[Any]:
+        return self.table[name].to_pylist()
+
+    @property
+    def note(self) -> str | None:
+        """What is not official about it, in a sentence."""
+        if self.is_official:
+            return None
+        return f"{self.name} is {Path(self.source).stem}: {self.rows} rows, official {self.official}"
+
+    def sample(self, limit: int | None) -> Split:
+        """At most ``limit`` rows, drawn once and for all."""
+        if limit is None or limit >= len(self):
+            return self
+        return self.take(np.sort(np.random.default_rng(0).permutation(len(self))[:limit]))
+
+    def take(self, chosen: np.ndarray) -> Split:
+        """Some rows by number."""
+        return replace(self, table=self.table.take(pa.array(chosen)), labels=self.labels[chosen])
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task with its rows. ``notes`` says in sentences how it differs from the official one."""
+
+    spec: TaskSpec
+    train: Split
+    validation: Split
+    notes: tuple[str, ...]
+
+    @property
+    def partial(self) -> bool:
+        """Whether rows are missing or others stand in: then scores compare with each other alone."""
+        whole = len(self.train) == self.train.rows and len(self.validation) == self.validation.rows
+        return not (self.train.is_official and self.validation.is_official and whole)
+
+    def describe(self) -> dict[str, Any]:
+        """Row counts and notes for a record."""
+        splits = {"train": self.train, "validation": self.validation}
+        return {
+            "partial": self.partial,
+            "rows": {name: len(split) for name, split in splits.items()},
+            "official_rows": {name: split.official for name, split in splits.items()},
+            "files": {name: Path(split.source).name for name, split in splits.items()},
+            "notes": list(self.notes),
+        }
+
+
+def load_task(name: str | TaskSpec, data_dir: str | Path | None = None, *, limit: int | None = None) -> Task:
+    """Training and validation rows of a task, from ``data_dir`` or, without one, from the hub.
+
+    A partial training set (``train_subset*``) is taken where the full one is absent. ``limit`` keeps so many
+    rows of each split for a quick look; they are drawn at random, the same ones each time.
+    """
+    spec = name if isinstance(name, TaskSpec) else get_task(name)
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, not {limit}")
+    train, validation = load_split(spec, "train", data_dir), load_split(spec, "validation", data_dir)
+    overlap = check_overlap(train.table, validation.table, spec, (train.source, validation.source))
+    stand_in = spec.stand_ins.get(Path(validation.source).stem)
+    notes = [note for note in (train.note, validation.note, stand_in, overlap) if note]
+    if limit is not None and limit < max(train.rows, validation.rows):
+        notes.append(f"only {limit} rows of each split are used")
+    return Task(spec, train.sample(limit), validation.sample(limit), tuple(notes))
+
+
+def load_split(spec: TaskSpec, split: str, data_dir: str | Path | None = None) -> Split:
+    """Checked rows of one split (``train``, ``validation`` or another that the task has)."""
+    if split not in spec.official:
+        raise ValueError(f"{spec.name} has no split {split!r}: it has {', '.join(spec.official)}")
+    if data_dir is None:
+        from saobp.data.tasks.hub import read_hub
+
+        table = read_hub(spec, split)
+        source, checksum = f"{spec.hub[0]}/{split}", _table_checksum(table)
+        named_officially = True
+    else:
+        path = find_file(spec, split, Path(data_dir))
+        table, source = _read(path), str(path)
+        checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+        named_officially = path.stem == spec.files(split)[0]
+    labels = check_rows(table, spec, source)
+    official = spec.official[split]
+    is_official = named_officially and table.num_rows == official
+    return Split(split, source, checksum, table, labels, table.num_rows, official, is_official)
+
+
+def find_file(spec: TaskSpec, split: str, data_dir: Path) -> Path:
+    """The file of a split: the official one, else a partial one."""
+    if not data_dir.is_dir():
+        raise FileNotFoundError(f"there is no data folder {str(data_dir)!r}")
+    folder = data_dir / spec.folder
+    for name in spec.files(split):
+        found = sorted(folder.glob(f"{name}.parquet"))
+        if found:
+            return found[0]
+    names = " or ".join(f"{name}.parquet" for name in spec.files(split))
+    raise FileNotFoundError(f"{spec.name} needs {names} in {str(folder)!r}, and there is none")
+
+
+def _read(path: Path) -> pa.Table:
+    try:
+        return pq.read_table(path)
+    except (pa.ArrowInvalid, OSError) as problem:
+        raise WrongRowsError(
+            f"{path} cannot be read as a parquet file: {str(problem).splitlines()[0]}"
+        ) from None
+
+
+def _table_checksum(table: pa.Table) -> str:
+    digest = hashlib.sha256()
+    for column in table.combine_chunks().columns:
+        for value in column.to_pylist():
+            digest.update(repr(value).encode())
+    return digest.hexdigest()

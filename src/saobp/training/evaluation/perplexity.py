@@ -1,0 +1,167 @@
+"""Perplexities of a language model on a text, in float32.
+
+Causal: every token given those before it, in windows that overlap. Pseudo: each token hidden alone, given all
+others. Masked: 15 % of the tokens hidden together, as in training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from saobp.training.objectives import MaskedLM, head_scores, hidden_states, row_seeds
+
+POSITIONS = 20_000
+"""Positions that pseudo-perplexity hides, unless told otherwise: the same for all models of a vocabulary."""
+TOKENS_AT_A_TIME = {"cuda": 65_536, "cpu": 4_096}
+SCORES_AT_A_TIME = {"cuda": 4_096, "cpu": 256}
+"""Places whose scores over the vocabulary are held at once; on a CPU few, so that they stay in the cache."""
+MASK_SEED = 20
+
+Advance = Callable[[int, int], None]
+"""Called with what is done and what there is."""
+
+
+@torch.no_grad()
+def causal_perplexity(
+    model: PreTrainedModel,
+    tokens: np.ndarray,
+    *,
+    length: int,
+    stride: int | None = None,
+    advance: Advance | None = None,
+) -> dict[str, Any]:
+    """Perplexity of a decoder on one long row of tokens.
+
+    Windows of ``length`` begin every ``stride`` tokens (default: half a window). A window scores only the
+    tokens that no earlier one has scored, so each but the first token is scored once.
+    """
+    stride = length // 2 if stride is None else stride
+    if not 1 <= stride <= length - 1:
+        raise ValueError(f"stride must lie from 1 to {length - 1}, one below the window, not {stride}")
+    if len(tokens) < 2:
+        raise ValueError("perplexity needs a text of at least two tokens")
+    model.eval()
+    starts = list(range(0, max(len(tokens) - length, 0) + stride, stride))
+    total, scored = 0.0, 0
+    full = [start for start in starts if start + length <= len(tokens)]
+    groups = _chunks(full, max(1, _at_a_time(model) // length)) + [
+        [s] for s in starts if s + length > len(tokens)
+    ]
+    for done, group in enumerate(groups):
+        size = min(length, len(tokens) - group[0])
+        rows = np.stack([tokens[start : start + size] for start in group]).astype(np.int64)
+        ids = torch.from_numpy(rows).to(model.device)
+        known = torch.tensor([1 if start == 0 else length - stride for start in group])
+        places = torch.arange(size)[None, :] >= known[:, None]
+        hidden = hidden_states(model, ids, "fp32")[:, :-1][places[:, 1:].to(ids.device)]
+        losses = token_losses(model, hidden, ids[:, 1:][places[:, 1:].to(ids.device)])
+        total += float(losses.sum())
+        scored += len(losses)
+        if advance is not None:
+            advance(done + 1, len(groups))
+    return {
+        "perplexity": math.exp(total / scored),
+        "tokens": scored,
+        "length": length,
+        "stride": stride,
+        "nats": total,
+    }
+
+
+@torch.no_grad()
+def pseudo_perplexity(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    blocks: np.ndarray,
+    *,
+    positions: int | None = POSITIONS,
+    seed: int = 0,
+    advance: Advance | None = None,
+) -> dict[str, Any]:
+    """Perplexity of an encoder on blocks ``[blocks, length]``, one position hidden at a time.
+
+    ``positions`` of them are drawn by ``seed``; None hides every one. ``error`` is the standard error.
+    """
+    if tokenizer.mask_token_id is None:
+        raise ValueError("pseudo-perplexity needs a tokenizer with a mask token")
+    model.eval()
+    special = np.isin(blocks, tokenizer.all_special_ids)
+    rows, columns = np.nonzero(~special)
+    available = len(rows)
+    if available == 0:
+        raise ValueError("the text has no token that could be hidden")
+    if positions is not None and positions < available:
+        chosen = np.sort(np.random.default_rng(seed).permutation(available)[:positions])
+        rows, columns = rows[chosen], columns[chosen]
+    losses = []
+    size = max(1, _at_a_time(model) // blocks.shape[1])
+    for begin in range(0, len(rows), size):
+        ids = torch.from_numpy(blocks[rows[begin : begin + size]].astype(np.int64)).to(model.device)
+        hidden_at = torch.from_numpy(columns[begin : begin + size]).to(model.device)
+        every = torch.arange(len(ids), device=model.device)
+        targets = ids[every, hidden_at]
+        ids[every, hidden_at] = tokenizer.mask_token_id
+        losses.append(token_losses(model, hidden_states(model, ids, "fp32")[every, hidden_at], targets))
+        if advance is not None:
+            advance(begin + len(ids), len(rows))
+    return {**_mean_perplexity(torch.cat(losses)), "positions": len(rows), "of": available}
+
+
+@torch.no_grad()
+def masked_perplexity(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, blocks: np.ndarray, *, seed: int = MASK_SEED
+) -> dict[str, Any]:
+    """Perplexity of the hidden tokens of blocks, hidden as in training: 15 % of each row, 80 / 10 / 10."""
+    objective = MaskedLM.of(tokenizer)
+    model.eval()
+    losses = []
+    size = max(1, _at_a_time(model) // blocks.shape[1])
+    for begin in range(0, len(blocks), size):
+        ids = torch.from_numpy(blocks[begin : begin + size].astype(np.int64)).to(model.device)
+        seeds = torch.from_numpy(row_seeds(seed, 0, range(begin, begin + len(ids)))).to(model.device)
+        shown, places, targets = objective.hide(ids, seeds)
+        hidden = hidden_states(model, shown, "fp32")
+        picked = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
+        losses.append(token_losses(model, picked.flatten(0, 1), targets.flatten()))
+    return {**_mean_perplexity(torch.cat(losses)), "positions": sum(len(part) for part in losses)}
+
+
+def token_losses(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Minus the log-likelihood in nats of each target, ``[places]``, for hidden ``[places, width]``."""
+    size = SCORES_AT_A_TIME[device_kind(model)]
+    parts = [
+        torch.nn.functional.cross_entropy(
+            head_scores(model, hidden[at : at + size][None], "fp32")[0].float(),
+            targets[at : at + size],
+            reduction="none",
+        )
+        for at in range(0, len(hidden), size)
+    ]
+    return torch.cat(parts) if parts else hidden.new_zeros(0)
+
+
+def device_kind(model: PreTrainedModel) -> str:
+    return "cuda" if model.device.type == "cuda" else "cpu"
+
+
+def _mean_perplexity(losses: Tensor) -> dict[str, float]:
+    """Perplexity and its standard error, which follows from that of the mean loss."""
+    values = losses.double()
+    perplexity = math.exp(float(values.mean()))
+    spread = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return {"perplexity": perplexity, "error": perplexity * spread}
+
+
+def _at_a_time(model: PreTrainedModel) -> int:
+    return TOKENS_AT_A_TIME[device_kind(model)]
+
+
+def _chunks(items: list[int], size: int) -> list[list[int]]:
+    return [items[at : at + size] for at in range(0, len(items), size)]

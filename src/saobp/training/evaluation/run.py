@@ -1,0 +1,203 @@
+"""Measure a saved language model: perplexity on WikiText, and zero-shot questions of a decoder."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+import saobp
+from saobp.data.tasks import TASKS, Split, load_split
+from saobp.refinement import Refinement
+from saobp.training.evaluation.harness import harness_accuracy
+from saobp.training.evaluation.perplexity import (
+    POSITIONS,
+    causal_perplexity,
+    masked_perplexity,
+    pseudo_perplexity,
+)
+from saobp.training.evaluation.text import read_wikitext
+from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, positions_of, race_questions
+from saobp.training.finetune.models import checked_folder, load_tokenizer_of, model_checksum
+from saobp.training.runs import RunFolder
+
+MEASURED = ("wikitext", "race-middle", "boolq")
+SPLITS = {"race-middle": "test", "boolq": "validation"}
+"""The splits that lm-evaluation-harness asks."""
+BLOCK = 128
+"""Tokens in a block for an encoder, as in pretraining."""
+
+Advance = Callable[[str, int, int], None]
+
+
+def evaluate(
+    model: str | Path,
+    tasks: Sequence[str] = MEASURED,
+    *,
+    data_dir: str | Path | None = None,
+    folder: str | Path | None = None,
+    refinement: Refinement | str | None = None,
+    harness: bool = False,
+    positions: int | None = POSITIONS,
+    length: int | None = None,
+    limit: int | None = None,
+    advance: Advance | None = None,
+) -> dict[str, Any]:
+    """Results by task. With ``folder`` they are kept there as a run of kind ``evaluate``.
+
+    harness:   also ask through lm-evaluation-harness and put its number beside ours
+    positions: how many positions pseudo-perplexity hides; None hides all
+    length:    tokens of a block or window; by default 128 for an encoder, all positions of a decoder
+    limit:     rows of a task, or documents of WikiText, for a quick look
+    """
+    unknown = [task for task in tasks if task not in MEASURED]
+    if unknown:
+        raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(MEASURED)}, or all")
+    override = None if refinement is None else Refinement.of(refinement)
+    loaded, tokenizer, is_decoder = load_language_model(model, override)
+    if not is_decoder:
+        if tuple(tasks) == MEASURED:
+            tasks = ("wikitext",)
+        elif any(task != "wikitext" for task in tasks):
+            raise ValueError(
+                "race-middle and boolq are asked of a decoder; this model is an encoder: try wikitext"
+            )
+    splits = {
+        task: _shortened(load_split(TASKS[task], SPLITS[task], data_dir), limit)
+        for task in tasks
+        if task in SPLITS
+    }
+    kept = getattr(loaded.config, "saobp", None)
+    recipe = {
+        "model": str(model), "tasks": list(tasks), "refinement": kept, "positions": positions,
+        "length": length, "limit": limit, "harness": harness,
+    }  # fmt: skip
+    data = {"model": model_checksum(model), **{task: split.checksum for task, split in splits.items()}}
+    run = (
+        None
+        if folder is None
+        else RunFolder.start(folder, "evaluate", recipe, seed=0, data=data, resume=True)
+    )
+    began = time.monotonic()
+    results: dict[str, Any] = {
+        "model": str(model),
+        "decoder": is_decoder,
+        "notes": notes_of(loaded, splits, limit),
+    }
+    for task in tasks:
+
+        def told(done: int, total: int, task: str = task) -> None:
+            if advance is not None:
+                advance(task, done, total)
+
+        if task == "wikitext":
+            results[task] = _wikitext(loaded, tokenizer, is_decoder, data_dir, positions, length, limit, told)
+        else:
+            results[task] = _questions(loaded, tokenizer, task, splits[task], harness, told)
+    if run is not None:
+        run.finish(results, seconds=time.monotonic() - began)
+    return results
+
+
+def load_language_model(
+    folder: str | Path, refinement: Refinement | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, bool]:
+    """A saved language model in float32, on a GPU if there is one; its tokenizer; whether it is a decoder."""
+    name = checked_folder(folder)
+    config = AutoConfig.from_pretrained(name)
+    kinds = config.architectures or ["none"]
+    is_decoder = kinds[0].endswith(("LMHeadModel", "ForCausalLM"))
+    if not is_decoder and not kinds[0].endswith("ForMaskedLM"):
+        raise ValueError(f"{name!r} holds {kinds[0]}, which is no language model: give a pretrained one")
+    kind = AutoModelForCausalLM if is_decoder else AutoModelForMaskedLM
+    saved = getattr(config, "saobp", None) is not None
+    options = {"dtype": torch.float32}
+    model = saobp.load(name, kind, **options) if saved else kind.from_pretrained(name, **options)
+    if refinement is not None:
+        model = saobp.remove(model) if refinement.is_plain else saobp.apply(model, refinement)
+    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval(), load_tokenizer_of(folder), is_decoder
+
+
+def _shortened(split: Split, limit: int | None) -> Split:
+    """At most ``limit`` rows, or whole articles where rows belong to one."""
+    if limit is None or "article" not in split.table.column_names:
+        return split.sample(limit)
+    articles = split.column("article")
+    kept = set(list(dict.fromkeys(articles))[:limit])
+    return split.take(np.flatnonzero([article in kept for article in articles]))
+
+
+def notes_of(model: PreTrainedModel, splits: dict[str, Split], limit: int | None) -> list[str]:
+    """What a reader of the numbers must know."""
+    notes = [split.note for split in splits.values() if split.note]
+    if limit is not None:
+        notes.append(f"only {limit} rows or documents are used")
+    written = getattr(model.config, "saobp", None)
+    if written and written.get("future") == "paper":
+        notes.append(
+            "future='paper' sees the tokens it has to predict: these numbers mean nothing beside others"
+        )
+    return notes
+
+
+def _wikitext(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    is_decoder: bool,
+    data_dir: str | Path | None,
+    positions: int | None,
+    length: int | None,
+    limit: int | None,
+    told: Callable[[int, int], None],
+) -> dict[str, Any]:
+    text = read_wikitext(tokenizer, data_dir, documents=limit)
+    room = positions_of(model)
+    if length is not None and length > room:
+        raise ValueError(f"length {length} does not fit into the model's {room} positions")
+    common = {"split": "test", "checksum": text.checksum}
+    if is_decoder:
+        found = causal_perplexity(model, text.row, length=room if length is None else length, advance=told)
+        by_word = math.exp(min(found.pop("nats") / text.words, 700))
+        return {**found, "word_perplexity": by_word, "words": text.words, **common}
+    blocks = text.blocks(tokenizer, min(room, BLOCK) if length is None else length)
+    return {
+        "pseudo": pseudo_perplexity(model, tokenizer, blocks, positions=positions, advance=told),
+        "masked": masked_perplexity(model, tokenizer, blocks),
+        "length": blocks.shape[1],
+        "blocks": len(blocks),
+        **common,
+    }
+
+
+def _questions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    task: str,
+    split: Split,
+    harness: bool,
+    told: Callable[[int, int], None],
+) -> dict[str, Any]:
+    if task == "boolq":
+        found = accuracy(model, tokenizer, boolq_questions(split), advance=told)
+    else:
+        found = accuracy(model, tokenizer, race_questions(split), advance=told)
+        found["every_question"] = accuracy(model, tokenizer, race_questions(split, every=True), advance=told)
+    if harness:
+        found["harness"] = harness_accuracy(model, tokenizer, task, split)
+        if task == "race-middle":
+            every = harness_accuracy(model, tokenizer, task, split, every=True)
+            found["every_question"]["harness"] = every
+    return {**found, "split": split.name}

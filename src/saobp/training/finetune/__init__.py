@@ -1,0 +1,6 @@
+"""Fine-tuning of a checkpoint on the tasks, over several seeds."""
+
+from saobp.training.finetune.recipe import FinetuneRecipe, recipe_for
+from saobp.training.finetune.run import finetune
+
+__all__ = ["FinetuneRecipe", "finetune", "recipe_for"]

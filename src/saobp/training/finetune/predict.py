@@ -1,0 +1,133 @@
+"""Predictions of a fine-tuned model on validation rows, and their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from saobp.data.tasks import TaskSpec
+from saobp.metrics.health import Health
+from saobp.metrics.probe import Recorder
+from saobp.training.finetune.recipe import FinetuneRecipe
+from saobp.training.finetune.rows import Rows
+from saobp.training.finetune.scores import score, span_scores
+from saobp.training.finetune.span import SpanRows, best_spans
+
+CPU_BATCH = 32
+"""Most sequences at a time on a CPU, where a larger batch only costs memory."""
+
+
+def evaluate_rows(
+    model: PreTrainedModel, rows: Rows, spec: TaskSpec, recipe: FinetuneRecipe
+) -> dict[str, float]:
+    """The task's metrics of a model on rows, and but for spans the loss; fetched at the end."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        found = (
+            _span_metrics(model, rows, recipe)
+            if isinstance(rows, SpanRows)
+            else _label_metrics(model, rows, spec, recipe)
+        )
+    model.train(was_training)
+    return found
+
+
+def measure_attention(
+    model: PreTrainedModel, rows: Rows, indices: Sequence[int], statistics: Sequence[str]
+) -> Health:
+    """Statistics of every head on some rows, in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    recorder = Recorder(model, statistics)
+    batch = {name: values.to(model.device) for name, values in rows.__getitems__(indices).items()}
+    with torch.no_grad(), recorder.measuring():
+        _call(model, batch)
+    model.train(was_training)
+    return recorder.health.reduced()
+
+
+def _label_metrics(
+    model: PreTrainedModel, rows: Rows, spec: TaskSpec, recipe: FinetuneRecipe
+) -> dict[str, float]:
+    order, collected = [], []
+    for indices, batch in _batches(rows, recipe, model.device):
+        batch.pop("labels")
+        order.append(indices)
+        collected.append(_call(model, batch).logits.float())
+    logits = torch.cat(collected).cpu()
+    _check_finite(logits)
+    places = np.concatenate(order)
+    labels = rows.labels["labels"][places]
+    if spec.kind == "regression":
+        guesses = logits[:, 0].numpy()
+        loss = functional.mse_loss(logits[:, 0], torch.from_numpy(labels))
+    else:
+        guesses = logits.argmax(1).numpy()
+        loss = functional.cross_entropy(logits, torch.from_numpy(labels))
+    return {**score(spec.metrics, guesses, labels), "loss": float(loss)}
+
+
+def _span_metrics(model: PreTrainedModel, rows: SpanRows, recipe: FinetuneRecipe) -> dict[str, float]:
+    sequences = rows.sequences
+    order, collected = [], []
+    for indices, batch in _batches(rows, recipe, model.device):
+        batch.pop("start_positions"), batch.pop("end_positions")
+        output = _call(model, batch)
+        begin = torch.from_numpy(sequences.second_offset[indices]).to(model.device)
+        size = torch.from_numpy(sequences.second_lengths[indices]).to(model.device)
+        places = torch.arange(output.start_logits.shape[1], device=model.device) - begin[:, None]
+        allowed = (places >= 0) & (places < size[:, None])
+        best = best_spans(output.start_logits, output.end_logits, allowed, recipe.answer)
+        order.append(indices)
+        collected.append(torch.stack([best[0].double(), best[1].double(), best[2].double()], 1))
+    windows = np.concatenate(order)
+    found = torch.cat(collected).cpu()
+    _check_finite(found)
+    scores, starts, ends = found.numpy().T
+    texts = rows.texts(windows, starts.astype(np.int64), ends.astype(np.int64))
+    best_of: dict[int, tuple[float, int]] = {}
+    for place, window in enumerate(windows):
+        question = int(rows.example[window])
+        if question not in best_of or scores[place] > best_of[question][0]:
+            best_of[question] = (float(scores[place]), place)
+    answers = [texts[best_of[question][1]] for question in range(len(rows.answers))]
+    return span_scores(answers, rows.answers)
+
+
+def _batches(
+    rows: Rows, recipe: FinetuneRecipe, device: torch.device
+) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+    """Large batches, the longest rows first."""
+    order = np.argsort(-rows.lengths, kind="stable")
+    size = recipe.evaluation_batch
+    if device.type != "cuda":
+        size = min(size, max(1, CPU_BATCH // rows.group))
+    for begin in range(0, len(order), size):
+        indices = order[begin : begin + size]
+        batch = rows.__getitems__(indices.tolist())
+        if device.type == "cuda":
+            batch = {name: values.pin_memory() for name, values in batch.items()}
+        yield indices, {name: values.to(device, non_blocking=True) for name, values in batch.items()}
+
+
+def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    device = next(model.parameters()).device.type
+    with torch.autocast(device, torch.bfloat16, enabled=uses_bfloat16()):
+        return model(**batch)
+
+
+def uses_bfloat16() -> bool:
+    """On a GPU that can; a CPU computes in float32."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
+def _check_finite(values: Tensor) -> None:
+    if not torch.isfinite(values).all():
+        raise ValueError("the model's predictions are not finite: training has diverged; try a lower --rate")

@@ -1,0 +1,212 @@
+"""Fine-tune a checkpoint on a task over several seeds, each in a run folder of its own."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast, set_seed
+
+from saobp.data.tasks import Task
+from saobp.refinement import Refinement
+from saobp.training.files import write_json
+from saobp.training.finetune.models import (
+    effective_refinement,
+    load_tokenizer_of,
+    load_with_head,
+    model_checksum,
+    most_positions,
+)
+from saobp.training.finetune.recipe import SEEDS, FinetuneRecipe, recipe_for
+from saobp.training.finetune.rows import Rows, encode_rows
+from saobp.training.finetune.span import encode_spans
+from saobp.training.finetune.trainer import CHECKPOINT_SECONDS, TaskTrainer
+from saobp.training.runs import RunError, RunFolder
+
+SeedProgress = Callable[[int, int, int], None]
+"""Called with the seed, the step and the number of steps."""
+
+
+def finetune(
+    model: str | Path,
+    task: Task,
+    folder: str | Path,
+    *,
+    seeds: Iterable[int] = SEEDS,
+    recipe: FinetuneRecipe | None = None,
+    refinement: Refinement | str | None = None,
+    keep_model: bool = True,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    say: Callable[[str], object] = lambda _: None,
+    progress: SeedProgress | None = None,
+) -> dict[str, Any]:
+    """Fine-tune and return what ``folder/result.json`` holds; metrics are percentages.
+
+    model:      a folder with a model and its tokenizer; its own refinement is kept unless another is given
+    folder:     gets one run folder per seed, ``seed-42``. A finished seed of the same recipe and data is
+                taken over as it is, an interrupted one goes on from its last checkpoint or starts again.
+    keep_model: whether the last epoch's model is kept in ``seed-42/model``
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "fine-tuning uses one process and one device: run other seeds or tasks on the others"
+        )
+    chosen = list(dict.fromkeys(seeds))
+    if not chosen:
+        raise ValueError("there is no seed to run: give at least one")
+    folder = Path(folder)
+    spec = task.spec
+    asked = recipe_for(spec) if recipe is None else recipe
+    if asked.task != spec.name:
+        raise ValueError(f"the recipe is for {asked.task}, not for {spec.name}")
+    positions = most_positions(model)
+    if positions is not None and positions < asked.length:
+        say(f"{spec.name}: sequences are cut to the model's {positions} positions")
+        asked = replace(asked, length=positions)
+    override = None if refinement is None else Refinement.of(refinement)
+    session = _Session(model, task, asked, override, keep_model, checkpoint_seconds, say)
+    results: dict[int, dict[str, Any]] = {}
+    for seed in chosen:
+        results[seed] = session.one(folder / f"seed-{seed}", seed, progress)
+    summary = summarise(task, results)
+    summary["truncated"] = results[chosen[0]]["truncated"]
+    write_json(folder / "result.json", summary)
+    return summary
+
+
+class _Session:
+    """What the seeds share: the rows are tokenised once, and only if a seed has to be run."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        task: Task,
+        recipe: FinetuneRecipe,
+        refinement: Refinement | None,
+        keep_model: bool,
+        checkpoint_seconds: float,
+        say: Callable[[str], object],
+    ) -> None:
+        self.model, self.task, self.recipe, self.refinement = model, task, recipe, refinement
+        self.keep_model, self.checkpoint_seconds, self.say = keep_model, checkpoint_seconds, say
+        self.data = {
+            "train": task.train.checksum,
+            "validation": task.validation.checksum,
+            "model": model_checksum(model),
+        }
+        self._encoded: tuple[PreTrainedTokenizerFast, dict[str, Rows]] | None = None
+
+    def described(self) -> dict[str, Any]:
+        """Everything that decides the result but the seed, ready for JSON."""
+        return {
+            **self.recipe.to_dict(),
+            "model": str(self.model),
+            "refinement": effective_refinement(self.model, self.refinement),
+            "rows": self.task.describe()["rows"],
+            "partial": self.task.partial,
+        }
+
+    def encoded(self) -> tuple[PreTrainedTokenizerFast, dict[str, Rows]]:
+        if self._encoded is None:
+            tokenizer = load_tokenizer_of(self.model)
+            self._encoded = tokenizer, encode_task(self.task, tokenizer, self.recipe)
+        return self._encoded
+
+    def one(self, path: Path, seed: int, progress: SeedProgress | None) -> dict[str, Any]:
+        """The result of one seed, from its folder if it is finished."""
+        before = RunFolder(path)
+        if before.is_finished:
+            self._check_same(before)
+            self.say(f"{self.task.spec.name}: seed {seed} is finished already and is taken over")
+            return before.result
+        run = RunFolder.start(path, "finetune", self.described(), seed=seed, data=self.data, resume=True)
+        try:
+            return self._train(run, seed, progress)
+        except BaseException:
+            run.fail()
+            raise
+
+    def _check_same(self, run: RunFolder) -> None:
+        asked = {"kind": "finetune", **self.described()}
+        found = run.recipe
+        changed = sorted(name for name in asked if found.get(name) != asked[name])
+        data = run.record.get("data", {})
+        changed += sorted(f"{name} data" for name in self.data if data.get(name) != self.data[name])
+        if changed:
+            raise RunError(
+                f"the finished run in {run.path} had another {', '.join(changed)}: name another folder"
+            )
+
+    def _train(self, run: RunFolder, seed: int, progress: SeedProgress | None) -> dict[str, Any]:
+        spec = self.task.spec
+        tokenizer, rows = self.encoded()
+        set_seed(seed)
+        model = load_with_head(self.model, spec, tokenizer, self.refinement)
+        step = run.last_good_checkpoint(self.say)
+        run.rewind(step or 0)
+        if step is not None:
+            self.say(f"{spec.name}: seed {seed} goes on from step {step}")
+        trainer = TaskTrainer(
+            model, spec, self.recipe, rows, run, seed=seed, checkpoint_seconds=self.checkpoint_seconds,
+            say=self.say,
+            progress=None if progress is None else lambda done, total: progress(seed, done, total),
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=None if step is None else str(run.checkpoint_path(step)))
+        result = {
+            "task": spec.name,
+            "seed": seed,
+            "metric": spec.main_metric,
+            **outcome(run.metrics(), spec.main_metric, spec.metrics),
+            "truncated": rows["train"].cut,
+            **self.task.describe(),
+        }
+        if self.keep_model:
+            run.save_model(model, tokenizer)
+        run.finish(result, seconds=trainer.seconds)
+        return result
+
+
+def encode_task(task: Task, tokenizer: PreTrainedTokenizerFast, recipe: FinetuneRecipe) -> dict[str, Rows]:
+    """Training and validation rows as tokens."""
+    splits = {"train": task.train, "validation": task.validation}
+    if task.spec.kind == "span":
+        return {name: encode_spans(split, tokenizer, recipe, recipe.length) for name, split in splits.items()}
+    return {name: encode_rows(split, task.spec, tokenizer, recipe.length) for name, split in splits.items()}
+
+
+def outcome(lines: Iterable[Mapping[str, Any]], main: str, metrics: Iterable[str]) -> dict[str, Any]:
+    """Best and last epoch of a log by the main metric; the validation rows themselves choose the best."""
+    evaluations = [line for line in lines if f"eval_{main}" in line]
+    best = max(evaluations, key=lambda line: line[f"eval_{main}"])
+    last = evaluations[-1]
+    return {
+        "best": best[f"eval_{main}"],
+        "last": last[f"eval_{main}"],
+        "best_epoch": round(best["epoch"]),
+        "epochs": round(last["epoch"]),
+        "best_metrics": {name: best[f"eval_{name}"] for name in metrics},
+        "last_metrics": {name: last[f"eval_{name}"] for name in metrics},
+    }
+
+
+def summarise(task: Task, results: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """All seeds of a task in one object: means and standard deviations (0 for a single seed)."""
+    kept = ("best", "last", "best_epoch", "best_metrics", "last_metrics")
+    return {
+        "task": task.spec.name,
+        "metric": task.spec.main_metric,
+        "seeds": {str(seed): {name: result[name] for name in kept} for seed, result in results.items()},
+        "best": _spread([result["best"] for result in results.values()]),
+        "last": _spread([result["last"] for result in results.values()]),
+        **task.describe(),
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"mean": math.fsum(values) / len(values), "std": deviation}

@@ -1,0 +1,188 @@
+"""One seed of fine-tuning on the Transformers Trainer, with little work per step."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from saobp.data.tasks import TaskSpec
+from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
+from saobp.training.finetune.recipe import FinetuneRecipe
+from saobp.training.finetune.rows import EpochBatches, LengthBatches, Rows
+from saobp.training.runs import RunFolder
+from saobp.training.trainer import STATISTICS, strengths_of
+from saobp.transformers import strength_parameters
+
+CHECKPOINT_SECONDS = 60.0
+"""An epoch's end writes a checkpoint if so much time has passed since the last; short runs start again."""
+LOGS_PER_EPOCH = 10
+
+Progress = Callable[[int, int], None]
+
+
+class TaskTrainer(Trainer):
+    """Trains on batches of like length, scores every epoch, and writes to a run folder."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        spec: TaskSpec,
+        recipe: FinetuneRecipe,
+        rows: Mapping[str, Rows],
+        run: RunFolder,
+        *,
+        seed: int,
+        checkpoint_seconds: float = CHECKPOINT_SECONDS,
+        say: Callable[[str], object] = warnings.warn,
+        progress: Progress | None = None,
+    ) -> None:
+        self.say = say
+        self.spec, self.recipe, self.rows, self.run = spec, recipe, rows, run
+        self.batches = LengthBatches(rows["train"].lengths, recipe.batch, seed)
+        earlier = run.metrics()
+        self.checkpoint_seconds, self.earlier = checkpoint_seconds, earlier[-1]["seconds"] if earlier else 0.0
+        self.began = self.last_checkpoint = time.monotonic()
+        super().__init__(
+            model=model,
+            args=training_arguments(recipe, run.path, len(self.batches), seed),
+            train_dataset=rows["train"],
+            eval_dataset=rows["validation"],
+            callbacks=[] if progress is None else [_ProgressCallback(progress)],
+        )
+        self.model_accepts_loss_kwargs = False
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on this seed, also before an interruption."""
+        return self.earlier + time.monotonic() - self.began
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        loader = DataLoader(
+            self.rows["train"],
+            batch_sampler=EpochBatches(self.batches),
+            collate_fn=_as_is,
+            pin_memory=self.args.device.type == "cuda",
+        )
+        return self.accelerator.prepare(loader)
+
+    def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
+        """The Trainer's groups, and one of their own for learned strengths: no decay, own rate."""
+        if self.optimizer is None:
+            optimizer = super().create_optimizer(*arguments)
+            assert isinstance(self.model, PreTrainedModel)
+            strengths = strength_parameters(self.model)
+            ours = {id(parameter) for parameter in strengths}
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) not in ours]
+            if strengths:
+                rate = self.recipe.rate * self.recipe.strength_rate
+                optimizer.add_param_group({"params": strengths, "weight_decay": 0.0, "lr": rate})
+            return optimizer
+        return self.optimizer
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Score the validation rows and measure attention health; the line in the log carries the epoch."""
+        assert isinstance(self.model, PreTrainedModel)
+        found = evaluate_rows(self.model, self.rows["validation"], self.spec, self.recipe)
+        metrics = {f"eval_{name}": value for name, value in found.items()}
+        self.log(dict(metrics))
+        if self.recipe.health_texts:
+            self.run.log_health({"step": self.state.global_step, **self.health()})
+        return metrics
+
+    def health(self) -> dict[str, Any]:
+        """GTD and entropies of every head on the first validation sequences, and the strengths."""
+        assert isinstance(self.model, PreTrainedModel)
+        rows = self.rows["validation"]
+        count = min(len(rows), max(1, self.recipe.health_texts // rows.group))
+        measured = measure_attention(self.model, rows, range(count), STATISTICS)
+        return {
+            "layers": list(measured.layers),
+            "statistics": {
+                name: [heads.tolist() for heads in measured.values(name).values()] for name in STATISTICS
+            },
+            "strengths": strengths_of(self.model),
+        }
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        if "train_runtime" not in logs:
+            head = {"step": self.state.global_step, "seconds": round(self.seconds, 3)}
+            self.run.log_metrics({**head, **logs})
+
+    def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
+        """Not counted: it would walk over all parameters at each step."""
+        del inputs
+        return 0
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """A checkpoint of the run folder, whole or absent, if it is due; training goes on without."""
+        del model, trial
+        if time.monotonic() - self.last_checkpoint < self.checkpoint_seconds:
+            return
+        step = self.state.global_step
+        try:
+            with self.run.checkpoint(step) as folder:
+                self.save_model(str(folder), _internal_call=True)
+                self._save_optimizer_and_scheduler(str(folder))
+                self._save_rng_state(str(folder))
+                self.state.save_to_json(str(folder / "trainer_state.json"))
+        except (OSError, RuntimeError, SafetensorError) as problem:
+            self.say(f"The checkpoint of step {step} could not be written ({problem}); the run goes on.")
+        self.last_checkpoint = time.monotonic()
+
+
+class _ProgressCallback(TrainerCallback):
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, control
+        self.progress(state.global_step, state.max_steps)
+
+
+def training_arguments(
+    recipe: FinetuneRecipe, folder: Path, steps_per_epoch: int, seed: int
+) -> TrainingArguments:
+    """The Trainer's settings: bfloat16 on a GPU, float32 on a CPU, no synchronisation between logs."""
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=recipe.epochs,
+        per_device_train_batch_size=recipe.batch,
+        learning_rate=recipe.rate,
+        lr_scheduler_type="linear",
+        warmup_steps=round(recipe.warmup * recipe.epochs * steps_per_epoch),
+        weight_decay=recipe.decay,
+        max_grad_norm=recipe.clip,
+        bf16=uses_bfloat16(),
+        use_cpu=not torch.cuda.is_available(),
+        optim="adamw_torch_fused",
+        accelerator_config={"non_blocking": True},
+        torch_compile=recipe.compiled,
+        seed=seed,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        logging_steps=max(1, steps_per_epoch // LOGS_PER_EPOCH),
+        logging_nan_inf_filter=False,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
