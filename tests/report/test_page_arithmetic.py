@@ -36,11 +36,11 @@ SETTINGS = [
 ]
 REFINED = """
 import { decodeHead } from "./scores.js";
-import { refine } from "./refinement.js";
+import { priorOf, refine } from "./refinement.js";
 import { finished, largestEntropy, measuring, verdictOf } from "./statistics.js";
 const answers = given.cases.map(({ head, length, setting, inOrder }) => {
   const logs = decodeHead(head, length);
-  const rows = refine(logs, length, setting, inOrder);
+  const rows = refine(priorOf(logs, length, inOrder), setting);
   const numbers = finished(measuring(rows, length, given.limits.beta));
   const verdict = verdictOf(numbers, largestEntropy(logs, length), given.limits);
   return { rows: Array.from(rows), ...numbers, verdict };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -213,6 +214,9 @@ def test_the_script_is_one_module_without_imports() -> None:
     assert "import {" not in script.split("/**")[1]
     assert "\nexport " not in script
     assert script.count("function refine(") == 1
+    names = re.findall(r"^(?:async )?(?:function\*?|class|const|let) (\w+)", script, re.MULTILINE)
+    assert len(names) > 100
+    assert sorted(names) == sorted(set(names))
 
 
 def test_refinements_in_words() -> None:
