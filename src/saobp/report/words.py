@@ -85,5 +85,5 @@ def fact_text(value: Any) -> str:
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 10_000 else f"{value:.5g}"
-    text = str(value)
+    text = f"[{', '.join(map(fact_text, value))}]" if isinstance(value, list | tuple) else str(value)
     return text if len(text) <= 400 else f"{text[:399]}…"
