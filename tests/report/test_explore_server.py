@@ -112,7 +112,7 @@ def test_bad_sentences_get_a_sentence(port: int, text: Any, said: str) -> None:
     assert said in found["problem"]
 
 
-def test_a_model_that_fails_is_said() -> None:
+def test_a_model_that_fails_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(text: str) -> dict[str, Any]:
         raise RuntimeError(f"no memory for {text}")
 
@@ -123,6 +123,7 @@ def test_a_model_that_fails_is_said() -> None:
     assert (status, found["problem"]) == (500, "the model failed on this sentence (RuntimeError)")
     server.server_close()
     thread.join()
+    assert "no memory for one two" in capsys.readouterr().err
 
 
 def test_bodies_are_bounded_and_checked(port: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -107,9 +108,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, str(problem))
             return
         except Exception as problem:
+            traceback.print_exc()
             name = type(problem).__name__
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"the model failed on this sentence ({name})")
-            raise
+            return
         self._send(HTTPStatus.OK, "application/json", json.dumps(found).encode())
 
     def _is_from_here(self) -> bool:

@@ -17,7 +17,7 @@ MEANINGS: dict[Verdict, str] = {
     "borderline": "between healthy and one of the other kinds",
     "undefined": "a statistic is missing or not a number",
 }
-PLACES_NAMED = 6
+PLACES_NAMED, LAYERS_NAMED = 12, 4
 
 
 def summary(run: Run) -> list[str]:
@@ -65,16 +65,17 @@ def _head_words(last: Snapshot) -> list[str]:
 
 
 def _named(places: Sequence[tuple[int, int]]) -> str:
-    """``layer 0 heads 1, 2; layer 3 head 0``, cut after a few layers."""
+    """``layer 0 heads 1, 2; layer 3 head 0``, or of many the layers that have most of them."""
     layers: dict[int, list[int]] = {}
     for layer, head in places:
         layers.setdefault(layer, []).append(head)
-    parts = [
+    if len(places) > PLACES_NAMED:
+        fullest = sorted(sorted(layers), key=lambda layer: -len(layers[layer]))[:LAYERS_NAMED]
+        return "most in " + ", ".join(f"layer {layer} ({len(layers[layer])})" for layer in fullest)
+    return "; ".join(
         f"layer {layer} head{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}"
         for layer, heads in layers.items()
-    ]
-    more = len(parts) - PLACES_NAMED
-    return "; ".join(parts[:PLACES_NAMED]) + (f"; and {more} more layers" if more > 0 else "")
+    )
 
 
 def fact_text(value: Any) -> str:

@@ -5,7 +5,7 @@ import { shown } from "./numbers.js";
 import { isDark } from "./theme.js";
 
 const LABEL_ROOM = 76;
-const LEAST_CELL = 11;
+const LEAST_CELL = 8;
 const LARGEST = 460;
 
 /**
@@ -151,7 +151,7 @@ function picture(view) {
  */
 function labels(pen, view, ink) {
   pen.fillStyle = ink;
-  pen.font = `${Math.min(12, Math.max(9, view.cell - 2))}px system-ui, sans-serif`;
+  pen.font = `${Math.min(12, Math.max(8, view.cell - 1))}px system-ui, sans-serif`;
   pen.textBaseline = "middle";
   pen.direction = "ltr";
   view.tokens.forEach((/** @type {string} */ token, /** @type {number} */ place) => {
