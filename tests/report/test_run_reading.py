@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -147,6 +147,7 @@ fields = st.sampled_from(
 )  # fmt: skip
 
 
+@settings(max_examples=30)
 @given(
     st.dictionaries(fields, json_values, max_size=6),
     st.lists(st.dictionaries(fields, json_values), max_size=3),
@@ -227,7 +228,7 @@ def test_refinements_in_words() -> None:
 
 @pytest.mark.parametrize("form", ["svg", "pdf", "png"])
 def test_figures_for_papers(tmp_path: Path, form: str) -> None:
-    runs = [make_run(tmp_path / name, steps=100, measured=2) for name in ("one", "two", "three")]
+    runs = [make_run(tmp_path / name, steps=100, layers=2, heads=2) for name in ("one", "two", "three")]
     out = tmp_path / "figures"
     shown = CliRunner().invoke(app, ["report", *map(str, runs), "--format", form, "--out", str(out)])
     assert shown.exit_code == 0, shown.output

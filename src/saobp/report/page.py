@@ -15,12 +15,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
 
+from saobp import __version__
 from saobp.metrics.figures import TITLES
 from saobp.metrics.gtd import BETA
 from saobp.metrics.verdict import (
@@ -110,7 +110,7 @@ def page_data(
     return {
         "title": title or (f"Attention report: {named}" if runs else "Attention explorer"),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "version": metadata.version("saobp"),
+        "version": __version__,
         "runs": [_run(run) for run in runs],
         "tables": [
             {

@@ -31,7 +31,7 @@ def _training_words(run: Run) -> list[str]:
         found = [[v for v in series.values if v is not None] for series in run.curves.get(name, [])]
         found = [values for values in found if len(values) > 1]
         if len(found) == 1:
-            words.append(f"The {title} went from {found[0][0]:.3g} to {found[0][-1]:.3g}.")
+            words.append(f"The {title} went from {found[0][0]:.2f} to {found[0][-1]:.2f}.")
     numbers = dict(run.result)
     perplexity = numbers.get("eval_perplexity", numbers.get("perplexity"))
     if isinstance(perplexity, int | float):

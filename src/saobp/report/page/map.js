@@ -72,7 +72,7 @@ export function mapView(look) {
     element,
     show(name, rows, tokens, most, isSigned) {
       title.textContent = name;
-      legend.textContent = `queries down, keys across; ${isSigned ? "orange is more, blue less, up to" : "strongest colour at"} ${shown(most)}`;
+      legend.textContent = `queries down, keys across; ${isSigned ? "orange is more, blue less, up to" : "full colour at"} ${shown(most)}`;
       canvas.setAttribute(
         "aria-label",
         `${name}: map of ${tokens.length} by ${tokens.length} tokens. Arrow keys read single weights.`,
