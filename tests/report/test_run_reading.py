@@ -17,8 +17,8 @@ from saobp.cli import app
 from saobp.metrics.sources import example_model
 from saobp.metrics.verdict import largest_entropy, verdict
 from saobp.report import PAGE_BYTES, Table, explorer_data, read_runs, write_explorer, write_report
-from saobp.report.budget import fitted
-from saobp.report.curves import POINTS, read_curves
+from saobp.report.budget import MOMENTS, POINTS, fitted, thinned
+from saobp.report.curves import read_curves
 from saobp.report.runs import refinement_words
 from saobp.report.script import joined_script
 from saobp.report.words import summary
@@ -169,7 +169,9 @@ def test_no_content_stops_the_page(
 def test_long_curves_are_thinned_and_keep_their_extremes() -> None:
     lines = [{"step": step, "loss": math.sin(step / 50)} for step in range(20_000)]
     lines[7_777]["loss"] = 9.0
-    (series,) = read_curves(lines)["loss"]
+    (whole,) = read_curves(lines)["loss"]
+    assert len(whole.values) == 20_000
+    series = whole.thin(POINTS)
     assert len(series.values) <= POINTS
     assert max(value for value in series.values if value is not None) == 9.0
     assert series.thinned == 20_000
@@ -194,6 +196,22 @@ def test_a_page_stays_under_its_limit_and_says_what_was_left_out(tmp_path: Path)
     held = [head for heads in one["sentences"][0]["scores"] for head in heads if head is not None]
     assert 0 < sum(len(head["codes"]) for head in held) <= 30_000
     assert "of 16 heads on one sentence are here" in one["left_out"][-1]
+
+
+def test_many_long_runs_share_the_room(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=9_000, layers=12, heads=12, measured=80)
+    (run,) = read_runs([folder])
+    (alone,) = thinned([run])
+    assert len(alone.health) == MOMENTS
+    assert (alone.health[0], alone.health[-1]) == (run.health[0], run.health[-1])
+    assert len(alone.curves["loss"][0].values) <= POINTS
+    page = write_report([folder] * 40, tmp_path / "page.html")
+    assert page.stat().st_size < PAGE_BYTES
+    shown = page_of(page)["runs"]
+    assert len(shown) == 40
+    assert shown[0]["health"][-1]["step"] == 9_000
+    with pytest.raises(ValueError, match="report fewer at a time"):
+        write_report([folder] * 3, tmp_path / "page.html", max_bytes=200_000)
 
 
 def test_hostile_words_cannot_leave_the_data(tmp_path: Path) -> None:
