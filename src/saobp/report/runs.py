@@ -124,9 +124,6 @@ def _health(folder: Path, recipe: dict[str, Any], problems: Problems) -> list[Sn
         return snapshot is not None
 
     read_lines(folder / "health.jsonl", problems, "there is nothing to say about single heads", keep)
-    if len(snapshots) > SNAPSHOTS:
-        last = len(snapshots) - 1
-        snapshots = [snapshots[round(place * last / (SNAPSHOTS - 1))] for place in range(SNAPSHOTS)]
     return snapshots
 
 
