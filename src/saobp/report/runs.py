@@ -13,8 +13,6 @@ from saobp.report.explorer import is_explorer
 from saobp.report.files import Problems, flat, number, read_lines, read_object
 from saobp.report.snapshots import Snapshot, diagnosed, read_snapshot
 
-SNAPSHOTS = 60
-"""Most moments of training at which a page shows every head."""
 CAUSAL_FAMILIES = {"bert": False, "modernbert": False, "gpt2": True}
 Facts = list[tuple[str, Any]]
 
