@@ -37,19 +37,9 @@ def test_dictionary_and_large_strings_are_text(tmp_path: Path) -> None:
 
 
 def test_wikitext_lines_become_articles(tmp_path: Path) -> None:
-    lines = [
-        "",
-        " = One = \n",
-        "",
-        " First . \n",
-        " = = Part = = \n",
-        " More . \n",
-        "",
-        " = Two = \n",
-        " End . \n",
-    ]
-    write_parquet(tmp_path / "train.parquet", text=lines)
-    assert documents(tmp_path) == [" = One = \n First . \n = = Part = = \n More . \n", " = Two = \n End . \n"]
+    first = [" = One = \n", "", " First . \n", " = = Part = = \n", " = Goals ; A = \n", " More . \n"]
+    write_parquet(tmp_path / "train.parquet", text=["", *first, "", " = Two = \n", "", " End . \n"])
+    assert documents(tmp_path) == ["".join(first), " = Two = \n End . \n"]
 
 
 def test_a_split_is_train_unless_named_and_never_mixed(tmp_path: Path) -> None:

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import io
-import re
+import json
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.commands import quickstart
-from saobp.quickstart import prose, training
+from saobp.metrics.sources import load_model
+from saobp.quickstart import prose, story
 
 TEXTS = [
-    "The basic import statement is executed in two steps, and names are bound in the local namespace. "
-    "The garden was quiet and the old door stood open.",
-    "A clause consists of a header and a suite. Each header begins with a keyword and ends with a colon.",
-    "It is often useful to know the names of all the words in a short text before the next one is read.",
-] * 150
+    f"The basic import statement number {place} is executed in two steps, and names are bound in the local "
+    f"namespace. The garden was quiet and the old door stood open for {place} days."
+    for place in range(100)
+] + [
+    f"A clause of {place} words consists of a header and a suite. Each header begins with a keyword."
+    for place in range(100)
+]
 
 
 @pytest.fixture
 def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prose, "read_prose", lambda progress: progress(1.0) or TEXTS)
+    monkeypatch.setattr(story, "VOCABULARY", 150)
+    monkeypatch.setattr(story, "FEWEST_STEPS", 2)
 
 
 def run(out: Path, **options: object) -> tuple[Path, str]:
     console = Console(file=io.StringIO(), width=100)
-    settings: dict = {"refinement": "high:1", "sentence": None, "steps": 3, "seconds": 60.0} | options
+    settings: dict = {"refinement": "high:1", "sentence": None, "steps": 2, "seconds": 60.0} | options
     page = quickstart.run(console, out=out, **settings)
     return page, console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -42,21 +46,28 @@ def test_runs_twice_and_leaves_complete_files(tmp_path: Path) -> None:
     for _ in range(2):
         page, printed = run(out)
         (out / "mine.txt").touch()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"quickstart"}
     names = {entry.name for entry in out.iterdir()}
-    assert names == {"index.html", "maps.png", "heads.png", "held_out.txt", "model", "mine.txt"}
-    assert "attention entropy" in printed
+    assert names == {"index.html", "text", "held_out.txt", "plain", "high", "mine.txt"}
+    assert "held-out perplexity" in printed
+    assert "localised" in printed or "healthy" in printed
+    recipes = [json.loads((out / name / "recipe.json").read_text()) for name in ("plain", "high")]
+    differing = {field for field in recipes[0] if recipes[0][field] != recipes[1][field]}
+    assert differing == {"refinement"}
     html = page.read_text("utf-8")
-    assert html.count("data:image/png;base64,") == 2
-    assert not re.search(r"(src|href)=\"(?!data:)", html)
-    assert AutoModelForMaskedLM.from_pretrained(out / "model").config.model_type == "modernbert"
-    assert AutoTokenizer.from_pretrained(out / "model")("a header")["input_ids"][0] == training.START
+    assert "trained plain and with high:1" in html
+    assert '"run":"high"' in html
+    assert "default-src 'none'" in html
+    plain, refined = (load_model(str(out / name / "model"))[0] for name in ("plain", "high"))
+    assert (hasattr(plain.config, "saobp"), refined.config.saobp["strength"]) == (False, 1.0)
+    tokens = AutoTokenizer.from_pretrained(out / "high" / "model")("a header")["input_ids"]
+    assert tokens[0] == 2
 
 
 @pytest.mark.usefixtures("few_texts")
-def test_own_sentence_is_drawn_as_text(tmp_path: Path) -> None:
-    page, printed = run(tmp_path, sentence="A <b>suite</b> of $words$ [red].")
-    assert "[red]" in printed
-    assert "&lt;b&gt;suite&lt;/b&gt; of $words$" in page.read_text("utf-8")
+def test_own_sentence_and_learned_strengths(tmp_path: Path) -> None:
+    page, _ = run(tmp_path / "out", sentence="A <b>suite</b> of $words$.", refinement="high:learned")
+    assert "A \\u003cb\\u003esuite\\u003c/b\\u003e of $words$." in page.read_text("utf-8")
 
 
 @pytest.mark.usefixtures("few_texts")
@@ -64,43 +75,29 @@ def test_own_sentence_is_drawn_as_text(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["--refinement", "hihg:1"], "unknown factor 'hihg'"),
-        (["--refinement", "high:learned"], "give a strength"),
-        (["--sentence", "word " * 40], "but this model takes 32"),
+        (["--refinement", "none"], "compares plain attention with a refinement"),
         (["--sentence", " "], "holds no word"),
-        (["--refinement", "high:1/2"], "lists 2 layers"),
+        (["--refinement", "high:1/2/3/4/5"], "lists 5 layers"),
     ],
 )
 def test_bad_input_gets_a_sentence(
     arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quickstart, "STEPS", 1)
+    monkeypatch.setattr(quickstart, "STEPS", 2)
     result = CliRunner().invoke(app, ["quickstart", "--out", str(tmp_path / "out"), *arguments])
     assert result.exit_code == 1
     assert sentence in result.output
     assert not (tmp_path / "out").exists()
 
 
-def test_training_lowers_the_loss_and_stops_at_its_time() -> None:
-    tokenizer = training.train_tokenizer(TEXTS)
-    lines = training.pack(tokenizer, TEXTS)
-    assert lines.shape[1] == training.LENGTH
-    assert (lines[:, 0] == training.START).all()
-    model = training.new_model()
-    before = training.held_out_loss(model, lines[:20])
-    assert training.train(model, lines, steps=30, seconds=60) == 30
-    assert training.held_out_loss(model, lines[:20]) < before - 1
-    assert training.train(model, lines, steps=10**6, seconds=0.2) < 1000
-
-
-def test_masking_asks_for_what_it_hides() -> None:
-    lines = torch.randint(training.MASK + 1, 50, (8, 32))
-    lines[:, 0] = training.START
-    batch = training.masked(lines, torch.Generator().manual_seed(0))
-    hidden = batch["input_ids"] == training.MASK
-    assert hidden.any()
-    assert not hidden[:, 0].any()
-    assert batch["labels"][hidden].equal(lines[hidden])
-    assert (batch["labels"][~hidden] == training.IGNORED).all()
+@pytest.mark.usefixtures("few_texts")
+def test_a_slow_machine_takes_fewer_steps(tmp_path: Path) -> None:
+    recipe = story.recipe_of(1000)
+    texts = story.prepare(TEXTS, tmp_path / "text", recipe.length, lambda *_: None)
+    assert story.fitting_steps(recipe, texts, seconds=1e9) == 1000
+    assert story.fitting_steps(recipe, texts, seconds=1e-9) == story.FEWEST_STEPS
+    assert set(texts.held_out) < set(TEXTS)
+    assert 5 <= len(texts.held_out) <= 20
 
 
 def test_prose_is_read_from_python_itself() -> None:

@@ -1,6 +1,6 @@
 """Text to packed blocks of tokens: corpora, vocabularies, token stores, blocks."""
 
-from saobp.data.blocks import Blocks, as_it_is
+from saobp.data.blocks import Blocks, as_it_is, held_out_documents
 from saobp.data.corpora import Corpus, open_corpus, parse_mixture
 from saobp.data.tokens import TokenStore, prepare_corpora, prepare_tokens
 from saobp.data.vocabulary import load_tokenizer, prefix_of, separator_of, train_vocabulary
@@ -10,6 +10,7 @@ __all__ = [
     "Corpus",
     "TokenStore",
     "as_it_is",
+    "held_out_documents",
     "load_tokenizer",
     "open_corpus",
     "parse_mixture",

@@ -176,6 +176,12 @@ def as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return batch
 
 
+def held_out_documents(store: TokenStore, held_out: float = HELD_OUT) -> NDArray[np.int64]:
+    """Places of the documents that :class:`Blocks` keeps for validation, in the order of the corpus."""
+    starts, _ = _kept_documents(store, "validation", held_out)
+    return np.flatnonzero(np.isin(store.documents[:-1], starts))
+
+
 class _Stream:
     """Some spans of a store, read as if they were one row of tokens."""
 

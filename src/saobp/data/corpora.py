@@ -157,24 +157,34 @@ def parse_mixture(text: str) -> dict[str, float | None]:
 
 
 def joined_articles(rows: Iterable[str]) -> Iterator[str]:
-    """Documents from rows: as they are, or joined to articles where the first is a WikiText title line."""
+    """Documents from rows: as they are, or joined to articles where the first is a WikiText title line.
+
+    A title stands between blank rows; a table's lines can look like one.
+    """
     lines: list[str] = []
+    waiting: list[str] = []
     is_wikitext: bool | None = None
+    after_blank = True
     for row in rows:
-        if not row.strip():
-            lines += [row] if lines else []
+        is_blank = not row.strip()
+        if waiting:
+            if is_blank and lines:
+                yield "".join(lines)
+                lines = []
+            lines.append(waiting.pop())
+        if is_blank:
+            after_blank = True
             continue
+        is_title = TITLE.fullmatch(row) is not None
         if is_wikitext is None:
-            is_wikitext = TITLE.fullmatch(row) is not None
+            is_wikitext = is_title
         if not is_wikitext:
             yield row
             continue
-        if TITLE.fullmatch(row) and lines:
-            yield "".join(lines)
-            lines = []
-        lines.append(row if row.endswith("\n") else row + "\n")
-    if lines:
-        yield "".join(lines)
+        (waiting if is_title and after_blank else lines).append(row if row.endswith("\n") else row + "\n")
+        after_blank = False
+    if lines or waiting:
+        yield "".join(lines + waiting)
 
 
 def _parquet_documents(file: Path) -> Iterator[str]:

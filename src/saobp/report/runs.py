@@ -15,7 +15,7 @@ from saobp.report.snapshots import Snapshot, diagnosed, read_snapshot
 
 SNAPSHOTS = 60
 """Most moments of training at which a page shows every head."""
-CAUSAL_FAMILIES = {"bert": False, "gpt2": True}
+CAUSAL_FAMILIES = {"bert": False, "modernbert": False, "gpt2": True}
 Facts = list[tuple[str, Any]]
 
 

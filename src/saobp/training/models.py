@@ -1,16 +1,24 @@
-"""The models that are trained from nothing: BERT and GPT-2 in the paper's widths and depths."""
+"""The models that are trained from nothing: BERT, GPT-2 and ModernBERT in the paper's widths and depths."""
 
 from __future__ import annotations
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedModel,
+)
 
 from saobp.benchmarking.models import SIZES as PAPER_SIZES
 from saobp.benchmarking.models import Size
 
-FAMILIES = ("bert", "gpt2")
-SIZES: dict[str, Size] = {"tiny": Size(2, 64, 4, 128), **PAPER_SIZES}
-"""The paper's three, and one for tests and laptops."""
+FAMILIES = ("bert", "gpt2", "modernbert")
+SIZES: dict[str, Size] = {"tiny": Size(2, 64, 4, 128), "micro": Size(3, 96, 4, 192), **PAPER_SIZES}
+"""The paper's three, and two for tests and laptops."""
 POSITIONS = 512
 """Positions that a model has room for at least, so that tasks with longer inputs can be learned later."""
 
@@ -55,6 +63,8 @@ def build_model(
                 pad_token_id=padding,
             )
         )
+    if family == "modernbert":
+        return _modernbert(shape, rounded, positions, dropout, padding)
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=rounded,
@@ -68,6 +78,36 @@ def build_model(
             resid_pdrop=dropout,
             bos_token_id=vocabulary - 1,
             eos_token_id=vocabulary - 1,
+        )
+    )
+
+
+def _modernbert(
+    shape: Size, vocabulary: int, positions: int, dropout: float, padding: int | None
+) -> PreTrainedModel:
+    """Norms before each part and rotary positions, every layer global: learns sooner than BERT.
+
+    Initial weights are as wide as keeps the scale of what they multiply, so that heads differ early.
+    """
+    return ModernBertForMaskedLM(
+        ModernBertConfig(
+            vocab_size=vocabulary,
+            hidden_size=shape.hidden,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            intermediate_size=shape.ffn,
+            max_position_embeddings=positions,
+            layer_types=["full_attention"] * shape.layers,
+            initializer_range=shape.hidden**-0.5,
+            initializer_cutoff_factor=3.0,
+            embedding_dropout=dropout,
+            attention_dropout=dropout,
+            mlp_dropout=dropout,
+            pad_token_id=padding,
+            bos_token_id=None,
+            eos_token_id=None,
+            cls_token_id=None,
+            sep_token_id=None,
         )
     )
 

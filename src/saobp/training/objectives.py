@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import ModernBertForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 _LOW = 0xFFFFFFFF
 _FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
@@ -132,9 +132,11 @@ def head_of(model: PreTrainedModel) -> nn.Module:
         head = getattr(model, name, None)
         if isinstance(head, nn.Module):
             return head
+    if isinstance(model, ModernBertForMaskedLM):
+        return nn.Sequential(model.head, model.decoder)
     raise ValueError(
         f"{type(model).__name__} has no head named cls or lm_head, so its loss cannot be taken at chosen "
-        "places: pretrain BERT, RoBERTa, GPT-2 or a model shaped like them"
+        "places: pretrain BERT, ModernBERT, GPT-2 or a model shaped like them"
     )
 
 
@@ -148,4 +150,4 @@ def in_bfloat16(module: nn.Module) -> dict[str, Tensor]:
 
 
 def objective_of(family: str, tokenizer: PreTrainedTokenizerBase, share: float) -> Objective:
-    return MaskedLM.of(tokenizer, share) if family == "bert" else CausalLM()
+    return CausalLM() if family == "gpt2" else MaskedLM.of(tokenizer, share)

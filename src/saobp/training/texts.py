@@ -22,7 +22,7 @@ from saobp.data import (
 from saobp.data.tokens import DESCRIPTION, Progress
 from saobp.data.vocabulary import tokenizer_checksum
 
-KINDS = {"bert": "wordpiece", "gpt2": "bpe"}
+KINDS = {"bert": "wordpiece", "modernbert": "wordpiece", "gpt2": "bpe"}
 _HUB = re.compile(r"[\w.-]+/[\w.-]+$")
 """What a dataset on the hub is called."""
 
@@ -90,7 +90,7 @@ def find_texts(
             seed=seed,
             split=split,
             held_out=held_out,
-            prefix=prefix_of(words) if family == "bert" else None,
+            prefix=None if family == "gpt2" else prefix_of(words),
         )
         for split in ("train", "validation")
     )
@@ -115,7 +115,7 @@ def find_tokenizer(
     if beside.is_dir():
         return load_tokenizer(str(beside))
     if vocabulary is None:
-        found = load_tokenizer(family, data_dir)
+        found = load_tokenizer("gpt2" if family == "gpt2" else "bert", data_dir)
     else:
         if not raw:
             raise ValueError("a vocabulary is learned from text, and no text was named by --corpus")

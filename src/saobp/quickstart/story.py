@@ -1,0 +1,175 @@
+"""The whole pipeline in miniature: text to tokens, two runs that differ in one word, and a look at both."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from saobp.data import Blocks, held_out_documents, open_corpus, prefix_of, prepare_tokens, train_vocabulary
+from saobp.data.tokens import Progress
+from saobp.metrics.diagnosis import Diagnosis, diagnose
+from saobp.metrics.figures import TITLES
+from saobp.metrics.sources import load_model
+from saobp.refinement import Refinement
+from saobp.report import Table, explorer_data, write_explorer, write_report
+from saobp.training.objectives import objective_of, row_seeds
+from saobp.training.pretrain import Result, new_model
+from saobp.training.recipes import PretrainRecipe, tiny, with_steps
+
+VOCABULARY = 1024
+HELD_OUT = 0.05
+FEWEST_STEPS = 40
+STATISTICS = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
+SENTENCES = 3
+FEWEST_TOKENS, MOST_TOKENS = 12, 20
+TITLE = "saobp quickstart: the same model trained plain and with {}"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What both runs read: a vocabulary, packed tokens, and the paragraphs that were held out of training."""
+
+    tokenizer: PreTrainedTokenizerFast
+    train: Blocks
+    validation: Blocks
+    held_out: list[str]
+    characters: int
+
+
+def prepare(texts: Sequence[str], folder: Path, length: int, progress: Progress) -> Texts:
+    """Paragraphs as a corpus of one parquet file, a vocabulary learned from it, and its tokens."""
+    folder.mkdir(parents=True)
+    file = folder / "python.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": list(texts)}), file)
+    corpus = open_corpus(file)
+    tokenizer = train_vocabulary(corpus.documents(), VOCABULARY)
+    store = prepare_tokens(corpus, tokenizer, folder / "tokens", processes=1, progress=progress)
+    train, validation = (
+        Blocks({"python": store}, length=length, split=split, held_out=HELD_OUT, prefix=prefix_of(tokenizer))
+        for split in ("train", "validation")
+    )
+    held_out = [texts[place] for place in held_out_documents(store, HELD_OUT)]
+    return Texts(tokenizer, train, validation, held_out, sum(map(len, texts)))
+
+
+def recipe_of(steps: int) -> PretrainRecipe:
+    """ModernBERT, 3 layers of 4 heads, 96 wide: within a minute it learns more than how frequent words are.
+
+    BERT of the same size, whose norms stand after each part and whose positions are learned, does not.
+    """
+    base = replace(
+        tiny("modernbert", "micro"),
+        name="quickstart",
+        batch_size=32,
+        length=32,
+        learning_rate=4e-3,
+        weight_decay=0.01,
+        evaluation_rows=256,
+        health_texts=32,
+        seed=0,
+        corpus="Python's documentation",
+    )
+    base = replace(base, steps=1000, warmup_steps=50, evaluation_steps=100, checkpoint_steps=1000)
+    return with_steps(base, steps)
+
+
+def fitting_steps(recipe: PretrainRecipe, texts: Texts, seconds: float) -> int:
+    """The recipe's steps, or fewer where this machine could not take them in time."""
+    model = new_model(recipe, texts.tokenizer)
+    objective = objective_of(recipe.family, texts.tokenizer, recipe.masked_share)
+    ids = texts.train.at(range(recipe.batch_size))["input_ids"]
+    seeds = torch.from_numpy(row_seeds(0, 0, range(len(ids))))
+    durations = []
+    for _ in range(4):
+        start = time.perf_counter()
+        objective(model, ids, seeds, recipe.precision).backward()
+        durations.append(time.perf_counter() - start)
+    return max(FEWEST_STEPS, min(recipe.steps, int(seconds / (1.2 * min(durations)))))
+
+
+def choose_sentences(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], own: str | None = None
+) -> list[str]:
+    """The user's own, or sentences short enough to draw, of words that the vocabulary knows best."""
+    if own is not None:
+        if not tokenizer(own, add_special_tokens=False)["input_ids"]:
+            raise ValueError("the sentence holds no word: give one to draw")
+        return [own]
+    sentences = [one for text in texts for one in re.findall(r"[A-Z][a-z][^.?!]+\.(?=\s|$)", text)]
+    sizes = [len(one) for one in tokenizer.backend_tokenizer.encode_batch(sentences)]
+    fitting = sorted(
+        (size / len(one.split()), one)
+        for one, size in zip(sentences, sizes, strict=True)
+        if FEWEST_TOKENS <= size <= MOST_TOKENS
+    )
+    return [one for _, one in fitting[:SENTENCES]] or [texts[0][:100]]
+
+
+def look(
+    runs: dict[str, Path],
+    texts: Texts,
+    sentences: Sequence[str],
+    length: int,
+    progress: Callable[[float], object],
+) -> list[Diagnosis]:
+    """Diagnose the model of each run on held-out text, and leave its scores for the page's explorer."""
+    found = []
+    for place, (name, folder) in enumerate(runs.items(), 1):
+        model, tokenizer = load_model(str(folder / "model"))
+        model.eval()
+        paragraphs = texts.held_out[:64]
+        found.append(
+            diagnose(model, tokenizer, paragraphs, subject=name, statistics=STATISTICS, length=length)
+        )
+        write_explorer(explorer_data(model, tokenizer, sentences, subject=name), folder)
+        progress(place / len(runs))
+    return found
+
+
+def numbers(results: dict[str, Result], diagnoses: Sequence[Diagnosis]) -> list[tuple[str, list[float]]]:
+    """Name and a number for each run: means over heads on held-out text, and the held-out loss."""
+    rows: list[tuple[str, list[float]]] = [
+        ("held-out loss of masked tokens (nats)", [result.eval_loss or 0.0 for result in results.values()]),
+        ("held-out perplexity", [result.eval_perplexity or 0.0 for result in results.values()]),
+    ]
+    for name in STATISTICS:
+        means = [sum(head.values[name] for head in one.heads) / len(one.heads) for one in diagnoses]
+        rows.append((TITLES[name], means))
+    return rows
+
+
+def write_page(
+    runs: dict[str, Path],
+    results: dict[str, Result],
+    diagnoses: Sequence[Diagnosis],
+    texts: Texts,
+    refinement: Refinement,
+    sentence: str,
+    out: Path,
+) -> Path:
+    """The page of both runs: numbers first, then curves, heads and attention maps."""
+    result = next(iter(results.values()))
+    table = Table(
+        "Both runs on held-out text",
+        ["", *runs],
+        [[name, *(f"{value:.3f}" for value in values)] for name, values in numbers(results, diagnoses)],
+        f"A ModernBERT of {result.parameters:,} parameters, trained twice from the same start on the same "
+        f"tokens in the same order ({result.steps:,} steps, {result.tokens:,} tokens of "
+        f"{texts.characters:,} characters of Python's own documentation), once plain and once with its "
+        "attention refined all along. Means over heads. One seed and a minute of training: a look at the "
+        "instruments, not evidence for or against the method.",
+    )
+    title = TITLE.format(refinement_text(refinement))
+    return write_report(list(runs.values()), out, title=title, tables=[table], sample=sentence)
+
+
+def refinement_text(refinement: Refinement) -> str:
+    return f"{refinement.factor}:{refinement.strength}"
