@@ -71,7 +71,8 @@ def tokenise_speed(
         "datasets.map: load_dataset, map(tokenise, batched), map(join and cut to blocks, batched), one "
         "process. saobp: prepare_tokens with one process, checksums included, and Blocks. No result is "
         "cached. Both run the tokenizer on one thread.",
-        f"Medians of {turns} turns of processor time, both ways in each turn; loading Python is not counted.",
+        f"Medians of {turns} turns of processor time, both ways in each turn; loading Python is not "
+        "counted. Processor time, because others may use the machine.",
     ]
     return table
 
