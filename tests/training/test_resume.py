@@ -90,7 +90,7 @@ def test_a_run_killed_many_times_has_the_losses_of_an_uninterrupted_one(tmp_path
 
 
 def test_a_corrupt_checkpoint_falls_back_and_ends_the_same(tmp_path: Path) -> None:
-    recipe = small_recipe(dropout=0.1)
+    recipe = small_recipe(dropout=0.1, regularizer="entropy,weight=0.1")
     straight = RunFolder(tmp_path / "straight")
     train_small(recipe, straight.path)
 

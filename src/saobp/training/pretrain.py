@@ -94,7 +94,7 @@ def pretrain(
         say=tell,
     )
     objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
-    penalty = None if recipe.regularizer is None else _regularizer(recipe.regularizer)
+    penalty = recipe.penalty()
     try:
         with loss_as_forward(
             model,
@@ -155,12 +155,6 @@ def _on_main_process(args: TrainingArguments, work: Callable[[], object]) -> Non
 
 def _checksums(train: Rows) -> dict[str, str]:
     return {name: store.checksum for name, store in getattr(train, "stores", {}).items()}
-
-
-def _regularizer(name: str) -> Any:
-    from saobp.regularizers import regularizer
-
-    return regularizer(name)
 
 
 def _result(recipe: PretrainRecipe, trainer: PretrainTrainer, model: PreTrainedModel) -> Result:

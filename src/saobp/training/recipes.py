@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from saobp.refinement import Refinement
+from saobp.regularizers import Regularizer, regularizer
 from saobp.training.models import shape_of
 
 PRECISIONS = ("fp32", "bf16")
@@ -27,7 +28,7 @@ class PretrainRecipe:
     log_steps:       steps between lines of metrics; the other intervals are multiples of it
     evaluation_rows: held-out rows whose loss is taken, always the same with the same masks
     health_texts:    held-out texts whose attention is measured at each evaluation; 0 for none
-    regularizer:     name of a penalty on attention, or None
+    regularizer:     a penalty on attention, as in ``entropy,weight=1e-4``, or None
     corpus:          the texts, as they were asked for
     """
 
@@ -66,6 +67,7 @@ class PretrainRecipe:
         if self.refinement is not None:
             object.__setattr__(self, "refinement", Refinement.of(self.refinement))
         object.__setattr__(self, "betas", tuple(self.betas))
+        self.penalty()
         for name in ("steps", "batch_size", "accumulation", "log_steps", "vocabulary_multiple"):
             _check(name, getattr(self, name) >= 1, "at least 1", getattr(self, name))
         _check("length", self.length >= 2, "at least 2", self.length)
@@ -83,6 +85,10 @@ class PretrainRecipe:
             value = getattr(self, name)
             rule = f"a multiple of log_steps ({self.log_steps})"
             _check(name, value >= 1 and value % self.log_steps == 0, rule, value)
+
+    def penalty(self) -> Regularizer | None:
+        """The regularizer, new."""
+        return None if self.regularizer is None else regularizer(self.regularizer)
 
     @property
     def tokens(self) -> int:

@@ -94,7 +94,7 @@ class RunFolder:
         started = run.record.get("started", _now())
         run._write_record(
             status="running",
-            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            command=_command(),
             commit=commit(),
             started=started,
             finished=None,
@@ -249,6 +249,12 @@ def environment(processes: int = 1) -> dict[str, Any]:
         "hardware": torch.cuda.get_device_name(0) if cuda else processor(),
         "processes": processes,
     }
+
+
+def _command() -> str:
+    """The command line, without the place of the program."""
+    program = Path(sys.argv[0]).name
+    return shlex.join(["saobp" if program == "__main__.py" else program, *sys.argv[1:]])
 
 
 def _is_foreign(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """Batches for one process, from any step on.
 
-A batch is gathered in half a millisecond and copied while the device computes: nothing in a step waits for the
-device, so the host is always some steps ahead of it.
+A batch is gathered in half a millisecond and copied while the device computes. Nothing in a step waits for
+the device, so the host is always some steps ahead of it.
 """
 
 from __future__ import annotations

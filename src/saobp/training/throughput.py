@@ -166,13 +166,13 @@ def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: 
             recipe,
             dropout=float(dropout or recipe.dropout),
             compiled=compiled,
-            refinement=Refinement("high", 0.2) if name == "high" else None,
+            refinement=Refinement("high", 0.2 if recipe.size == "tiny" else "auto")
+            if name == "high"
+            else None,
         )
         model = new_model(recipe, tokenizer)
         args = arguments(recipe, Path(folder), "none")
         objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
-        if args.device.type == "cuda":
-            torch.set_float32_matmul_precision("high")
         own = PretrainTrainer(
             model, args, recipe, RunFolder(folder), train=rows, validation=None, callbacks=[watch], say=print
         )
@@ -206,7 +206,6 @@ def _their_trainer(
         max_steps=1,
         max_grad_norm=recipe.clip,
         bf16=cuda,
-        tf32=cuda or None,
         optim="adamw_torch_fused" if cuda else "adamw_torch",
         torch_compile=compiled,
         logging_steps=recipe.log_steps,
@@ -241,6 +240,7 @@ def pretraining_speed(
     A turn of a version takes about ``seconds``; no model is begun after ``limit`` seconds.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")
     table = Table("pretraining", "Pretraining: million tokens per second", machine(device))
     table.notes.append(
         f"Medians of {turns} turns in which every version trains once for about {seconds:g} s after "

@@ -1,0 +1,123 @@
+"""``saobp pretrain``: one sentence for every mistake, and token stores that are enough by themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from saobp.cli import app
+from saobp.testing.training import prose
+from saobp.training.runs import RunFolder
+
+QUICK = (
+    "--recipe",
+    "tiny",
+    "--steps",
+    "4",
+    "--set",
+    "batch_size=4",
+    "--set",
+    "length=16",
+    "--held-out",
+    "0.1",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    Path("prose.txt").write_text(prose())
+    Path("more.txt").write_text(prose(seed=1))
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["pretrain", *arguments])
+
+
+def said(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+@pytest.mark.usefixtures("folder")
+def test_text_to_model_and_again_from_tokens_alone() -> None:
+    corpus = ("--corpus", "prose.txt:0.7,more.txt:0.3")
+    first = run(*QUICK, *corpus, "--vocabulary", "60", "--refinement", "high:0.2", "--out", "runs/one")
+    assert first.exit_code == 0, first.output
+    assert "held-out perplexity" in said(first)
+    one = RunFolder("runs/one")
+    assert one.recipe["refinement"]["factor"] == "high"
+    assert set(one.record["data"]) == {"prose.txt", "more.txt"}
+    assert one.recipe["corpus"] == "prose.txt:0.7,more.txt:0.3"
+
+    for text in Path().glob("*.txt"):
+        text.unlink()
+    shutil.move("tokens", "staged")
+    second = run(
+        *QUICK, *corpus, "--tokens", "staged", "--tokenizer", "staged/tokenizer-bert-60",
+        "--refinement", "high:0.2", "--out", "runs/two",
+    )  # fmt: skip
+    assert second.exit_code == 0, second.output
+    two = RunFolder("runs/two")
+    assert two.result["loss"] == one.result["loss"]
+    assert two.record["data"] == one.record["data"]
+
+    for extra, code, sentence in (
+        ((), 1, "is finished; its result is in"),
+        (("--resume",), 0, "finished already"),
+    ):
+        again = run(*QUICK, *corpus, "--out", "runs/two", *extra)
+        assert again.exit_code == code
+        assert sentence in said(again)
+
+
+def test_dry_run_prints_the_recipe(folder: Path) -> None:
+    printed = run(
+        "--dry-run", "--size", "small", "--refinement", "high:learned", "--set", "learning_rate=1e-4"
+    )
+    assert printed.exit_code == 0
+    recipe = json.loads(printed.stdout)
+    assert (recipe["name"], recipe["size"], recipe["learning_rate"]) == ("fast", "small", 1e-4)
+    assert recipe["refinement"]["strength"] == "learned"
+    assert sorted(path.name for path in folder.iterdir()) == ["more.txt", "prose.txt"]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--size", "huge"), "unknown size 'huge'"),
+        (("--recipe", "slow"), "unknown recipe 'slow'"),
+        (("--refinement", "hihg"), "unknown factor 'hihg'"),
+        (("--set", "speed=3"), "cannot set 'speed=3'"),
+        (("--corpus", "novels"), "there is no text 'novels' and no token store of it in tokens"),
+        ((), "tokens holds no token store: name texts by --corpus"),
+        (("--corpus", "prose.txt", "--vocabulary", "60", "--tokenizer", "bert"), "not both"),
+        (("--corpus", "prose.txt", "--vocabulary", "60", "--set", "batch_size=0"), "batch_size must be"),
+    ],
+)
+def test_mistakes_get_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+    result = run("--recipe", "tiny", *arguments, "--out", "run")
+    assert result.exit_code == 1
+    assert sentence in said(result)
+    assert "Traceback" not in result.output
+    assert not Path("run").exists()
+
+
+def test_without_arguments_it_explains_itself() -> None:
+    assert "saobp pretrain --size mini" in run().output
+
+
+def test_many_learners_of_one_tokenizer_mix_up_is_refused(folder: Path) -> None:
+    assert run(*QUICK, "--corpus", "prose.txt", "--vocabulary", "60", "--out", "a").exit_code == 0
+    (folder / "prose.txt").unlink()
+    assert run(*QUICK, "--corpus", "more.txt", "--vocabulary", "80", "--out", "b").exit_code == 0
+    mixed = run(*QUICK, "--corpus", "prose.txt", "--tokenizer", "tokens/tokenizer-bert-80", "--out", "c")
+    assert mixed.exit_code == 1
+    assert "come from another tokenizer" in said(mixed)

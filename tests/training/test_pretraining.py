@@ -1,0 +1,180 @@
+"""A whole run in miniature: what it writes, how it is resumed by hand, what its parts do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+import saobp
+from saobp.testing.training import RandomRows, small_recipe, small_tokenizer, train_small
+from saobp.training import pretrain as pretraining
+from saobp.training.runs import RunFolder
+from saobp.training.stream import Share, TrainingStream, held_out_batches
+from saobp.training.trainer import PretrainTrainer, arguments
+
+KEYS = {"step", "tokens", "seconds", "loss", "grad_norm", "learning_rate"}
+
+
+def test_a_run_leaves_everything_it_should(tmp_path: Path) -> None:
+    recipe = small_recipe(refinement="high:learned", steps=8)
+    result = train_small(recipe, tmp_path)
+    run = RunFolder(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "recipe.json", "record.json", "metrics.jsonl", "health.jsonl", "result.json", "model",
+    }  # fmt: skip
+    assert run.recipe["refinement"]["strength"] == "learned"
+    assert run.record["status"] == "finished"
+    training = [line for line in run.metrics() if "loss" in line]
+    held_out = [line for line in run.metrics() if "eval_loss" in line]
+    assert [line["step"] for line in training] == list(range(1, 9))
+    assert all(set(line) >= KEYS for line in training)
+    assert training[-1]["tokens"] == 8 * 4 * 16 == result.tokens
+    assert [set(line) for line in held_out] == [{"step", "eval_loss", "eval_perplexity"}] * 2
+    assert result.eval_perplexity == pytest.approx(math.exp(held_out[-1]["eval_loss"]))
+    health = run.health()
+    assert [line["step"] for line in health] == [4, 8]
+    assert health[0]["layers"] == ["bert.encoder.layer.0.attention.self"]
+    assert set(health[0]["statistics"]) == {
+        "gtd",
+        "indirect_entropy",
+        "attention_entropy",
+        "sink_mass",
+    }
+    assert np.shape(health[0]["statistics"]["gtd"]) == (1, 2)
+    assert health[-1]["strengths"] == result.strengths
+    assert np.all(np.array(result.strengths) != 0)
+    assert run.result["loss"] == result.loss
+    loaded = saobp.load(run.model, AutoModelForMaskedLM)
+    assert loaded.config.saobp["strength"] == "learned"
+    assert len(AutoTokenizer.from_pretrained(run.model)) == len(small_tokenizer())
+
+
+def test_a_decoder_learns(tmp_path: Path) -> None:
+    recipe = small_recipe(family="gpt2", steps=60, batch_size=16, learning_rate=2e-2, checkpoint_steps=60)
+    result = train_small(recipe, tmp_path)
+    losses = [line["loss"] for line in RunFolder(tmp_path).metrics() if "loss" in line]
+    assert result.loss < losses[0] - 1
+    assert RunFolder(tmp_path).health()[0]["strengths"] is None
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "gpt2"
+
+
+def test_tensorboard_gets_losses_and_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    train_small(small_recipe(steps=4), tmp_path / "run", report_to="tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    written = next(iter(tmp_path.rglob("events.out.*")))
+    events = EventAccumulator(str(written.parent)).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert any(tag.endswith("loss") for tag in tags)
+    assert any("health/gtd" in tag for tag in tags)
+
+
+def test_accumulation_changes_memory_and_not_losses(tmp_path: Path) -> None:
+    for parts in (1, 2):
+        train_small(small_recipe(steps=4, accumulation=parts), tmp_path / str(parts))
+    one, two = (
+        [line["loss"] for line in RunFolder(tmp_path / part).metrics() if "loss" in line] for part in "12"
+    )
+    assert one == pytest.approx(two, rel=1e-5)
+
+
+def trainer_for(recipe: Any, folder: Path) -> PretrainTrainer:
+    tokenizer = small_tokenizer(recipe.family)
+    rows = RandomRows(20, recipe.length, len(tokenizer))
+    return PretrainTrainer(
+        pretraining.new_model(recipe, tokenizer),
+        arguments(recipe, folder, "none"),
+        recipe,
+        RunFolder(folder),
+        train=rows,
+        validation=rows,
+        callbacks=[],
+        say=print,
+    )
+
+
+def test_strengths_have_a_group_of_their_own(tmp_path: Path) -> None:
+    recipe = small_recipe(refinement="high:learned", weight_decay=0.1, learning_rate=1e-3, strength_rate=7.0)
+    trainer = trainer_for(recipe, tmp_path)
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    groups = [
+        ({names[id(p)] for p in group["params"]}, group["weight_decay"], group["lr"])
+        for group in trainer.create_optimizer().param_groups
+    ]
+    assert len(groups) == 3
+    assert groups[0][1:] == (0.1, 1e-3)
+    assert groups[1][1:] == (0.0, 1e-3)
+    assert all("bias" in name or "LayerNorm" in name for name in groups[1][0])
+    assert groups[2] == ({"bert.encoder.layer.0.attention.self.saobp.strength_bias"}, 0.0, 7e-3)
+    assert set.union(*(group[0] for group in groups)) == set(names.values())
+
+
+def test_nothing_in_a_step_asks_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two log lines no number is read from a tensor: on a GPU each such read would wait."""
+    asked: list[str] = []
+    for name in ("item", "tolist", "nonzero", "__bool__", "__float__", "__int__"):
+        original = getattr(torch.Tensor, name)
+
+        def noted(self: torch.Tensor, *args: Any, name: str = name, original: Any = original) -> Any:
+            import traceback
+
+            caller = traceback.extract_stack(limit=3)[-2].filename
+            if "optim" not in caller:  # the CPU optimiser counts steps on the CPU; the fused one does not
+                asked.append(f"{name} from {caller}")
+            return original(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, noted)
+    recipe = small_recipe(log_steps=10, evaluation_steps=10, checkpoint_steps=20, evaluation_rows=0)
+    train_small(replace(recipe, steps=9, refinement=saobp.Refinement("high", "learned")), tmp_path)
+    assert [one for one in asked if "_finalize" not in one and "trainer.py" not in one] == []
+    assert len(asked) <= 3
+
+
+def test_the_stream_starts_anywhere_and_never_ends() -> None:
+    recipe = small_recipe(accumulation=2)
+    rows = RandomRows(10, recipe.length, 60)
+    share = Share(recipe, 0, 1, torch.device("cpu"))
+    first = list(itertools.islice(TrainingStream(rows, share, lambda: 0), 12))
+    later = list(itertools.islice(TrainingStream(rows, share, lambda: 3), 6))
+    for mine, theirs in zip(later, first[6:], strict=True):
+        assert torch.equal(mine["input_ids"], theirs["input_ids"])
+        assert torch.equal(mine["seeds"], theirs["seeds"])
+    seen = torch.cat([one["input_ids"] for one in first])
+    assert torch.equal(seen, rows.at(np.arange(24))["input_ids"])
+    assert len({int(seed) for one in first for seed in one["seeds"]}) == 24
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_held_out_batches_are_shared_and_fit_little_text(processes: int) -> None:
+    recipe = small_recipe(batch_size=8, evaluation_rows=20)
+    shares = [Share(recipe, rank, processes, torch.device("cpu")) for rank in range(processes)]
+    many, few = RandomRows(50, recipe.length, 60), RandomRows(5, recipe.length, 60)
+    assert [len(held_out_batches(many, share)) for share in shares] == [2] * processes
+    assert (
+        sum(len(held_out_batches(few, share)[0]["seeds"]) for share in shares) == 5 // processes * processes
+    )
+    one = held_out_batches(RandomRows(1, recipe.length, 60), shares[0])
+    assert len(one) == (1 if processes == 1 else 0)
+
+
+def test_a_compiled_run_agrees_with_an_eager_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **o: original(f, backend="aot_eager", fullgraph=True, **o)
+    )
+    for compiled in (True, False):
+        torch._dynamo.reset()
+        recipe = small_recipe(steps=4, compiled=compiled, refinement="high:0.2", evaluation_rows=0)
+        train_small(recipe, tmp_path / str(compiled))
+    one, two = ([line["loss"] for line in RunFolder(tmp_path / name).metrics()] for name in ("True", "False"))
+    assert one == pytest.approx(two, rel=1e-5)

@@ -1,0 +1,47 @@
+"""The throughput benchmark, tiny and on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from saobp.training.throughput import idle_between
+
+
+@pytest.fixture
+def benchmark() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "pretraining.py"
+    spec = importlib.util.spec_from_file_location("pretraining_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_version_is_timed(
+    benchmark: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = "--sizes tiny --device cpu --seconds 0.02 --turns 1 --versions transformers,high-0.1"
+    benchmark.main([*arguments.split(), "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    row = next(line for line in printed.splitlines() if line.startswith("| bert-tiny"))
+    numbers = [float(cell) for cell in row.split("|")[3:-1]]
+    assert len(numbers) == 3
+    assert all(number > 0 for number in numbers)
+    assert (tmp_path / "pretraining.csv").exists()
+
+
+def test_wrong_flags_are_named(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main(["--device", "cpu", "--versions", "turbo"])
+    assert "unknown version 'turbo'" in capsys.readouterr().err
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    assert idle_between([]) is None
+    assert idle_between([(0, 10)]) == 0
+    assert idle_between([(0, 4), (2, 5), (3, 4), (10, 20)]) == pytest.approx(0.25)
