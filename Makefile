@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Waiting threads sleep instead of spinning: much faster where the cores are shared with other work.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup quickstart test lock clean
+.PHONY: setup quickstart test chromium lock clean
 
 setup: $(READY)
 
@@ -24,11 +24,21 @@ $(READY): requirements.lock pyproject.toml
 quickstart: $(READY)
 	@$(BIN)/saobp quickstart
 
-test: $(READY)
+test: $(READY) chromium
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+# The page is tested in Debian's Chromium. Without it, and without the means to install it, those tests are skipped.
+chromium:
+	@if ! command -v chromium >/dev/null 2>&1 && test "$$(id -u)" = 0 && command -v apt-get >/dev/null 2>&1; then \
+	  echo "installing chromium, for the tests of the page"; \
+	  { timeout 120 apt-get -qq update; timeout 240 apt-get -qq install -y --no-install-recommends chromium; } \
+	    >/dev/null 2>&1 || true; \
+	fi
+	@command -v chromium >/dev/null 2>&1 || \
+	  echo "there is no chromium and it could not be installed: tests that open the page in a browser are skipped"
 
 lock: $(READY)
 	$(BIN)/python -m pip freeze --all --exclude-editable --exclude saobp --exclude pip \

@@ -18,7 +18,7 @@ from saobp.propagation.graph import FactorGraph
 from saobp.report.codes import decode_head, encode_head
 from saobp.report.explorer import explorer_data
 from saobp.report.page import page_data
-from saobp.testing.browser import NO_NODE, run_node
+from saobp.testing.browser import NO_NODE, PAGE_FOLDER, run_node
 from saobp.testing.models import tiny_model
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason=NO_NODE)
@@ -36,11 +36,11 @@ SETTINGS = [
 ]
 REFINED = """
 import { decodeHead } from "./scores.js";
-import { refine } from "./refinement.js";
+import { priorOf, refine } from "./refinement.js";
 import { finished, largestEntropy, measuring, verdictOf } from "./statistics.js";
 const answers = given.cases.map(({ head, length, setting, inOrder }) => {
   const logs = decodeHead(head, length);
-  const rows = refine(logs, length, setting, inOrder);
+  const rows = refine(priorOf(logs, length, inOrder), setting);
   const numbers = finished(measuring(rows, length, given.limits.beta));
   const verdict = verdictOf(numbers, largestEntropy(logs, length), given.limits);
   return { rows: Array.from(rows), ...numbers, verdict };
@@ -135,6 +135,20 @@ def test_a_models_own_numbers_come_back_within_a_ten_thousandth(family: str) -> 
     for answer, head in zip(answers, health.heads(), strict=True):
         for statistic in STATISTICS:
             assert answer[statistic] == pytest.approx(head.values[statistic], abs=1e-4), statistic
+
+
+@needs_node
+def test_every_module_can_be_read_on_its_own() -> None:
+    names = sorted(path.name for path in PAGE_FOLDER.glob("*.js") if path.name != "main.js")
+    script = """
+    const counts = {};
+    for (const name of given) counts[name] = Object.keys(await import(`./${name}`)).length;
+    console.log(JSON.stringify(counts));
+    """
+    counts = run_node(script, names)
+    assert counts.pop("types.js") == 0
+    assert all(count > 0 for count in counts.values()), counts
+    assert all(len(path.read_text().splitlines()) < 400 for path in PAGE_FOLDER.iterdir())
 
 
 @needs_node

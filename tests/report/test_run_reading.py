@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -16,8 +17,8 @@ from saobp.cli import app
 from saobp.metrics.sources import example_model
 from saobp.metrics.verdict import largest_entropy, verdict
 from saobp.report import PAGE_BYTES, Table, explorer_data, read_runs, write_explorer, write_report
-from saobp.report.budget import fitted
-from saobp.report.curves import POINTS, read_curves
+from saobp.report.budget import MOMENTS, POINTS, fitted, thinned
+from saobp.report.curves import read_curves
 from saobp.report.runs import refinement_words
 from saobp.report.script import joined_script
 from saobp.report.words import summary
@@ -146,6 +147,7 @@ fields = st.sampled_from(
 )  # fmt: skip
 
 
+@settings(max_examples=30)
 @given(
     st.dictionaries(fields, json_values, max_size=6),
     st.lists(st.dictionaries(fields, json_values), max_size=3),
@@ -167,7 +169,9 @@ def test_no_content_stops_the_page(
 def test_long_curves_are_thinned_and_keep_their_extremes() -> None:
     lines = [{"step": step, "loss": math.sin(step / 50)} for step in range(20_000)]
     lines[7_777]["loss"] = 9.0
-    (series,) = read_curves(lines)["loss"]
+    (whole,) = read_curves(lines)["loss"]
+    assert len(whole.values) == 20_000
+    series = whole.thin(POINTS)
     assert len(series.values) <= POINTS
     assert max(value for value in series.values if value is not None) == 9.0
     assert series.thinned == 20_000
@@ -194,6 +198,22 @@ def test_a_page_stays_under_its_limit_and_says_what_was_left_out(tmp_path: Path)
     assert "of 16 heads on one sentence are here" in one["left_out"][-1]
 
 
+def test_many_long_runs_share_the_room(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=9_000, layers=12, heads=12, measured=80)
+    (run,) = read_runs([folder])
+    (alone,) = thinned([run])
+    assert len(alone.health) == MOMENTS
+    assert (alone.health[0], alone.health[-1]) == (run.health[0], run.health[-1])
+    assert len(alone.curves["loss"][0].values) <= POINTS
+    page = write_report([folder] * 40, tmp_path / "page.html")
+    assert page.stat().st_size < PAGE_BYTES
+    shown = page_of(page)["runs"]
+    assert len(shown) == 40
+    assert shown[0]["health"][-1]["step"] == 9_000
+    with pytest.raises(ValueError, match="report fewer at a time"):
+        write_report([folder] * 3, tmp_path / "page.html", max_bytes=200_000)
+
+
 def test_hostile_words_cannot_leave_the_data(tmp_path: Path) -> None:
     words = "</script><script>alert(1)</script><!-- \u2028 \ud800 שלום 🙂 '\" {{ 7 * 7 }}"
     table = Table(words, ["a", words], [["1", words]], words)
@@ -213,6 +233,9 @@ def test_the_script_is_one_module_without_imports() -> None:
     assert "import {" not in script.split("/**")[1]
     assert "\nexport " not in script
     assert script.count("function refine(") == 1
+    names = re.findall(r"^(?:async )?(?:function\*?|class|const|let) (\w+)", script, re.MULTILINE)
+    assert len(names) > 100
+    assert sorted(names) == sorted(set(names))
 
 
 def test_refinements_in_words() -> None:
@@ -223,7 +246,7 @@ def test_refinements_in_words() -> None:
 
 @pytest.mark.parametrize("form", ["svg", "pdf", "png"])
 def test_figures_for_papers(tmp_path: Path, form: str) -> None:
-    runs = [make_run(tmp_path / name, steps=100, measured=2) for name in ("one", "two", "three")]
+    runs = [make_run(tmp_path / name, steps=100, layers=2, heads=2) for name in ("one", "two", "three")]
     out = tmp_path / "figures"
     shown = CliRunner().invoke(app, ["report", *map(str, runs), "--format", form, "--out", str(out)])
     assert shown.exit_code == 0, shown.output
@@ -240,6 +263,19 @@ def test_the_command_writes_beside_a_single_run_and_refuses_in_a_sentence(tmp_pa
     shown = CliRunner().invoke(app, ["report", str(run), "--title", "A title"])
     assert shown.exit_code == 0, shown.output
     assert page_of(run / "report.html")["title"] == "A title"
+    tiny_model("gpt2").save_pretrained(run / "model")
+    example_model()[1].save_pretrained(run / "model")
+    shown = CliRunner().invoke(
+        app, ["report", str(run), "--sentence", "one two three", "--sentence", "four five"]
+    )
+    assert shown.exit_code == 0, shown.output
+    (explorer,) = page_of(run / "report.html")["explorers"]
+    assert [own["tokens"] for own in explorer["sentences"]] == [["one", "two", "three"], ["four", "five"]]
+    assert explorer["in_order"] == [True, True]
+    shutil.rmtree(run / "model")
+    refused = CliRunner().invoke(app, ["report", str(run), "--sentence", "one two"])
+    assert refused.exit_code == 1
+    assert "holds no folder 'model'" in refused.output
     refused = CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")])
     assert refused.exit_code == 1
     assert "there is no folder" in refused.output

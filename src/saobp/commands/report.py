@@ -29,12 +29,18 @@ def report(
     form: Annotated[
         Format, typer.Option("--format", help="A page, or figures for papers and slides.")
     ] = Format.html,
+    sentence: Annotated[
+        list[str] | None,
+        typer.Option(help="Run the saved model of every run on this sentence, for the explorer. May repeat."),
+    ] = None,
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
 ) -> None:
     """Write a page to look at: curves, heads, verdicts, and an explorer where a run has one."""
     console = Console()
     base = runs[0] if len(runs) == 1 else Path()
     try:
+        if sentence and form is Format.html:
+            _explore(runs, sentence)
         if form is Format.html:
             from saobp.report import write_report
 
@@ -48,3 +54,15 @@ def report(
         raise typer.Exit(1) from None
     for path in written:
         console.print(Text(f"wrote {path}"), soft_wrap=True)
+
+
+def _explore(runs: list[Path], sentences: list[str]) -> None:
+    """Leave ``explorer.json`` in every run, from the model that training saved there."""
+    from saobp.metrics.sources import load_model
+    from saobp.report import explorer_data, write_explorer
+
+    for run in runs:
+        if not (run / "model").is_dir():
+            raise ValueError(f"{str(run)!r} holds no folder 'model', so there is no model for the sentences")
+        model, tokenizer = load_model(str(run / "model"))
+        write_explorer(explorer_data(model, tokenizer, sentences, subject=run.resolve().name), run)

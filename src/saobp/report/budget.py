@@ -1,8 +1,39 @@
-"""What of the explorers' scores goes into a page that must stay small enough to be mailed."""
+"""What goes into a page that must stay small enough to be mailed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+from saobp.report.runs import Run
+
+POINTS, ALL_POINTS = 600, 50_000
+"""Most points of one curve, about what a screen can tell apart, and of all curves of a page together."""
+MOMENTS, ALL_CELLS = 60, 240_000
+"""Most moments of training at which all heads are shown, and most numbers in all of their maps together."""
+
+
+def thinned(runs: Sequence[Run]) -> list[Run]:
+    """The runs with as many points and moments as a page can hold; the last moment always stays."""
+    curves = sum(len(series) for run in runs for series in run.curves.values())
+    points = max(24, min(POINTS, ALL_POINTS // max(1, curves)))
+    cells = sum(run.health[-1].cells for run in runs if run.health)
+    moments = max(2, min(MOMENTS, ALL_CELLS // max(1, cells)))
+    return [
+        replace(
+            run,
+            curves={name: [one.thin(points) for one in series] for name, series in run.curves.items()},
+            health=_spread(run.health, moments),
+        )
+        for run in runs
+    ]
+
+
+def _spread(entries: list[Any], most: int) -> list[Any]:
+    if len(entries) <= most:
+        return entries
+    return [entries[round(place * (len(entries) - 1) / (most - 1))] for place in range(most)]
 
 
 def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from typing import Any
 
 from saobp.report.files import number
 
-POINTS = 600
-"""Most points of a curve in a page, about as many as a screen can tell apart."""
 AXES = ("step", "tokens", "seconds")
 
 
@@ -25,6 +23,14 @@ class Series:
     axes: dict[str, list[float | None]]
     values: list[float | None]
     thinned: int | None = None
+
+    def thin(self, most: int) -> Series:
+        """At most so many points, with every stretch's extremes among them."""
+        if len(self.values) <= most:
+            return self
+        kept = _extremes(self.values, most)
+        axes = {name: [values[place] for place in kept] for name, values in self.axes.items()}
+        return Series(self.of, axes, [self.values[place] for place in kept], len(self.values))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -65,26 +71,20 @@ def joined(curves: Iterable[dict[str, list[Series]]]) -> dict[str, list[Series]]
 
 
 def _series(of: str, points: list[tuple[dict[str, float | None], float | None]]) -> Series:
-    kept = _thinned(points)
-    axes = {name: [place[name] for place, _ in kept] for name in AXES}
+    axes = {name: [place[name] for place, _ in points] for name in AXES}
     there = {name: values for name, values in axes.items() if any(value is not None for value in values)}
-    return Series(of, there, [value for _, value in kept], None if len(kept) == len(points) else len(points))
+    return Series(of, there, [value for _, value in points])
 
 
-def _thinned(points: list[Any]) -> list[Any]:
-    """The lowest and the highest point of each stretch, so that no spike is lost; first and last stay."""
-    if len(points) <= POINTS:
-        return points
-    stretches = POINTS // 2 - 1
-    kept = {0, len(points) - 1}
+def _extremes(values: Sequence[float | None], most: int) -> list[int]:
+    """Places of each stretch's lowest and highest value, so that no spike is lost; both ends stay."""
+    stretches = max(1, most // 2 - 1)
+    kept = {0, len(values) - 1}
     for stretch in range(stretches):
-        start, stop = stretch * len(points) // stretches, (stretch + 1) * len(points) // stretches
-        finite = [place for place in range(start, stop) if points[place][1] is not None]
-        if finite:
-            kept |= {min(finite, key=lambda p: points[p][1]), max(finite, key=lambda p: points[p][1])}
-        else:
-            kept.add(start)
-    return [points[place] for place in sorted(kept)]
+        start, stop = stretch * len(values) // stretches, (stretch + 1) * len(values) // stretches
+        finite = [(value, place) for place in range(start, stop) if (value := values[place]) is not None]
+        kept |= {min(finite)[1], max(finite)[1]} if finite else {start}
+    return sorted(kept)
 
 
 def _is_numeric(value: Any) -> bool:

@@ -15,12 +15,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
 
+from saobp import __version__
 from saobp.metrics.figures import TITLES
 from saobp.metrics.gtd import BETA
 from saobp.metrics.verdict import (
@@ -31,7 +31,7 @@ from saobp.metrics.verdict import (
     LOCALISED_BELOW,
     SINK_FROM,
 )
-from saobp.report.budget import fitted
+from saobp.report.budget import fitted, thinned
 from saobp.report.runs import Run, read_runs
 from saobp.report.script import joined_script, read_asset
 from saobp.report.snapshots import VERDICTS
@@ -89,6 +89,11 @@ def render(
     if explorer is not None:
         explorers.append((str(explorer["subject"]), explorer))
     frame = len(_filled(data).encode(errors="replace"))
+    if frame > max_bytes:
+        raise ValueError(
+            f"a page of these {len(runs)} runs would have {frame / 1e6:.1f} MB and may have "
+            f"{max_bytes / 1e6:.1f}: report fewer at a time"
+        )
     room = (max_bytes - frame - 20_000) // max(1, len(explorers))
     if explorers and room <= 0:
         data["notes"].append("The scores of the explorer are left out; they would make the page too large.")
@@ -110,8 +115,8 @@ def page_data(
     return {
         "title": title or (f"Attention report: {named}" if runs else "Attention explorer"),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "version": metadata.version("saobp"),
-        "runs": [_run(run) for run in runs],
+        "version": __version__,
+        "runs": [_run(run) for run in thinned(runs)],
         "tables": [
             {
                 "title": own.title,

@@ -13,8 +13,6 @@ from saobp.report.explorer import is_explorer
 from saobp.report.files import Problems, flat, number, read_lines, read_object
 from saobp.report.snapshots import Snapshot, diagnosed, read_snapshot
 
-SNAPSHOTS = 60
-"""Most moments of training at which a page shows every head."""
 CAUSAL_FAMILIES = {"bert": False, "modernbert": False, "gpt2": True}
 Facts = list[tuple[str, Any]]
 
@@ -124,9 +122,6 @@ def _health(folder: Path, recipe: dict[str, Any], problems: Problems) -> list[Sn
         return snapshot is not None
 
     read_lines(folder / "health.jsonl", problems, "there is nothing to say about single heads", keep)
-    if len(snapshots) > SNAPSHOTS:
-        last = len(snapshots) - 1
-        snapshots = [snapshots[round(place * last / (SNAPSHOTS - 1))] for place in range(SNAPSHOTS)]
     return snapshots
 
 

@@ -9,7 +9,9 @@ foreign form can send.
 from __future__ import annotations
 
 import json
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,9 +52,17 @@ def make_server(
         pass
 
     Handler.page, Handler.look = page, staticmethod(look)
-    server = ThreadingHTTPServer((ADDRESS, port), Handler)
-    server.daemon_threads = True
-    return server
+    return _Server((ADDRESS, port), Handler)
+
+
+class _Server(ThreadingHTTPServer):
+    """One thread per request; a reader who goes away in between is no error."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -96,6 +106,11 @@ class _Handler(BaseHTTPRequestHandler):
             found = self.look(text)
         except ValueError as problem:
             self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, str(problem))
+            return
+        except Exception as problem:
+            traceback.print_exc()
+            name = type(problem).__name__
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"the model failed on this sentence ({name})")
             return
         self._send(HTTPStatus.OK, "application/json", json.dumps(found).encode())
 

@@ -40,6 +40,11 @@ class Snapshot:
     def heads(self) -> int:
         return sum(map(len, self.verdicts))
 
+    @property
+    def cells(self) -> int:
+        """Numbers in all of its grids."""
+        return self.heads * (1 + len(self.statistics) + len(self.errors) + (self.strengths is not None))
+
     def to_dict(self) -> dict[str, Any]:
         """For the page: rounded to what can be seen, verdicts as places in VERDICTS."""
         return {

@@ -17,7 +17,7 @@ MEANINGS: dict[Verdict, str] = {
     "borderline": "between healthy and one of the other kinds",
     "undefined": "a statistic is missing or not a number",
 }
-PLACES_NAMED = 6
+PLACES_NAMED, LAYERS_NAMED = 12, 4
 
 
 def summary(run: Run) -> list[str]:
@@ -31,7 +31,7 @@ def _training_words(run: Run) -> list[str]:
         found = [[v for v in series.values if v is not None] for series in run.curves.get(name, [])]
         found = [values for values in found if len(values) > 1]
         if len(found) == 1:
-            words.append(f"The {title} went from {found[0][0]:.3g} to {found[0][-1]:.3g}.")
+            words.append(f"The {title} went from {found[0][0]:.2f} to {found[0][-1]:.2f}.")
     numbers = dict(run.result)
     perplexity = numbers.get("eval_perplexity", numbers.get("perplexity"))
     if isinstance(perplexity, int | float):
@@ -65,16 +65,17 @@ def _head_words(last: Snapshot) -> list[str]:
 
 
 def _named(places: Sequence[tuple[int, int]]) -> str:
-    """``layer 0 heads 1, 2; layer 3 head 0``, cut after a few layers."""
+    """``layer 0 heads 1, 2; layer 3 head 0``, or of many the layers that have most of them."""
     layers: dict[int, list[int]] = {}
     for layer, head in places:
         layers.setdefault(layer, []).append(head)
-    parts = [
+    if len(places) > PLACES_NAMED:
+        fullest = sorted(sorted(layers), key=lambda layer: -len(layers[layer]))[:LAYERS_NAMED]
+        return "most in " + ", ".join(f"layer {layer} ({len(layers[layer])})" for layer in fullest)
+    return "; ".join(
         f"layer {layer} head{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}"
         for layer, heads in layers.items()
-    ]
-    more = len(parts) - PLACES_NAMED
-    return "; ".join(parts[:PLACES_NAMED]) + (f"; and {more} more layers" if more > 0 else "")
+    )
 
 
 def fact_text(value: Any) -> str:
@@ -85,5 +86,5 @@ def fact_text(value: Any) -> str:
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 10_000 else f"{value:.5g}"
-    text = str(value)
+    text = f"[{', '.join(map(fact_text, value))}]" if isinstance(value, list | tuple) else str(value)
     return text if len(text) <= 400 else f"{text[:399]}…"

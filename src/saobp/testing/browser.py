@@ -40,3 +40,59 @@ def run_node(script: str, given: Any) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+class Opened:
+    """A page in a browser, with what it said and asked for.
+
+    ``tab`` is Playwright's page; ``complaints`` are console messages and errors, ``requests`` the addresses.
+    """
+
+    def __init__(self, tab: Any) -> None:
+        self.tab = tab
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        tab.on("console", lambda message: self.complaints.append(message.text))
+        tab.on("pageerror", lambda problem: self.complaints.append(str(problem)))
+        tab.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
+        tab.on("request", lambda request: self.requests.append(request.url))
+
+    def open(self, address: str) -> None:
+        """Load an address and wait until the page has built itself."""
+        self.tab.goto(address)
+        built = self.tab.evaluate("document.documentElement.dataset.ready")
+        assert built == "true", f"the page did not build itself: {self.complaints}"
+
+    def overflow(self) -> int:
+        """Pixels by which the page is wider than the screen."""
+        return self.tab.evaluate("document.documentElement.scrollWidth - innerWidth")
+
+    def number(self, statistic: str, when: str = "after") -> float:
+        """A statistic of the explorer's head, as the page computed it."""
+        shown = self.tab.locator(f"[data-statistic={statistic}][data-when={when}]")
+        return float(shown.get_attribute("data-value"))
+
+    def set_slider(self, name: str, value: float) -> None:
+        """Move a slider of the explorer and wait for two frames."""
+        self.tab.evaluate(
+            """async ([name, value]) => {
+              const slider = document.getElementById(name);
+              slider.value = value;
+              slider.dispatchEvent(new Event("input", { bubbles: true }));
+              await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+            }""",
+            [name, value],
+        )
+
+    def choose(self, label: str, value: str) -> None:
+        """Choose from one of the explorer's lists and wait for two frames."""
+        self.tab.locator("#explorer").get_by_label(label, exact=True).select_option(value)
+        self.tab.evaluate(
+            "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
+
+    def picture(self, place: int) -> str:
+        """The pixels of one of the two maps."""
+        return self.tab.evaluate(
+            "(place) => document.querySelectorAll('canvas.map')[place].toDataURL()", place
+        )

@@ -2,8 +2,9 @@
 import { draw, make } from "./dom.js";
 
 const HEIGHT_OF_ARCS = 96;
-const WIDEST = 104;
-const NARROWEST = 30;
+const WIDEST = 110;
+const NARROWEST = 26;
+const ROOM_BESIDE_TEXT = 12;
 const MOST_ARCS = 160;
 const LEAST_WEIGHT = 0.02;
 
@@ -38,8 +39,7 @@ export function arcView(choose) {
     inner,
   );
   const view = {
-    tokens: /** @type {string[]} */ ([]),
-    width: WIDEST,
+    middles: /** @type {number[]} */ ([]),
     chosen: /** @type {number | null} */ (null),
   };
   line.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
@@ -56,11 +56,14 @@ export function arcView(choose) {
   return {
     element,
     setTokens(tokens) {
-      view.tokens = tokens;
-      view.width = Math.max(
-        NARROWEST,
-        Math.min(WIDEST, Math.floor((element.clientWidth || 900) / tokens.length)),
+      const widths = tokenWidths(tokens);
+      const ends = widths.map(
+        (
+          (sum) => (/** @type {number} */ width) =>
+            (sum += width)
+        )(0),
       );
+      view.middles = ends.map((end, place) => end - widths[place] / 2);
       line.replaceChildren(
         ...tokens.map((token, place) =>
           make(
@@ -76,14 +79,15 @@ export function arcView(choose) {
           ),
         ),
       );
-      inner.style.setProperty("--token-width", `${view.width}px`);
-      for (const sheet of [above, below]) sheet.setAttribute("width", String(view.width * tokens.length));
+      [...line.children].forEach((button, place) => {
+        button.style.width = `${widths[place]}px`;
+      });
+      for (const sheet of [above, below]) sheet.setAttribute("width", String(ends[ends.length - 1]));
     },
     show(before, after, chosen) {
       view.chosen = chosen;
-      [...line.children].forEach((button, place) =>
-        button.setAttribute("aria-pressed", String(place === chosen)),
-      );
+      line.querySelector("[aria-pressed=true]")?.setAttribute("aria-pressed", "false");
+      if (chosen !== null) line.children[chosen].setAttribute("aria-pressed", "true");
       above.replaceChildren(...arcs(before, view, chosen, true));
       below.replaceChildren(...arcs(after, view, chosen, false));
     },
@@ -93,23 +97,24 @@ export function arcView(choose) {
 /**
  * The strongest arcs of a map, or of one row.
  * @param {Float64Array} rows
- * @param {{ tokens: string[], width: number }} view
+ * @param {{ middles: number[] }} view
  * @param {number | null} chosen
  * @param {boolean} isAbove
  */
 function arcs(rows, view, chosen, isAbove) {
-  const count = view.tokens.length;
+  const count = view.middles.length;
   const [start, stop] = chosen === null ? [0, rows.length] : [chosen * count, (chosen + 1) * count];
   const found = [];
   for (let i = start; i < stop; i += 1) if (rows[i] >= LEAST_WEIGHT) found.push(i);
   found.sort((a, b) => rows[b] - rows[a]);
+  const strongest = rows[found[0]];
   return found.slice(0, MOST_ARCS).map((i) => {
     const [row, key] = [Math.floor(i / count), i % count];
     const weight = rows[i];
     return draw("path", {
-      d: arcPath(row, key, view.width, count, isAbove),
+      d: arcPath(row, key, view.middles, isAbove),
       "stroke-width": (0.6 + 3.4 * weight).toFixed(2),
-      "stroke-opacity": (0.12 + 0.8 * weight).toFixed(2),
+      "stroke-opacity": (0.12 + (0.78 * weight) / strongest).toFixed(2),
     });
   });
 }
@@ -118,17 +123,30 @@ function arcs(rows, view, chosen, isAbove) {
  * From a query to a key it looks at; a token that looks at itself gets a small loop.
  * @param {number} row
  * @param {number} key
- * @param {number} width
- * @param {number} count
+ * @param {number[]} middles
  * @param {boolean} isAbove
  */
-function arcPath(row, key, width, count, isAbove) {
-  const [from, to] = [(row + 0.5) * width, (key + 0.5) * width];
+function arcPath(row, key, middles, isAbove) {
+  const [from, to] = [middles[row], middles[key]];
   const ground = isAbove ? HEIGHT_OF_ARCS : 0;
   const rise = isAbove ? -1 : 1;
   if (row === key) return `M${from - 5},${ground} c-4,${rise * 20} 14,${rise * 20} 10,0`;
-  const share = Math.abs(row - key) / Math.max(1, Math.min(count - 1, 16));
+  const share = Math.abs(row - key) / Math.max(1, Math.min(middles.length - 1, 16));
   const height = rise * (16 + (HEIGHT_OF_ARCS - 24) * Math.min(1, Math.sqrt(share)));
   const reach = (to - from) * 0.15;
   return `M${from},${ground} C${from + reach},${ground + height * 1.3} ${to - reach},${ground + height * 1.3} ${to},${ground}`;
+}
+
+/**
+ * Each token gets the room that its text needs, within bounds.
+ * @param {string[]} tokens
+ * @returns {number[]}
+ */
+function tokenWidths(tokens) {
+  const pen = document.createElement("canvas").getContext("2d");
+  if (pen) pen.font = `13px ${getComputedStyle(document.body).fontFamily}`;
+  return tokens.map((token) => {
+    const text = pen ? pen.measureText(token).width : 8 * token.length;
+    return Math.round(Math.max(NARROWEST, Math.min(WIDEST, text + ROOM_BESIDE_TEXT)));
+  });
 }

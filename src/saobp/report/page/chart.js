@@ -75,18 +75,17 @@ export function chart(lines, options) {
     readout,
     folded("Table", () => asTable(lines, options, places)),
   );
-  new ResizeObserver(() => paint(view, figure.clientWidth)).observe(figure);
+  new ResizeObserver(([entry]) => paint(view, entry.contentRect.width)).observe(figure);
   mark(view, null);
   return figure;
 }
 
 /**
  * @param {any} view
- * @param {number} outer
+ * @param {number} room
  */
-function paint(view, outer) {
-  const style = getComputedStyle(view.canvas.parentElement);
-  const width = Math.max(200, outer - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
+function paint(view, room) {
+  const width = Math.max(200, room);
   if (Math.abs(width - view.width) < 1) return;
   view.width = width;
   const { lines, options, canvas } = view;

@@ -138,7 +138,8 @@ function charts(data, state) {
       )
       .filter((line) => line.points.length);
     if (lines.length) {
-      const title = /** @type {Record<string, string>} */ (CURVE_NAMES)[name] ?? name.replaceAll("_", " ");
+      const title =
+        /** @type {Record<string, string>} */ (CURVE_NAMES)[name] ?? capital(name.replaceAll("_", " "));
       found.push(
         chart(lines, {
           title,

@@ -47,15 +47,20 @@ function filled(element, attributes, children) {
   return element;
 }
 
+let controlsMade = 0;
+
 /**
- * A labelled control; the label is its name for screen readers too.
+ * A control with a label, which is its name for screen readers too.
  * @param {string} text
  * @param {HTMLElement} control
  * @param {...Child} rest
  * @returns {HTMLElement}
  */
 export function labelled(text, control, ...rest) {
-  return make("label", { class: "control" }, make("span", { class: "control-name" }, text), control, ...rest);
+  controlsMade += 1;
+  control.id ||= `control-${controlsMade}`;
+  const label = make("label", { class: "control-name", for: control.id }, text);
+  return make("div", { class: "control" }, label, control, ...rest);
 }
 
 /**

@@ -7,7 +7,7 @@ import { mapView } from "./map.js";
 import { counted, shown } from "./numbers.js";
 import { overview } from "./overview.js";
 import { pathView } from "./paths.js";
-import { PLAIN, refine } from "./refinement.js";
+import { priorOf, refine } from "./refinement.js";
 import { decodeHead } from "./scores.js";
 import { largestEntropy } from "./statistics.js";
 import { onThemeChange } from "./theme.js";
@@ -32,9 +32,10 @@ export class ExplorerView {
     this.isDue = false;
     this.isNewHead = true;
     this.isNewSetting = true;
-    /** @type {Float64Array} */
-    this.logs = new Float64Array(0);
-    this.plain = this.refined = this.logs;
+    this.prior = priorOf(new Float64Array(0), 0, false);
+    this.refined = this.prior.rows;
+    /** @type {Float64Array | null} made when it is looked at */
+    this.difference = null;
     this.controls = refinementControls(() => {
       this.isNewSetting = true;
       this.schedule();
@@ -250,7 +251,7 @@ export class ExplorerView {
       make("bdi", {}, tokens[row]),
       " looks at ",
       make("bdi", {}, tokens[key]),
-      `: softmax ${shown(this.plain[place], 4)}, refined ${shown(this.refined[place], 4)}`,
+      `: softmax ${shown(this.prior.rows[place], 4)}, refined ${shown(this.refined[place], 4)}`,
     );
     if (!isClick) return;
     [this.token, this.from, this.to] = [row, row, key];
@@ -271,18 +272,17 @@ export class ExplorerView {
     const stored = scores[this.layer][this.head];
     if (!stored) return;
     this.length = tokens.length;
-    const inOrder = this.explorer.in_order[this.layer];
     if (this.isNewHead) {
-      this.logs = decodeHead(stored, this.length);
-      this.plain = refine(this.logs, this.length, PLAIN, inOrder);
+      this.prior = priorOf(decodeHead(stored, this.length), this.length, this.explorer.in_order[this.layer]);
     }
     if (this.isNewHead || this.isNewSetting) {
-      this.refined = refine(this.logs, this.length, this.controls.setting(), inOrder);
+      this.refined = refine(this.prior, this.controls.setting());
+      this.difference = null;
       this.numbers.update(
-        this.plain,
+        this.prior.rows,
         this.refined,
         this.length,
-        largestEntropy(this.logs, this.length),
+        largestEntropy(this.prior.logs, this.length),
         this.isNewHead,
       );
       this.overview.update(
@@ -299,14 +299,17 @@ export class ExplorerView {
 
   /** @param {string[]} tokens */
   paint(tokens) {
-    const most = Math.max(largest(this.plain), largest(this.refined));
-    const difference = this.refined.map((value, i) => value - this.plain[i]);
-    this.maps[0].show("Softmax", this.plain, tokens, most, false);
-    if (this.second === "difference")
-      this.maps[1].show("Refined − softmax", difference, tokens, largest(difference), true);
-    else this.maps[1].show("Refined", this.refined, tokens, most, false);
-    this.arcs.show(this.plain, this.refined, this.token);
-    this.paths.show(this.plain, this.refined, this.from, this.to);
+    const most = Math.max(largest(this.prior.rows), largest(this.refined));
+    this.maps[0].show("Softmax", this.prior.rows, tokens, most, false);
+    if (this.second === "difference") {
+      const softmax = this.prior.rows;
+      this.difference ??= this.refined.map((value, i) => value - softmax[i]);
+      this.maps[1].show("Refined − softmax", this.difference, tokens, largest(this.difference), true);
+    } else {
+      this.maps[1].show("Refined", this.refined, tokens, most, false);
+    }
+    this.arcs.show(this.prior.rows, this.refined, this.token);
+    this.paths.show(this.prior.rows, this.refined, this.from, this.to);
     this.rowTable.replaceChildren(this.weights(tokens));
   }
 
@@ -323,7 +326,7 @@ export class ExplorerView {
       ["key", "softmax", "refined"],
       keys.map((key) => [
         make("span", {}, `${key}: `, make("bdi", {}, tokens[key])),
-        shown(at(this.plain, key), 4),
+        shown(at(this.prior.rows, key), 4),
         shown(at(this.refined, key), 4),
       ]),
     );

@@ -5,10 +5,12 @@ import { shown } from "./numbers.js";
 import { isDark } from "./theme.js";
 
 const LABEL_ROOM = 76;
-const LEAST_CELL = 11;
+const LEAST_CELL = 8;
 const LARGEST = 460;
 
 /**
+ * @typedef {{ rows: Float64Array, key: string, sheet: HTMLCanvasElement }} Drawn
+ *
  * @typedef {object} MapView
  * @property {HTMLElement} element
  * @property {(name: string, rows: Float64Array, tokens: string[], most: number, isSigned: boolean) => void} show
@@ -31,6 +33,8 @@ export function mapView(look) {
     isSigned: false,
     at: /** @type {[number, number] | null} */ (null),
     left: 0,
+    room: 0,
+    drawn: /** @type {Drawn | null} */ (null),
     cell: 1,
   };
   const place = (/** @type {PointerEvent} */ event) => {
@@ -60,12 +64,15 @@ export function mapView(look) {
     tell([clamp(row + move[0], last), clamp(key + move[1], last)], event.key === "Enter");
   });
   const element = make("figure", { class: "panel map-panel" }, make("figcaption", {}, title), canvas, legend);
-  new ResizeObserver(() => paintMap(view)).observe(element);
+  new ResizeObserver(([entry]) => {
+    view.room = entry.contentRect.width;
+    paintMap(view);
+  }).observe(element);
   return {
     element,
     show(name, rows, tokens, most, isSigned) {
       title.textContent = name;
-      legend.textContent = `queries down, keys across; ${isSigned ? "orange is more, blue less, up to" : "strongest colour at"} ${shown(most)}`;
+      legend.textContent = `queries down, keys across; ${isSigned ? "orange is more, blue less, up to" : "full colour at"} ${shown(most)}`;
       canvas.setAttribute(
         "aria-label",
         `${name}: map of ${tokens.length} by ${tokens.length} tokens. Arrow keys read single weights.`,
@@ -85,16 +92,13 @@ export function mapView(look) {
 function paintMap(view) {
   const { canvas, tokens } = view;
   const count = tokens.length;
-  const style = getComputedStyle(canvas.parentElement);
-  const room =
-    canvas.parentElement.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
-  if (!count || room <= 0) return;
-  const size = Math.min(room, LARGEST);
+  if (!count || view.room <= 0) return;
+  const size = Math.min(view.room, LARGEST);
   view.left = (size - LABEL_ROOM) / count >= LEAST_CELL ? LABEL_ROOM : 0;
   view.cell = (size - view.left) / count;
   const density = devicePixelRatio || 1;
   canvas.width = canvas.height = Math.round(size * density);
-  canvas.style.width = canvas.style.height = `${size}px`;
+  canvas.style.width = `${size}px`;
   const pen = canvas.getContext("2d");
   pen.scale(density, density);
   pen.imageSmoothingEnabled = false;
@@ -118,22 +122,25 @@ function paintMap(view) {
 }
 
 /**
- * One pixel per entry. Roots are shown, so that small weights can be told from none.
+ * One pixel per entry, kept until the map changes. Roots are shown, so that small weights can be told from none.
  * @param {any} view
+ * @returns {HTMLCanvasElement}
  */
 function picture(view) {
-  const { rows, tokens, most, isSigned } = view;
-  const colours = mapColours(isDark(), isSigned);
+  const { rows, tokens, most, isSigned, drawn } = view;
+  const key = [most, isSigned, isDark()].join();
+  if (drawn && drawn.rows === rows && drawn.key === key) return drawn.sheet;
+  const colours = new Uint32Array(mapColours(isDark(), isSigned).buffer);
   const image = new ImageData(tokens.length, tokens.length);
+  const pixels = new Uint32Array(image.data.buffer);
   for (let i = 0; i < rows.length; i += 1) {
     const root = Math.sqrt(Math.min(1, Math.abs(rows[i]) / (most || 1)));
-    const place = isSigned ? Math.round(127.5 + 127.5 * Math.sign(rows[i]) * root) : Math.round(255 * root);
-    for (let channel = 0; channel < 4; channel += 1)
-      image.data[4 * i + channel] = colours[4 * place + channel];
+    pixels[i] = colours[Math.round(isSigned ? 127.5 + 127.5 * Math.sign(rows[i]) * root : 255 * root)];
   }
   const sheet = document.createElement("canvas");
   sheet.width = sheet.height = tokens.length;
   sheet.getContext("2d")?.putImageData(image, 0, 0);
+  view.drawn = { rows, key, sheet };
   return sheet;
 }
 
@@ -144,7 +151,7 @@ function picture(view) {
  */
 function labels(pen, view, ink) {
   pen.fillStyle = ink;
-  pen.font = `${Math.min(12, Math.max(9, view.cell - 2))}px system-ui, sans-serif`;
+  pen.font = `${Math.min(12, Math.max(8, view.cell - 1))}px system-ui, sans-serif`;
   pen.textBaseline = "middle";
   pen.direction = "ltr";
   view.tokens.forEach((/** @type {string} */ token, /** @type {number} */ place) => {

@@ -3,7 +3,7 @@ import { Background } from "./background.js";
 import { make } from "./dom.js";
 import { heatMap, scaleBar } from "./heatmap.js";
 import { shown, signed } from "./numbers.js";
-import { PLAIN, refine } from "./refinement.js";
+import { PLAIN, priorOf, refine } from "./refinement.js";
 import { decodeHead } from "./scores.js";
 import { largestEntropy, measuring, verdictOf } from "./statistics.js";
 
@@ -135,13 +135,9 @@ function* measureWith(explorer, sentence, setting, limits) {
         grid[layer].push(null);
         continue;
       }
-      const logs = decodeHead(head, length);
-      const numbers = yield* measuring(
-        refine(logs, length, setting, explorer.in_order[layer]),
-        length,
-        limits.beta,
-      );
-      grid[layer].push({ numbers, verdict: verdictOf(numbers, largestEntropy(logs, length), limits) });
+      const prior = priorOf(decodeHead(head, length), length, explorer.in_order[layer]);
+      const numbers = yield* measuring(refine(prior, setting), length, limits.beta);
+      grid[layer].push({ numbers, verdict: verdictOf(numbers, largestEntropy(prior.logs, length), limits) });
       yield;
     }
   }

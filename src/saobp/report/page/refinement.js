@@ -10,19 +10,35 @@ export const PLAIN = { factor: "none", strength: 0, steps: 1, damping: 0 };
 const FLOOR = 1.1754943508222875e-38 / 1.1920928955078125e-7;
 
 /**
- * @param {Float64Array} logs  log probabilities (or scores), minus infinity where a row cannot see
+ * @typedef {object} Prior  what stays the same while a head is refined this way and that
+ * @property {number} length
+ * @property {Float64Array} logs  log probabilities, minus infinity where a row cannot see
+ * @property {Float64Array} rows  their exponentials
+ * @property {boolean} inOrder  rows hear earlier rows alone
+ */
+
+/**
+ * @param {Float64Array} scores  or log probabilities, minus infinity where a row cannot see
  * @param {number} length
+ * @param {boolean} inOrder
+ * @returns {Prior}
+ */
+export function priorOf(scores, length, inOrder) {
+  const logs = normalisedLogs(scores, length);
+  return { length, logs, rows: logs.map(Math.exp), inOrder };
+}
+
+/**
+ * @param {Prior} prior
  * @param {import("./types.js").Setting} setting
- * @param {boolean} inOrder  rows hear earlier rows alone
  * @returns {Float64Array}
  */
-export function refine(logs, length, setting, inOrder) {
-  const prior = softmaxRows(logs, length);
-  if (setting.factor === "none") return prior;
-  const logPrior = normalisedLogs(logs, length);
-  let beliefs = prior;
+export function refine(prior, setting) {
+  const { length, logs, inOrder } = prior;
+  let beliefs = prior.rows;
+  if (setting.factor === "none") return beliefs;
   for (let step = 0; step < setting.steps; step += 1) {
-    const updated = softmaxRows(logBeliefs(logPrior, beliefs, length, setting, inOrder), length);
+    const updated = softmaxRows(logBeliefs(logs, beliefs, length, setting, inOrder), length);
     if (setting.damping !== 0 && setting.steps > 1) {
       for (let i = 0; i < updated.length; i += 1) updated[i] += setting.damping * (beliefs[i] - updated[i]);
     }
@@ -125,7 +141,7 @@ function alike(logPrior, beliefs, length, withPrior) {
  * @param {number} length
  * @returns {Float64Array}
  */
-export function softmaxRows(logs, length) {
+function softmaxRows(logs, length) {
   const rows = new Float64Array(logs.length);
   for (let start = 0; start < logs.length; start += length) {
     let top = -Infinity;

@@ -1,0 +1,161 @@
+"""The explorer's server: what it answers, and everything that it must not."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from saobp.cli import app
+from saobp.metrics.sources import example_model
+from saobp.report.codes import decode_head
+from saobp.report.explorer import explorer_data, is_explorer
+from saobp.report.server import BODY_BYTES, make_server
+from saobp.testing.models import tiny_model
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    model, tokenizer = tiny_model("bert"), example_model()[1]
+    server = make_server(
+        lambda text: explorer_data(model, tokenizer, [text], max_tokens=16),
+        subject="tiny",
+        characters=100,
+        tokens=16,
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+def ask(
+    port: int, method: str, path: str, body: str | bytes | None = None, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    found = answer.status, dict(answer.getheaders()), answer.read()
+    connection.close()
+    return found
+
+
+def sentence(port: int, text: Any, **headers: str) -> tuple[int, Any]:
+    status, _, body = ask(
+        port, "POST", "/attention", json.dumps({"text": text}), Content_Type="application/json", **headers
+    )
+    return status, json.loads(body)
+
+
+def test_the_page_and_a_sentence(port: int) -> None:
+    status, headers, body = ask(port, "GET", "/")
+    assert status == 200
+    assert b"connect-src &#39;self&#39;" in body
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    status, found = sentence(port, "one two three")
+    assert status == 200
+    assert is_explorer(found)
+    assert found["sentences"][0]["tokens"] == ["one", "two", "three"]
+    assert decode_head(found["sentences"][0]["scores"][0][0], 3).shape == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "path", ["/../etc/passwd", "//etc/passwd", "/%2e%2e/", "/attention", "/page.py", "/?x", ""]
+)
+def test_no_file_can_be_reached(port: int, path: str) -> None:
+    status, _, body = ask(port, "GET", path or "*")
+    assert status == 404
+    assert json.loads(body) == {"problem": "there is only the page itself, at /"}
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "localhost.evil:{port}", ""]
+)
+def test_another_name_for_this_machine_is_refused(port: int, host: str) -> None:
+    assert ask(port, "GET", "/", Host=host.format(port=port))[0] == 403
+    assert sentence(port, "one two", Host=host.format(port=port))[0] == 403
+
+
+def test_only_this_page_may_ask(port: int) -> None:
+    assert sentence(port, "one two", Origin="http://evil.example")[0] == 403
+    assert sentence(port, "one two", Origin="null")[0] == 403
+    assert sentence(port, "one two", Origin=f"http://127.0.0.1:{port}")[0] == 200
+    assert sentence(port, "one two", Host=f"localhost:{port}")[0] == 200
+    body = json.dumps({"text": "one two"})
+    assert ask(port, "POST", "/attention", body, Content_Type="text/plain")[0] == 415
+    assert ask(port, "POST", "/elsewhere", body, Content_Type="application/json")[0] == 404
+    assert ask(port, "PUT", "/attention", body, Content_Type="application/json")[0] == 501
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "empty"),
+        ("  \n", "empty"),
+        ("x" * 101, "at most 100"),
+        ("one", "no sentence of at least two tokens"),
+        (7, 'sent as {"text": "..."}'),
+        (None, 'sent as {"text": "..."}'),
+    ],
+)
+def test_bad_sentences_get_a_sentence(port: int, text: Any, said: str) -> None:
+    status, found = sentence(port, text)
+    assert status in (400, 422)
+    assert said in found["problem"]
+
+
+def test_a_model_that_fails_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(text: str) -> dict[str, Any]:
+        raise RuntimeError(f"no memory for {text}")
+
+    server = make_server(fail, subject="broken", characters=100, tokens=16)
+    thread = threading.Thread(target=server.handle_request)
+    thread.start()
+    status, found = sentence(server.server_address[1], "one two")
+    assert (status, found["problem"]) == (500, "the model failed on this sentence (RuntimeError)")
+    server.server_close()
+    thread.join()
+    assert "no memory for one two" in capsys.readouterr().err
+
+
+def test_bodies_are_bounded_and_checked(port: int) -> None:
+    for body in (b"{", b"[]", b'"text"', b"\xff", b"[" * 5000):
+        assert ask(port, "POST", "/attention", body, Content_Type="application/json")[0] == 400
+    status, _, _ = ask(
+        port, "POST", "/attention", b"", Content_Length="99999999", Content_Type="application/json"
+    )
+    assert status == 413
+    assert ask(port, "POST", "/attention", b"x" * (BODY_BYTES + 1), Content_Type="application/json")[0] == 413
+    for length in ("-1", "abc", "١٢"):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            request = (
+                f"POST /attention HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+            )
+            connection.sendall(f"{request}Content-Length: {length}\r\n\r\n".encode())
+            assert b" 413 " in connection.recv(64)
+
+
+def test_it_listens_on_this_machine_only(port: int) -> None:
+    """Every 127.x.x.x leads to this machine, and a server on all of its addresses would answer at each."""
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=2):
+        pass
+
+
+def test_the_command_refuses_in_a_sentence() -> None:
+    for arguments, said in (
+        ([], "name a model"),
+        (["./nowhere"], "there is no folder"),
+        (["--example", "--refinement", "high:x"], "strength"),
+    ):
+        shown = CliRunner().invoke(app, ["explore", *arguments, "--no-browser"])
+        assert shown.exit_code == 1
+        assert said in shown.output
+        assert "Traceback" not in shown.output

@@ -1,0 +1,332 @@
+"""The page as a reader meets it, in a real Chromium: from disk, by keyboard, on a phone, in the dark."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from saobp import metrics
+from saobp.metrics.sources import example_model
+from saobp.propagation.beliefs import propagate
+from saobp.propagation.factors import get_factor
+from saobp.propagation.graph import FactorGraph
+from saobp.report import explorer_data, write_explorer, write_report
+from saobp.report.codes import decode_head, encode_head
+from saobp.report.explorer import FORMAT
+from saobp.report.server import make_server
+from saobp.testing.browser import Opened
+from saobp.testing.models import tiny_model
+from saobp.testing.runs import make_finetune, make_run
+
+HOSTILE = "<b>bold</b> </script><script>alert('x')</script> \"quoted\" שלום עולם 🙂👩‍👩‍👧 &amp; ${7*7} café"
+STATISTICS = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
+Open = Callable[..., Opened]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A page of two runs, an encoder and a decoder to explore, and hostile words; and the explorers' data."""
+    root = tmp_path_factory.mktemp("page")
+    high = {"factor": "high", "strength": "learned", "steps": 1, "damping": 0.0, "future": "strict"}
+    runs = [
+        make_run(root / "plain <i>run"),
+        make_run(root / "high", refinement=high),
+        make_finetune(root / "sst2"),
+    ]
+    tokenizer = example_model()[1]
+    explorers = []
+    for run, family in zip(runs, ("bert", "gpt2"), strict=False):
+        data = explorer_data(tiny_model(family), tokenizer, [HOSTILE, "a b c d e f g"], subject=family)
+        write_explorer(data, run)
+        explorers.append(data)
+    return write_report(runs, root / "report.html", title=f"Page {HOSTILE}", sample=HOSTILE), explorers
+
+
+def library(
+    data: dict[str, Any],
+    sentence: int,
+    layer: int,
+    head: int,
+    factor: str,
+    strength: float,
+    steps: int,
+    damping: float,
+) -> torch.Tensor:
+    """The rows that the library computes from the stored scores."""
+    own = data["sentences"][sentence]
+    logs = torch.from_numpy(decode_head(own["scores"][layer][head], len(own["tokens"])).copy())
+    graph = FactorGraph(visible=logs.isfinite(), causal=data["in_order"][layer])
+    scaled = torch.tensor(abs(strength), dtype=torch.float64)
+    return propagate(logs, get_factor(factor), scaled, graph, steps=steps, damping=damping).rows
+
+
+def test_it_opens_from_disk_without_a_word_or_a_request(report: tuple[Path, Any], open_page: Open) -> None:
+    opened = open_page(report[0])
+    opened.tab.wait_for_timeout(300)
+    assert opened.complaints == []
+    assert opened.requests == [report[0].as_uri()]
+    assert report[0].stat().st_size < 1_000_000
+    assert opened.tab.locator("#curves svg.chart").count() >= 8
+    assert opened.tab.locator("#heads table.heat").count() == 2
+
+
+@pytest.mark.parametrize("model", [0, 1], ids=["bidirectional", "causal"])
+def test_numbers_equal_the_librarys(report: tuple[Path, Any], open_page: Open, model: int) -> None:
+    opened, data = open_page(report[0]), report[1][model]
+    opened.choose("Model", str(model))
+    opened.choose("Layer", "1")
+    opened.choose("Head", "2")
+    for ours, factor, strength, steps, damping in (
+        ("potts", "high", 1.0, 1, 0.0),
+        ("potts", "high", 2.5, 3, 0.4),
+        ("potts", "low", -0.75, 2, 0.0),
+        ("listing", "high-listing", 1.5, 1, 0.0),
+        ("elemmul", "elemmul", 0.0, 1, 0.0),
+        ("elemmul-prior", "elemmul-prior", 0.0, 2, 0.2),
+        ("none", "none", 0.0, 1, 0.0),
+    ):
+        opened.choose("Factor", ours)
+        opened.set_slider("strength", strength)
+        opened.set_slider("steps", steps)
+        opened.set_slider("damping", damping)
+        rows = library(data, 0, 1, 2, factor, strength, steps, damping)
+        plain = library(data, 0, 1, 2, "none", 0.0, 1, 0.0)
+        for statistic in STATISTICS:
+            exact = getattr(metrics, statistic)
+            assert opened.number(statistic) == pytest.approx(float(exact(rows)), abs=1e-4), (
+                factor,
+                statistic,
+            )
+            assert opened.number(statistic, "before") == pytest.approx(float(exact(plain)), abs=1e-4)
+    assert opened.complaints == []
+
+
+def test_sliders_change_the_map_and_the_numbers(report: tuple[Path, Any], open_page: Open) -> None:
+    opened = open_page(report[0])
+    softmax, refined, gtd = opened.picture(0), opened.picture(1), opened.number("gtd")
+    opened.set_slider("strength", 3)
+    assert opened.picture(1) != refined
+    assert opened.number("gtd") != gtd
+    assert "high" in opened.tab.locator(".sign").inner_text()
+    opened.set_slider("strength", -1)
+    assert "low" in opened.tab.locator(".sign").inner_text()
+    opened.set_slider("strength", 0)
+    assert opened.number("gtd") == pytest.approx(opened.number("gtd", "before"))
+    opened.choose("Second map", "difference")
+    opened.set_slider("strength", 2)
+    assert opened.picture(1) not in (softmax, refined)
+    opened.tab.locator("#own").click()
+    assert opened.tab.get_by_label("Factor").input_value() == "none"
+
+
+def test_every_head_is_measured_and_can_be_chosen(report: tuple[Path, Any], open_page: Open) -> None:
+    opened, data = open_page(report[0]), report[1][0]
+    opened.tab.locator(".overview .note").filter(has_text="Healthy heads:").wait_for()
+    opened.tab.locator(".overview td button").nth(6).click()
+    assert opened.tab.locator("#explorer").get_by_label("Layer", exact=True).input_value() == "1"
+    assert opened.tab.locator("#explorer").get_by_label("Head", exact=True).input_value() == "2"
+    rows = library(data, 0, 1, 2, "high", 1.0, 1, 0.0)
+    words = opened.tab.locator(".overview td button").nth(6).get_attribute("aria-label")
+    assert f"{float(metrics.gtd(rows)):.3f}" in words
+
+
+def test_two_hop_paths_between_chosen_tokens(report: tuple[Path, Any], open_page: Open) -> None:
+    opened, data = open_page(report[0]), report[1][0]
+    opened.choose("From", "5")
+    opened.choose("to", "1")
+    rows = library(data, 0, 0, 0, "none", 0.0, 1, 0.0)
+    table = opened.tab.get_by_role("region", name="Paths from")
+    shown = table.locator("tr").nth(2).locator("td").first.inner_text()
+    assert float(shown) == pytest.approx(float((rows @ rows)[5, 1]), abs=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 820, 1440])
+def test_no_width_and_no_scheme_overflows(
+    report: tuple[Path, Any], open_page: Open, width: int, scheme: str
+) -> None:
+    opened = open_page(report[0], width=width, scheme=scheme)
+    for part in opened.tab.locator("details > summary").all():
+        part.click()
+    assert opened.overflow() <= 0
+    back = opened.tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    brightness = sum(int(part) for part in back.removeprefix("rgb(").removesuffix(")").split(","))
+    assert (brightness < 150) == (scheme == "dark")
+    assert opened.complaints == []
+
+
+def test_the_button_turns_the_colours_and_print_is_light(report: tuple[Path, Any], open_page: Open) -> None:
+    opened = open_page(report[0], scheme="dark")
+    dark = opened.picture(0)
+    button = opened.tab.get_by_role("button", name="Colours")
+    button.click()
+    assert button.inner_text() == "Colours: light"
+    light = opened.picture(0)
+    assert light != dark
+    button.click()
+    assert opened.picture(0) == dark
+    opened.tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert opened.picture(0) == light
+    opened.tab.emulate_media(media="print")
+    assert opened.overflow() <= 0
+    assert not opened.tab.get_by_label("Factor").is_visible()
+    opened.tab.emulate_media(media="screen")
+    opened.tab.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert opened.picture(0) == dark
+
+
+def test_hostile_words_are_only_words(report: tuple[Path, Any], open_page: Open) -> None:
+    opened = open_page(report[0])
+    assert opened.tab.title() == f"Page {HOSTILE}"
+    assert opened.tab.locator("h1").inner_text() == f"Page {HOSTILE}"
+    assert opened.tab.locator("blockquote").inner_text() == HOSTILE
+    tokens = opened.tab.locator(".tokens button").all_inner_texts()
+    assert tokens == report[1][0]["sentences"][0]["tokens"]
+    assert {"<", "שלום", "café"} <= set(tokens)
+    assert opened.tab.locator("h3", has_text="plain <i>run").count() >= 2
+    assert opened.tab.locator("main i, main script").count() == 0
+    assert opened.complaints == []
+
+
+def test_everything_has_a_name_and_answers_the_keyboard(report: tuple[Path, Any], open_page: Open) -> None:
+    opened = open_page(report[0])
+    nameless = opened.tab.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, canvas, svg[role=img], [role=region]")]
+          .filter((one) => !(one.getAttribute("aria-label") || one.textContent.trim() || one.labels?.length))
+          .map((one) => one.outerHTML.slice(0, 80))"""
+    )
+    assert nameless == []
+    chart = opened.tab.locator("#curves .chart-panel").first
+    chart.locator("svg").focus()
+    opened.tab.keyboard.press("Home")
+    first = chart.locator(".readout").inner_text()
+    opened.tab.keyboard.press("ArrowRight")
+    assert first.startswith("step 10:")
+    assert chart.locator(".readout").inner_text().startswith("step 20:")
+    opened.tab.locator("canvas.map").first.focus()
+    for key in ("ArrowDown", "ArrowRight", "Enter"):
+        opened.tab.keyboard.press(key)
+    assert "looks at" in opened.tab.locator(".explorer .readout").inner_text()
+    assert opened.tab.locator(".tokens button").nth(1).get_attribute("aria-pressed") == "true"
+    chart.locator("summary").click()
+    assert chart.locator("tbody tr").count() == 40
+
+
+def test_runs_can_be_hidden_and_axes_changed(report: tuple[Path, Any], open_page: Open) -> None:
+    opened = open_page(report[0])
+    chart = opened.tab.locator("#curves svg.chart").first
+    assert chart.locator("polyline").count() == 5
+    opened.tab.get_by_role("button", name="sst2").click()
+    assert chart.locator("polyline").count() == 2
+    before = chart.locator("polyline").first.get_attribute("points")
+    opened.tab.get_by_label("Smooth").fill("0.9")
+    assert chart.locator("polyline").first.get_attribute("points") != before
+    opened.tab.get_by_label("Across", exact=True).select_option("tokens")
+    assert "tokens" in chart.text_content()
+    steps = opened.tab.locator("#heads").get_by_label("Step")
+    steps.fill("0")
+    assert "step 0" in opened.tab.locator("#heads h3").first.inner_text()
+    opened.tab.locator("#heads").get_by_label("Statistic").select_option("strengths")
+    assert opened.tab.locator("#heads .empty").count() == 1
+    assert opened.complaints == []
+
+
+def test_a_partial_run_says_what_is_missing(tmp_path: Path, open_page: Open) -> None:
+    run = make_run(tmp_path / "run", steps=50)
+    (run / "health.jsonl").unlink()
+    (run / "metrics.jsonl").write_text("not json\n")
+    opened = open_page(write_report([run], tmp_path / "page.html"))
+    words = opened.tab.locator(".problems").inner_text()
+    assert "health.jsonl is missing" in words
+    assert "1 of 1 lines of metrics.jsonl" in words
+    assert opened.tab.locator("#facts").is_visible()
+    assert opened.tab.locator("#heads, #curves, #explorer").count() == 0
+    assert opened.complaints == []
+
+
+def test_many_heads_of_a_long_text_stay_responsive(
+    tmp_path: Path, open_page: Open, record_property: Callable[[str, object], None]
+) -> None:
+    """64 heads and 512 tokens: from a slider to the picture well within what feels immediate."""
+    length, random = 512, numpy.random.default_rng(0)
+    scores = 2 * random.standard_normal((length, length))
+    heads = []
+    for head in range(64):
+        rows = numpy.roll(scores, head, axis=1)
+        rows = rows - numpy.log(numpy.exp(rows).sum(-1, keepdims=True))
+        heads.append(encode_head(rows))
+    sentence = {
+        "text": "long",
+        "tokens": [f"t{place}" for place in range(length)],
+        "scores": [heads[:32], heads[32:]],
+    }
+    data = {
+        "format": FORMAT,
+        "subject": "long",
+        "layers": ["0", "1"],
+        "in_order": [False, False],
+        "refinement": None,
+        "strengths": [None, None],
+        "sentences": [sentence],
+        "left_out": [],
+    }
+    opened = open_page(write_report([], tmp_path / "page.html", explorer=data, max_bytes=100_000_000))
+    opened.tab.locator("[data-statistic=gtd]").first.wait_for()
+    took = opened.tab.evaluate(
+        """async () => {
+          const slider = document.getElementById("strength");
+          const frame = () => new Promise((done) => requestAnimationFrame(done));
+          const times = [];
+          for (const value of [0.5, 1.5, 2.5, 1, -1, 3, 2]) {
+            const start = performance.now();
+            slider.value = value;
+            slider.dispatchEvent(new Event("input", { bubbles: true }));
+            await frame();
+            await frame();
+            times.push(performance.now() - start);
+          }
+          return times.sort((a, b) => a - b);
+        }"""
+    )
+    median = took[len(took) // 2]
+    record_property("slider_to_repaint_ms", median)
+    print(f"slider to repaint, 512 tokens: median {median:.0f} ms, worst {took[-1]:.0f} ms")
+    assert median < 500
+    opened.tab.wait_for_selector(".numbers:not([aria-busy])", timeout=20_000)
+    logs = torch.from_numpy(decode_head(heads[0], length).copy())
+    rows = propagate(logs, get_factor("high"), torch.tensor(2.0, dtype=torch.float64), FactorGraph()).rows
+    assert opened.number("gtd") == pytest.approx(float(metrics.gtd(rows)), abs=1e-4)
+    assert opened.complaints == []
+
+
+def test_a_typed_sentence_is_explored(open_page: Open) -> None:
+    model, tokenizer = tiny_model("gpt2"), example_model()[1]
+    server = make_server(
+        lambda text: explorer_data(model, tokenizer, [text], max_tokens=16),
+        subject="tiny <b>model</b>", characters=400, tokens=16,
+    )  # fmt: skip
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        address = f"http://127.0.0.1:{server.server_address[1]}/"
+        opened = open_page(address)
+        opened.tab.get_by_label("Sentence").fill("<i>one</i> two three")
+        opened.tab.get_by_role("button", name="Look").click()
+        opened.tab.locator(".tokens button").first.wait_for()
+        assert "two" in opened.tab.locator(".tokens button").all_inner_texts()
+        opened.tab.get_by_label("Sentence", exact=True).first.fill("word " * 60)
+        opened.tab.keyboard.press("Enter")
+        opened.tab.get_by_text("Sentence 1 is cut to its first 16 tokens.").first.wait_for()
+        assert opened.tab.locator(".tokens button").count() == 16
+        assert opened.tab.locator("#explorer select").nth(0).locator("option").count() == 2
+        assert set(opened.requests) == {address, f"{address}attention"}
+        assert opened.complaints == []
+    finally:
+        server.shutdown()
+        server.server_close()
