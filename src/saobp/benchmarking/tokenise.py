@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -141,5 +143,5 @@ def _one_thread() -> Iterator[None]:
 
 def _processor_seconds() -> float:
     """Of this process and its children."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
