@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +58,8 @@ def reproduce(
     pack: Annotated[Path | None, typer.Option(help="Afterwards pack small files of all runs here.")] = None,
     pack_models: Annotated[bool, typer.Option("--pack-models", help="Pack the models too.")] = False,
     unpack: Annotated[Path | None, typer.Option(help="First unpack what --pack made there.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that share fine-tuning or measurements.", min=1)] = 1,
+    share: Annotated[str, typer.Option(help="Which part of them is done here, such as 1/4.")] = "1/1",
 ) -> None:
     """Rerun the paper's tables and figures, and set them beside ours."""
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
@@ -89,7 +93,13 @@ def reproduce(
             say(f"unpacked {len(unpacked(unpack.glob('runs.tar.xz.*'), places.runs))} files")
         _show_plan(console, chosen, places, stages)
         if not plan:
-            _run(stages, chosen, places, Deadline(minutes), rounded, say)
+            work = _Work(chosen, places, Deadline(minutes), rounded, parse_share(share), say)
+            for one in stages:
+                if jobs > 1 and one in ("finetune", "measure"):
+                    say(f"{one}: {jobs} processes, whose words are in {places.runs / 'logs'}")
+                    _side_by_side(one, jobs, places, minutes)
+                else:
+                    work.do(one)
         if pack is not None:
             from saobp.lab.bundle import pack as packed
 
@@ -128,31 +138,72 @@ def _stages(text: str) -> list[str]:
     return [one for one in STAGES if one in asked]
 
 
-def _run(
-    stages: list[str],
-    plan: Plan,
-    places: _Places,
-    deadline: Deadline,
-    rounded: bool,
-    say: Callable[..., None],
-) -> None:
-    from saobp.commands.quiet import quiet_transformers
-    from saobp.lab.pretraining import pretrain_all
+class _Work:
+    """One invocation: what is planned, where, and how long."""
 
-    quiet_transformers()
-    sources = places.sources(plan.scale)
-    for stage in stages:
+    def __init__(
+        self,
+        plan: Plan,
+        places: _Places,
+        deadline: Deadline,
+        rounded: bool,
+        share: tuple[int, int],
+        say: Callable[..., None],
+    ) -> None:
+        from saobp.commands.quiet import quiet_transformers
+
+        quiet_transformers()
+        logging.getLogger("saobp").setLevel(logging.ERROR)
+        self.plan, self.places, self.deadline, self.rounded, self.say = plan, places, deadline, rounded, say
+        self.part = slice(share[0] - 1, None, share[1])
+        self.sources = places.sources(plan.scale)
+
+    def do(self, stage: str) -> None:
+        from saobp.lab.pretraining import pretrain_all
+        from saobp.lab.stages import finetune_all, measure_all
+
+        plan, runs, sources, say, deadline = (
+            self.plan, self.places.runs, self.sources, self.say, self.deadline,
+        )  # fmt: skip
         result: StageResult | None = None
         if stage == "tokens":
             for recipe in {model.recipe.family: model.recipe for model in plan.trained()}.values():
                 found = sources.texts(recipe)
-                say(f"{recipe.family}: {', '.join(found.train.stores)} in {places.tokens}")
+                say(f"{recipe.family}: {', '.join(found.train.stores)} in {self.places.tokens}")
         elif stage == "pretrain":
-            result = pretrain_all(
-                plan.trained(), places.runs, sources, deadline=deadline, rounded=rounded, say=say
-            )
+            models = plan.trained()[self.part]
+            result = pretrain_all(models, runs, sources, deadline=deadline, rounded=self.rounded, say=say)
+        elif stage == "finetune":
+            result = finetune_all(plan.tuned()[self.part], runs, sources, deadline=deadline, say=say)
+        elif stage == "measure":
+            result = measure_all(plan.measured()[self.part], runs, sources, deadline=deadline, say=say)
         if result is not None:
             say(f"{stage}: {result}")
+
+
+def _side_by_side(stage: str, jobs: int, places: _Places, minutes: float | None) -> None:
+    """The same command in several processes, each with its share of one stage."""
+    from saobp.training.finetune.jobs import run_jobs
+
+    place = sys.argv.index("reproduce")
+    given = [*sys.argv[place:], f"--stage={stage}", "--jobs=1", f"--runs={places.runs}"]
+    given += [] if minutes is None else [f"--minutes={minutes}"]
+    commands = {
+        f"{stage}-{number}": [sys.executable, "-m", "saobp", *given, f"--share={number}/{jobs}"]
+        for number in range(1, jobs + 1)
+    }
+    codes = run_jobs(commands, jobs, places.runs / "logs", lambda *_: None)
+    failed = [name for name, code in codes.items() if code]
+    if failed:
+        raise ValueError(f"{', '.join(failed)} failed; the last words are in {places.runs / 'logs'}")
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """``2/4`` is the second of four shares."""
+    part, slash, whole = text.partition("/")
+    if not slash or not part.isdecimal() or not whole.isdecimal() or not 1 <= int(part) <= int(whole):
+        raise ValueError(f"a share is written as in 1/4, not {text!r}")
+    return int(part), int(whole)
 
 
 def _list(console: Console) -> None:

@@ -111,9 +111,7 @@ def check_same(run: RunFolder, recipe: PretrainRecipe) -> None:
     if found != recipe:
         was, asked = found.to_dict(), recipe.to_dict()
         changed = sorted(name for name in asked if was[name] != asked[name])
-        raise RunError(
-            f"the finished run in {run.path} had another {', '.join(changed)}: name other --runs"
-        )
+        raise RunError(f"the finished run in {run.path} had another {', '.join(changed)}: name other --runs")
 
 
 def share_left(run: RunFolder, recipe: PretrainRecipe) -> float:

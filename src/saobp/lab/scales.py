@@ -33,8 +33,8 @@ class Scale:
     rows: int | None = None
     epochs: int | None = None
     texts: int = 1024
-    length: int = 512
-    positions: int = 20_000
+    length: int = 128
+    positions: int = 5_000
 
     def recipe_of(self, family: str, method: str, seed: int, corpus: str | None = None) -> PretrainRecipe:
         """The recipe of one run."""
