@@ -12,6 +12,7 @@ from saobp.commands.finetune import finetune
 from saobp.commands.pretrain import pretrain
 from saobp.commands.quickstart import quickstart
 from saobp.commands.report import report
+from saobp.commands.reproduce import reproduce
 from saobp.commands.tokenize import tokenize
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.command()(finetune)
 app.command()(evaluate)
 app.command()(report)
 app.command()(explore)
+app.command()(reproduce)
 app.add_typer(bench, name="bench")
 
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from saobp.metrics.health import CROSS_LAYER
 from saobp.metrics.logging import HealthLog
 from saobp.metrics.probe import Recorder
 from saobp.training.files import UNFINISHED, read_json, seal, write_json
@@ -173,7 +174,7 @@ class PretrainTrainer(Trainer):
         """GTD and entropies of every head on the first held-out texts, always the same."""
         assert self.model is not None
         texts = {name: rows[: self.recipe.health_texts] for name, rows in self.held_out[0].items()}
-        recorder = Recorder(self.model, STATISTICS)
+        recorder = Recorder(self.model, (*STATISTICS, CROSS_LAYER))
         with recorder.measuring():
             self.model_wrapped(**texts)
         health = recorder.health.reduced()
@@ -186,6 +187,7 @@ class PretrainTrainer(Trainer):
                         name: [heads.tolist() for heads in health.values(name).values()]
                         for name in STATISTICS
                     },
+                    CROSS_LAYER: list(health.cross_layer_gtd().values()),
                     "strengths": strengths_of(self.model),
                 }
             )

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from saobp.data.tasks import TaskSpec
+from saobp.metrics.health import CROSS_LAYER
 from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.finetune.rows import EpochBatches, LengthBatches, Rows
@@ -106,12 +107,13 @@ class TaskTrainer(Trainer):
         assert isinstance(self.model, PreTrainedModel)
         rows = self.rows["validation"]
         count = min(len(rows), max(1, self.recipe.health_texts // rows.group))
-        measured = measure_attention(self.model, rows, range(count), STATISTICS)
+        measured = measure_attention(self.model, rows, range(count), (*STATISTICS, CROSS_LAYER))
         return {
             "layers": list(measured.layers),
             "statistics": {
                 name: [heads.tolist() for heads in measured.values(name).values()] for name in STATISTICS
             },
+            CROSS_LAYER: list(measured.cross_layer_gtd().values()),
             "strengths": strengths_of(self.model),
         }
 

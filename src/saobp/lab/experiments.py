@@ -1,0 +1,246 @@
+"""Every experiment in one place: what is trained, what is measured, what is tabulated.
+
+``saobp.lab.plan`` turns a selection of them into runs, which they share; ``saobp.lab.pages`` has one function
+for each that writes its page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from saobp.data.tasks import ALL, GLUE
+
+FACTORS = ("original", "high", "low", "elemmul")
+"""The four rows of the paper's tables."""
+FORMS = (*FACTORS, "high-listing", "low-listing", "elemmul-prior")
+LAMBDAS = ("original", "high@0.02", "high@0.05", "high@0.1", "high@0.2", "learned")
+EVERY = tuple(
+    dict.fromkeys((*FORMS, *LAMBDAS, "learned", "high", "entropy", "eigen", "two-steps", "three-steps"))
+)
+DECODERS = ("original", "paper", "strict")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One table, figure or question.
+
+    asks:      what the paper shows there, or the question
+    bert, gpt2: methods that are trained in each family
+    measures:  taken of every trained model (see ``saobp.lab.measures``)
+    tasks:     that the BERT models are fine-tuned on
+    seeds:     how many, unless the command says otherwise
+    corpora:   corpora that all of this is repeated on alone, beside the mixture
+    """
+
+    name: str
+    kind: Literal["table", "figure", "question"]
+    title: str
+    asks: str
+    bert: tuple[str, ...] = ()
+    gpt2: tuple[str, ...] = ()
+    measures: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    seeds: int = 3
+    corpora: tuple[str, ...] = field(default=())
+
+
+EXPERIMENTS = {
+    experiment.name: experiment
+    for experiment in (
+        Experiment(
+            "pretraining",
+            "table",
+            "Held-out perplexity of every method",
+            "All methods at the same tokens, in pairs of the same seed. The paper has no such table.",
+            bert=EVERY,
+        ),
+        Experiment(
+            "gtd",
+            "table",
+            "GTD, indirect entropy, accuracy, CC and BC on RACE-Middle",
+            "Models that are more accurate have higher GTD and indirect entropy and lower BC.",
+            bert=FACTORS,
+            measures=("race-middle",),
+            tasks=("race-middle",),
+        ),
+        Experiment(
+            "tasks",
+            "table",
+            "GLUE, HellaSwag, RACE-Middle and SQuAD",
+            "High is better than Original on every one of them at the mini scale.",
+            bert=FACTORS,
+            tasks=tuple(ALL),
+        ),
+        Experiment(
+            "glue",
+            "table",
+            "GLUE in detail",
+            "High gives moderate improvements on the majority of GLUE.",
+            bert=FACTORS,
+            tasks=tuple(GLUE),
+        ),
+        Experiment(
+            "baselines",
+            "table",
+            "Regularizer baselines",
+            "High has a lower perplexity and higher accuracy than Entropy-Reg and Eigen-Reg.",
+            bert=("original", "high", "entropy", "eigen"),
+            measures=("wikitext",),
+            tasks=("qnli", "squad"),
+        ),
+        Experiment(
+            "decoders",
+            "table",
+            "Decoders",
+            "High has a much lower perplexity than Original and answers zero-shot questions better.",
+            gpt2=DECODERS,
+            measures=("zero-shot",),
+        ),
+        Experiment(
+            "gtd-correlation",
+            "table",
+            "Single-layer against cross-layer GTD",
+            "GTD within a layer follows perplexity and accuracy at least as closely as GTD across layers.",
+            bert=("original", "high"),
+            tasks=("sst2", "hellaswag", "race-middle"),
+        ),
+        Experiment(
+            "sparsity",
+            "table",
+            "Sparsity of attention",
+            "High makes attention less sparse in every size.",
+            bert=("original", "high"),
+            measures=("squad",),
+        ),
+        Experiment(
+            "cost",
+            "table",
+            "Computational cost",
+            "A refined step is slower: 33 % for High at the mini scale.",
+            bert=FACTORS,
+            measures=("cost",),
+            seeds=1,
+        ),
+        Experiment(
+            "attention-maps",
+            "figure",
+            "Attention before and after",
+            "Refinement spreads attention that had collapsed onto a few tokens.",
+            bert=("original", "high", "learned"),
+            measures=("maps",),
+            seeds=1,
+        ),
+        Experiment(
+            "gtd-graph",
+            "figure",
+            "GTD against clustering and betweenness",
+            "GTD rises with CC (r = 0.70) and falls with BC (r = -0.43).",
+            bert=("original", "high"),
+            measures=("race-middle",),
+            seeds=1,
+        ),
+        Experiment(
+            "gtd-performance",
+            "figure",
+            "GTD against performance over checkpoints",
+            "GTD follows accuracy (|r| > 0.5) and falls with perplexity.",
+            bert=("original", "high"),
+            tasks=("sst2", "hellaswag", "race-middle"),
+        ),
+        Experiment(
+            "layers",
+            "figure",
+            "GTD and entropies by layer on RACE-Middle",
+            "High keeps GTD and entropy up in deep layers, where the original collapses.",
+            bert=(*FORMS, "learned"),
+            measures=("race-middle",),
+        ),
+        Experiment(
+            "sparsity-maps",
+            "figure",
+            "Sparsity maps",
+            "Deep layers of High attend more densely.",
+            bert=("original", "high"),
+            measures=("maps",),
+            seeds=1,
+        ),
+        Experiment(
+            "squad-profile",
+            "figure",
+            "GTD and entropies by layer on SQuAD",
+            "The best variant on SQuAD has a lower GTD.",
+            bert=FACTORS,
+            measures=("squad",),
+        ),
+        Experiment(
+            "sst2-profile",
+            "figure",
+            "GTD and entropies by layer on SST-2",
+            "On SST-2 a higher GTD goes with better accuracy.",
+            bert=FACTORS,
+            measures=("sst2",),
+        ),
+        Experiment(
+            "decoder-leak",
+            "question",
+            "Does the decoder's gain survive when the future is not leaked?",
+            "Original, the paper's form and the strict form, at the same tokens and seeds.",
+            gpt2=DECODERS,
+            measures=("leak", "zero-shot"),
+        ),
+        Experiment(
+            "printed-forms",
+            "question",
+            "Which printed form behaves as the paper reports?",
+            "Equation or listing for High and Low; ElemMul with or without a prior.",
+            bert=FORMS,
+            measures=("race-middle",),
+            tasks=("race-middle",),
+        ),
+        Experiment(
+            "strengths",
+            "question",
+            "Does High help at matched tokens?",
+            "λ = 0.02, 0.05, 0.1 and 0.2 against Original in pairs of the same seed.",
+            bert=LAMBDAS,
+        ),
+        Experiment(
+            "learned",
+            "question",
+            "Do learned strengths hold up?",
+            "Five paired seeds, another text, after fine-tuning, and strict causal.",
+            bert=("original", "learned"),
+            gpt2=("original", "learned"),
+            tasks=tuple(ALL),
+            seeds=5,
+            corpora=("gutenberg_books",),
+        ),
+        Experiment(
+            "steps",
+            "question",
+            "Do two or three steps help?",
+            "One, two and three steps of belief propagation at the same strength.",
+            bert=("original", "high", "two-steps", "three-steps"),
+        ),
+    )
+}
+
+
+def choose_experiments(names: str) -> list[Experiment]:
+    """Targets joined by commas; ``all``, ``tables``, ``figures`` or ``questions`` for groups of them."""
+    groups = {
+        "all": list(EXPERIMENTS),
+        "tables": [name for name, one in EXPERIMENTS.items() if one.kind == "table"],
+        "figures": [name for name, one in EXPERIMENTS.items() if one.kind == "figure"],
+        "questions": [name for name, one in EXPERIMENTS.items() if one.kind == "question"],
+    }
+    chosen: dict[str, Experiment] = {}
+    for name in (part.strip() for part in names.split(",")):
+        for one in groups.get(name, [name]):
+            if one not in EXPERIMENTS:
+                raise ValueError(
+                    f"unknown target {one!r}: choose from {', '.join(EXPERIMENTS)}, or {', '.join(groups)}"
+                )
+            chosen[one] = EXPERIMENTS[one]
+    return list(chosen.values())

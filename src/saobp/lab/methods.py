@@ -1,0 +1,74 @@
+"""The ways to train that are compared: what is done to attention, and what each is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from saobp.refinement import Refinement
+
+PAPER_STRENGTH = {"tiny": 0.2, "mini": 0.2, "small": 0.08, "medium": 0.05}
+"""The paper's lambda for each size; tiny has no number of its own."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train.
+
+    key:         what experiments call it
+    title:       what tables call it
+    refinement:  in the text form of :class:`saobp.Refinement`; ``{strength}`` is the paper's for the size
+    regularizer: a penalty on attention instead
+    tier:        0 is trained first
+    cost:        time of a training step against plain attention; a guess until a run has been measured
+    """
+
+    key: str
+    title: str
+    refinement: str | None = None
+    regularizer: str | None = None
+    tier: int = 1
+    cost: float = 1.0
+
+    def refined(self, size: str) -> Refinement | None:
+        if self.refinement is None:
+            return None
+        return Refinement.parse(self.refinement.format(strength=PAPER_STRENGTH[size]))
+
+
+METHODS = {
+    method.key: method
+    for method in (
+        Method("original", "Original", tier=0),
+        Method("high", "High", "high:{strength}", tier=0),
+        Method("learned", "High, learned strengths", "high:learned", tier=0, cost=1.05),
+        Method("low", "Low", "low:{strength}"),
+        Method("elemmul", "ElemMul", "elemmul", cost=1.6),
+        Method("high-listing", "High, as listed", "high-listing:{strength}"),
+        Method("high@0.05", "High, λ = 0.05", "high:0.05"),
+        Method("elemmul-prior", "ElemMul with prior", "elemmul-prior", tier=2, cost=1.8),
+        Method("low-listing", "Low, as listed", "low-listing:{strength}", tier=2),
+        Method("high@0.1", "High, λ = 0.1", "high:0.1", tier=2),
+        Method("high@0.02", "High, λ = 0.02", "high:0.02", tier=2),
+        Method("high@0.2", "High, λ = 0.2", "high:0.2", tier=2),
+        Method("two-steps", "High, two steps", "high:{strength},steps=2", tier=3, cost=2.5),
+        Method("three-steps", "High, three steps", "high:{strength},steps=3", tier=3, cost=3.5),
+        Method("entropy", "Entropy-Reg", regularizer="entropy", tier=3, cost=4.0),
+        Method("eigen", "Eigen-Reg", regularizer="eigen", tier=3, cost=2.5),
+        Method("strict", "High, strict", "high:{strength},future=strict", tier=0),
+        Method("paper", "High, paper form (leaks)", "high:{strength},future=paper", tier=0, cost=1.8),
+    )
+}
+
+
+def method_name(refinement: Refinement | None, regularizer: str | None) -> str:
+    """What a run is called after: the contents of its recipe, not the key of a method."""
+    if refinement is None or refinement.is_plain:
+        return "original" if regularizer is None else regularizer.replace(",", "-").replace("=", "-")
+    parts = [refinement.factor]
+    if not refinement.factor.startswith("elemmul"):
+        parts.append(f"{refinement.strength:g}" if isinstance(refinement.strength, float) else "learned")
+    if refinement.steps > 1:
+        parts.append(f"steps{refinement.steps}")
+    if refinement.future == "paper":
+        parts.append("future-paper")
+    return "-".join(parts)

@@ -1,0 +1,143 @@
+"""From experiments to runs: each is named after its recipe and shared by every experiment that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+from saobp.lab.experiments import Experiment
+from saobp.lab.methods import METHODS, Method, method_name
+from saobp.lab.scales import Scale, first_seeds
+from saobp.training.recipes import PretrainRecipe
+
+FAMILIES = ("bert", "gpt2")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model to pretrain. ``elsewhere`` names the corpus where it is not the scale's own."""
+
+    family: str
+    method: Method = field(compare=False)
+    seed: int
+    recipe: PretrainRecipe
+    elsewhere: str | None = None
+
+    @property
+    def name(self) -> str:
+        recipe = self.recipe
+        way = method_name(recipe.refinement, recipe.regularizer)
+        place = "" if self.elsewhere is None else f"-on-{self.elsewhere}"
+        return f"{recipe.family}-{recipe.size}-{way}{place}-seed{recipe.seed}"
+
+    def folder(self, runs: Path) -> Path:
+        return runs / self.name
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A pretrained model to fine-tune on a task, with the seed that it was pretrained with."""
+
+    model: Trained
+    task: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}-{self.task}"
+
+    def folder(self, runs: Path) -> Path:
+        return runs / "tasks" / self.model.name / self.task
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measurement to take of a pretrained model."""
+
+    model: Trained
+    measure: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}-{self.measure}"
+
+    def file(self, runs: Path) -> Path:
+        return runs / "measured" / self.model.name / f"{self.measure}.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Experiments at a scale; ``seeds`` in place of each experiment's own number, ``only`` filters runs."""
+
+    experiments: Sequence[Experiment]
+    scale: Scale
+    seeds: int | None = None
+    only: str = "*"
+
+    def models_of(self, experiment: Experiment) -> list[Trained]:
+        """What one experiment trains, in the order of its tables."""
+        seeds = first_seeds(self.seeds or experiment.seeds)
+        found = [
+            self.model(family, key, seed)
+            for family in FAMILIES
+            for key in getattr(experiment, family)
+            for seed in seeds
+        ]
+        if self.scale.name != "smoke":
+            found += [
+                self.model("bert", key, seed, corpus)
+                for corpus in experiment.corpora
+                for key in experiment.bert
+                for seed in seeds
+            ]
+        return found
+
+    def model(self, family: str, method: str, seed: int, elsewhere: str | None = None) -> Trained:
+        recipe = self.scale.recipe_of(family, method, seed, elsewhere)
+        return Trained(family, METHODS[method], seed, recipe, elsewhere)
+
+    def trained(self) -> list[Trained]:
+        """All models, the most informative first: the main methods, then the others, seed after seed."""
+        models = (model for experiment in self.experiments for model in self.models_of(experiment))
+        return sorted(self._kept(models), key=self._order)
+
+    def tuned(self) -> list[Tuned]:
+        """All fine-tuning: every task of one seed before the next seed."""
+        asked = [
+            Tuned(model, task)
+            for experiment in self.experiments
+            for model in self.models_of(experiment)
+            if model.family == "bert" and model.elsewhere is None
+            for task in experiment.tasks
+        ]
+        kept = {one.name: one for one in asked if fnmatch(one.name, self.only)}
+        return sorted(
+            kept.values(), key=lambda one: (first_seeds(5).index(one.model.seed), one.model.method.tier)
+        )
+
+    def measured(self) -> list[Measured]:
+        """All measurements."""
+        asked = [
+            Measured(model, measure)
+            for experiment in self.experiments
+            for model in self.models_of(experiment)
+            if model.elsewhere is None
+            for measure in experiment.measures
+        ]
+        kept = {one.name: one for one in asked if fnmatch(one.name, self.only)}
+        return sorted(kept.values(), key=lambda one: self._order(one.model))
+
+    def _kept(self, models: Iterable[Trained]) -> list[Trained]:
+        named: dict[str, Trained] = {}
+        for model in models:
+            if fnmatch(model.name, self.only):
+                named.setdefault(model.name, model)
+        return list(named.values())
+
+    @staticmethod
+    def _order(model: Trained) -> tuple[int, int, int]:
+        """A further seed of a main method is worth as much as the first of a lesser one."""
+        place = first_seeds(5).index(model.seed)
+        tier = model.method.tier + (3 if model.elsewhere else 0)
+        return place + tier, tier, place

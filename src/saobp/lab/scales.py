@@ -1,0 +1,74 @@
+"""How large an experiment is: from a minute on a laptop to the paper's medium models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from saobp.lab.methods import METHODS
+from saobp.training.recipes import PretrainRecipe, named_recipe, with_steps
+
+SEEDS = (42, 1, 2, 3, 4)
+"""In the order in which they are used; pairs of runs share the seed and with it the order of the texts."""
+CORPUS = "wikipedia_en,gutenberg_books,imdb_reviews"
+"""Stand-ins for WikiText-103, BookCorpus and OpenWebText, each read once in an epoch."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One size of every experiment.
+
+    recipe, steps: of pretraining; steps None are the recipe's own
+    vocabulary:    learn one of this size instead of taking the family's
+    rows, epochs:  of fine-tuning; None for all rows and for the task's own epochs
+    texts, length: texts on which heads are measured, and their tokens at most
+    positions:     positions that pseudo-perplexity hides
+    """
+
+    name: str
+    size: str
+    recipe: str
+    corpus: str = CORPUS
+    steps: int | None = None
+    vocabulary: int | None = None
+    rows: int | None = None
+    epochs: int | None = None
+    texts: int = 1024
+    length: int = 128
+    positions: int = 5_000
+
+    def recipe_of(self, family: str, method: str, seed: int, corpus: str | None = None) -> PretrainRecipe:
+        """The recipe of one run."""
+        recipe = named_recipe(self.recipe, family, self.size)
+        if self.steps is not None:
+            recipe = with_steps(recipe, self.steps)
+        chosen = METHODS[method]
+        return replace(
+            recipe,
+            refinement=chosen.refined(self.size),
+            regularizer=chosen.regularizer,
+            seed=seed,
+            corpus=self.corpus if corpus is None else corpus,
+        )
+
+
+SCALES = {
+    scale.name: scale
+    for scale in (
+        Scale("smoke", "tiny", "tiny", "made-up", 20, 400, 16, 1, texts=8, length=64, positions=64),
+        Scale("mini", "mini", "fast"),
+        Scale("small", "small", "fast"),
+        Scale("medium", "medium", "fast"),
+    )
+}
+
+
+def get_scale(name: str) -> Scale:
+    if name not in SCALES:
+        raise ValueError(f"unknown scale {name!r}: choose one of {', '.join(SCALES)}")
+    return SCALES[name]
+
+
+def first_seeds(count: int) -> tuple[int, ...]:
+    if not 1 <= count <= len(SEEDS):
+        raise ValueError(f"there are 1 to {len(SEEDS)} seeds, not {count}")
+    return SEEDS[:count]

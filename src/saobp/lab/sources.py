@@ -1,0 +1,61 @@
+"""Where texts and tasks come from: folders that are named, or at the smoke scale made up on the spot."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from saobp.lab.scales import Scale
+from saobp.testing.tasks import COLOURS, NOUNS, SIGNS, sentence, write_rows, write_tasks
+from saobp.training.recipes import PretrainRecipe
+from saobp.training.texts import Texts, find_texts
+
+MADE_UP = "made-up"
+DOCUMENTS = 240
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The folders of an invocation."""
+
+    scale: Scale
+    tokens: Path
+    data_dir: Path | None = None
+
+    def texts(self, recipe: PretrainRecipe) -> Texts:
+        """Rows for one run; runs of one family, corpus and seed share them."""
+        return _texts(self, recipe.family, recipe.corpus, recipe.length, recipe.seed)
+
+
+@functools.lru_cache(maxsize=4)
+def _texts(sources: Sources, family: str, corpus: str, length: int, seed: int) -> Texts:
+    return find_texts(
+        family,
+        corpus,
+        length=length,
+        seed=seed,
+        tokens=sources.tokens,
+        data_dir=sources.data_dir,
+        vocabulary=sources.scale.vocabulary,
+        held_out=0.01 if sources.scale.vocabulary is None else 0.1,
+    )
+
+
+def make_up(folder: Path, rows: int = 32) -> Path:
+    """A data folder with texts and every task, invented; what is there already stays."""
+    if not (folder / MADE_UP).exists():
+        write_tasks(folder, rows=rows)
+        draw = random.Random(0)
+        write_rows(folder / MADE_UP / "part00.parquet", [{"text": _document(draw)} for _ in range(DOCUMENTS)])
+    return folder
+
+
+def _document(draw: random.Random) -> str:
+    parts = []
+    for _ in range(12):
+        parts.append(sentence(draw))
+        if draw.random() < 0.5:
+            parts.append(f"the {draw.choice(NOUNS)} is {draw.choice([*SIGNS, *COLOURS])} .")
+    return " ".join(parts)
