@@ -47,7 +47,7 @@ function explorerSection(data) {
     }
     view.explorer.sentences.unshift(...explorer.sentences);
     view.sentence = 0;
-    view.chooseModel();
+    view.chooseSentence();
   };
   if (data.explorers.length) open();
   return make(

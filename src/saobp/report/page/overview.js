@@ -25,7 +25,7 @@ export function overview(limits, choose) {
   const element = make(
     "div",
     { class: "panel overview" },
-    make("h3", {}, "GTD of every head on this sentence, refined"),
+    make("h3", {}, "GTD of every head on this sentence, refined by these settings"),
     body,
     words,
     start,
