@@ -69,6 +69,8 @@ def test_a_fine_tuning_run_has_a_curve_for_each_seed(tmp_path: Path) -> None:
     (run,) = read_runs([make_finetune(tmp_path / "sst2")])
     assert [series.of for series in run.curves["loss"]] == ["seed 42", "seed 43", "seed 44"]
     assert any("accuracy on sst2 over 3 seeds" in words for words in summary(run))
+    assert dict(run.facts)["seed"] == "42, 43, 44"
+    assert (dict(run.facts)["model"], dict(run.facts)["task"]) == ("high/model", "sst2")
     assert run.problems == []
 
 

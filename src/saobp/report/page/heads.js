@@ -3,7 +3,7 @@ import { chart } from "./chart.js";
 import { runColour } from "./colours.js";
 import { folded, labelled, make, picker, table } from "./dom.js";
 import { heatMap, MARKS, scaleBar } from "./heatmap.js";
-import { counted, mean, shown } from "./numbers.js";
+import { counted, extent, mean, shown } from "./numbers.js";
 
 /**
  * @param {import("./types.js").PageData} data
@@ -25,7 +25,7 @@ export function headsSection(data) {
     const range = rangeOf(runs, state.statistic);
     maps.replaceChildren(
       ...runs.map((run) => runMap(data, run, momentAt(run, state.step), state.statistic, range)),
-      scaleBar(state.statistic, range, data.limits),
+      scaleBar(state.statistic, range, data.limits, extent(runs.map((run) => run.health[0].largest ?? 0))[1]),
     );
     layers.replaceChildren(...layerCharts(data, runs, state));
     said.textContent = steps.length > 1 ? state.step.toLocaleString("en") : "";
@@ -102,7 +102,7 @@ function rangeOf(runs, name) {
   const values = runs
     .flatMap((run) => run.health.flatMap((moment) => gridOf(moment, name).flat()))
     .filter((value) => value !== null);
-  const most = Math.max(1e-9, ...values.map(Math.abs));
+  const most = Math.max(1e-9, ...extent(values).map(Math.abs));
   return name === "strengths" ? [-most, most] : [0, most];
 }
 
