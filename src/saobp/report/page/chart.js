@@ -1,6 +1,6 @@
 /** A line chart in SVG: redrawn to the width it has, read with pointer, keyboard or as a table. */
 import { draw, folded, make, table } from "./dom.js";
-import { compact, extent, shown } from "./numbers.js";
+import { compact, counted, extent, shown } from "./numbers.js";
 import { axis } from "./scale.js";
 
 const HEIGHT = 230;
@@ -36,7 +36,9 @@ export function chart(lines, options) {
     tabindex: 0,
     role: "img",
     height: HEIGHT,
-    "aria-label": `${options.title} against ${options.across}, ${lines.length} curves. Arrow keys read values; the table below holds them.`,
+    "aria-label":
+      `${options.title} against ${options.across}, ${counted(lines.length, "curve")}. ` +
+      "Arrow keys read values; the table below holds them.",
   });
   const view = { lines, options, canvas, readout, width: 0, cursor: /** @type {number | null} */ (null) };
   const places = [...new Set(lines.flatMap((line) => line.points.map(([x]) => x)))].sort((a, b) => a - b);

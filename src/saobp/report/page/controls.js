@@ -61,8 +61,15 @@ export function settingWords({ factor, strength, steps, damping }) {
 }
 
 /**
+ * @typedef {object} Controls
+ * @property {HTMLElement[]} elements
+ * @property {() => import("./types.js").Setting} setting
+ * @property {(setting: import("./types.js").Setting) => void} set
+ */
+
+/**
  * @param {(setting: import("./types.js").Setting) => void} change
- * @returns {{ elements: HTMLElement[], setting: () => import("./types.js").Setting, set: (setting: import("./types.js").Setting) => void }}
+ * @returns {Controls}
  */
 export function refinementControls(change) {
   /** @type {import("./types.js").Setting} */

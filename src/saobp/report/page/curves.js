@@ -253,7 +253,8 @@ function thinnedNote(runs) {
     ? make(
         "p",
         { class: "note" },
-        `Long curves are thinned to the lowest and highest point of each stretch (the longest had ${most.toLocaleString("en")} points).`,
+        "Long curves are thinned to the lowest and highest point of each stretch " +
+          `(the longest had ${most.toLocaleString("en")} points).`,
       )
     : null;
 }

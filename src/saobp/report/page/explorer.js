@@ -107,7 +107,8 @@ export class ExplorerView {
         make(
           "p",
           { class: "note" },
-          "An arc joins a token to one that it looks at; the wider, the more. Press a token to see its arcs alone. Weights below 0.02 are not drawn.",
+          "An arc joins a token to one that it looks at; the wider, the more. " +
+            "Press a token to see its arcs alone. Weights below 0.02 are not drawn.",
         ),
       ),
       make("div", { class: "bottom" }, this.overview.element, this.paths.element),

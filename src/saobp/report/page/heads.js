@@ -10,6 +10,7 @@ import { counted, extent, mean, shown } from "./numbers.js";
  * @returns {HTMLElement | null}
  */
 export function headsSection(data) {
+  const { limits } = data;
   const runs = data.runs.flatMap((run, place) => (run.health.length ? [{ ...run, place }] : []));
   if (!runs.length) return null;
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.health[0].statistics)))];
@@ -69,8 +70,10 @@ export function headsSection(data) {
       "p",
       { class: "note" },
       "GTD is the share of indirect paths, of two to four hops, in what a head passes on. ",
-      `Below ${data.limits.localised} a head is localised ▼, above ${data.limits.diffuse} diffuse ▲, from ${data.limits.healthyFrom} to ${data.limits.healthyTo} healthy. `,
-      `A sink ● sends at least ${data.limits.sink === 0.5 ? "half" : data.limits.sink} of all attention to one token. Rows with less than a tenth of the possible entropy count as localised whatever their GTD.`,
+      `Below ${limits.localised} a head is localised ▼, above ${limits.diffuse} diffuse ▲, `,
+      `from ${limits.healthyFrom} to ${limits.healthyTo} healthy. `,
+      `A sink ● sends at least ${100 * limits.sink} % of all attention to one token. `,
+      `Rows with less than ${100 * limits.collapsed} % of the possible entropy count as localised whatever their GTD.`,
     ),
     runs.map((run) => folded(`Every head of ${run.name}`, () => headTable(data, run))),
   );
