@@ -93,12 +93,15 @@ def _read_run(folder: Path) -> Run:
     else:
         curves = _curves(folder, problems)
         health = _health(folder, recipe, problems)
+    facts = _facts(recipe, record)
+    if seeds and health:
+        facts.append(("heads shown", f"of {seeds[0].name.replace('-', ' ', 1)}"))
     return Run(
         folder.resolve().name,
         kind,
         curves,
         health,
-        _facts(recipe, record),
+        facts,
         [(name, value) for name, value in flat(recipe) if name != "kind"],
         flat(result),
         problems,
