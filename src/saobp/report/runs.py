@@ -13,7 +13,7 @@ from saobp.report.explorer import is_explorer
 from saobp.report.files import Problems, flat, number, read_lines, read_object
 from saobp.report.snapshots import Snapshot, diagnosed, read_snapshot
 
-CAUSAL_FAMILIES = {"bert": False, "gpt2": True}
+CAUSAL_FAMILIES = {"bert": False, "modernbert": False, "gpt2": True}
 Facts = list[tuple[str, Any]]
 
 
