@@ -177,6 +177,11 @@ class _Work:
             result = finetune_all(plan.tuned()[self.part], runs, sources, deadline=deadline, say=say)
         elif stage == "measure":
             result = measure_all(plan.measured()[self.part], runs, sources, deadline=deadline, say=say)
+        elif stage == "tabulate":
+            from saobp.lab.tabulate import tabulate
+
+            for path in tabulate(plan, runs, self.places.out):
+                say(f"wrote {path}")
         if result is not None:
             say(f"{stage}: {result}")
 
