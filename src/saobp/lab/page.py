@@ -32,6 +32,10 @@ HEADERS = (
 )
 
 
+ANSWERS: dict[Status, str] = {"reproduces": "yes", "does not reproduce": "no"}
+"""What the status of a question's claim is called."""
+
+
 @dataclass(frozen=True)
 class Claim:
     """Something the paper says or a question asks, and what became of it here."""
@@ -108,7 +112,8 @@ class Page:
             )
             if method in claims and their_gain is not None:
                 status = claim_status(their_gain, gain, higher_is_better=higher_is_better)
-                words = f"{METHODS[method].title} against {METHODS[base].title}, {measure}: {their_gain:+.{digits}f}"
+                pair = f"{METHODS[method].title} against {METHODS[base].title}"
+                words = f"{pair}, {measure}: the paper has {their_gain:+.{digits}f}"
                 self.claims.append(Claim(words, status, gain_in_words(gain, digits) or "no runs"))
         return gains
 
@@ -159,7 +164,8 @@ class Page:
     def _claim_table(self) -> list[str]:
         if not self.claims:
             return []
-        rows = [[claim.words, claim.status, claim.detail] for claim in self.claims]
+        answers = ANSWERS if self.experiment.kind == "question" else {}
+        rows = [[claim.words, answers.get(claim.status, claim.status), claim.detail] for claim in self.claims]
         return [markdown_table(("claim", "here", "our difference [95 % interval]"), rows)]
 
 

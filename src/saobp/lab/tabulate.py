@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from saobp.lab.experiments import EXPERIMENTS
-from saobp.lab.page import Page, markdown_table
+from saobp.lab.page import ANSWERS, Page, markdown_table
 from saobp.lab.pages import PAGES
 from saobp.lab.plan import Plan
 from saobp.lab.results import Results
@@ -15,6 +15,8 @@ from saobp.lab.scales import SCALES
 from saobp.lab.statistics import Status
 from saobp.training.files import read_json
 
+STORY = "story.md"
+"""A page that someone wrote; where it lies in a results folder, the overview opens with it."""
 SECTIONS: dict[Status, str] = {
     "reproduces": "What reproduces",
     "does not reproduce": "What does not reproduce",
@@ -41,12 +43,13 @@ def write_overview(out: Path) -> Path:
     outcomes = [read_json(path) for path in sorted(out.glob("*/*.json")) if path.stem in SCALES]
     outcomes.sort(key=lambda one: (list(EXPERIMENTS).index(one["target"]), list(SCALES).index(one["scale"])))
     path = out / "README.md"
-    path.write_text("\n\n".join(_overview(outcomes)) + "\n", encoding="utf-8")
+    story = out / STORY
+    told = [story.read_text(encoding="utf-8").strip()] if story.exists() else []
+    path.write_text("\n\n".join(["# Results", *told, *_overview(outcomes)]) + "\n", encoding="utf-8")
     return path
 
 
 def _overview(outcomes: list[dict[str, Any]]) -> Iterable[str]:
-    yield "# Results"
     yield (
         "Written by `saobp reproduce`. A claim is a difference between methods that the paper reports, or "
         "the question of a page. It reproduces if the 95 % interval of the difference between pairs of runs "
@@ -62,10 +65,22 @@ def _overview(outcomes: list[dict[str, Any]]) -> Iterable[str]:
             [_link(one), claim["words"], claim["detail"]]
             for one in serious
             for claim in one["claims"]
-            if claim["status"] == status
+            if claim["status"] == status and one["kind"] != "question"
         ]
         yield f"## {title}"
         yield markdown_table(("page", "claim", "our difference"), rows) if rows else "Nothing so far."
+    answers = [
+        [_link(one), claim["words"], ANSWERS.get(claim["status"], claim["status"]), claim["detail"]]
+        for one in serious
+        for claim in one["claims"]
+        if one["kind"] == "question"
+    ]
+    yield "## Answers to the questions"
+    yield (
+        markdown_table(("page", "is it so?", "answer", "our difference"), answers)
+        if answers
+        else "None so far."
+    )
     yield "## Pages"
     rows = [[_link(one), one["kind"], str(one["runs"]), str(len(one["missing"]))] for one in outcomes]
     yield markdown_table(("page", "kind", "runs behind it", "runs missing"), rows) if rows else "None so far."
