@@ -56,7 +56,7 @@ def reproduce(
     plan: Annotated[bool, typer.Option("--plan", help="Show what would be done, and stop.")] = False,
     rounded: Annotated[bool, typer.Option("--rounded", help="Keep models in bfloat16.")] = False,
     pack: Annotated[Path | None, typer.Option(help="Afterwards pack small files of all runs here.")] = None,
-    pack_models: Annotated[bool, typer.Option("--pack-models", help="Pack the models too.")] = False,
+    pack_models: Annotated[str, typer.Option(help="Pack models of runs of such a name too.")] = "",
     unpack: Annotated[Path | None, typer.Option(help="First unpack what --pack made there.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes that share fine-tuning or measurements.", min=1)] = 1,
     share: Annotated[str, typer.Option(help="Which part of them is done here, such as 1/4.")] = "1/1",
@@ -155,11 +155,12 @@ class _Work:
         quiet_transformers()
         logging.getLogger("saobp").setLevel(logging.ERROR)
         self.plan, self.places, self.deadline, self.rounded, self.say = plan, places, deadline, rounded, say
-        self.part = slice(share[0] - 1, None, share[1])
+        self.share = share
         self.sources = places.sources(plan.scale)
 
     def do(self, stage: str) -> None:
         from saobp.lab.pretraining import pretrain_all
+        from saobp.lab.sharing import share_of, weight_of
         from saobp.lab.stages import finetune_all, measure_all
 
         plan, runs, sources, say, deadline = (
@@ -171,12 +172,19 @@ class _Work:
                 found = sources.texts(recipe)
                 say(f"{recipe.family}: {', '.join(found.train.stores)} in {self.places.tokens}")
         elif stage == "pretrain":
-            models = plan.trained()[self.part]
+            models = share_of(plan.trained(), *self.share, lambda model: model.method.cost)
             result = pretrain_all(models, runs, sources, deadline=deadline, rounded=self.rounded, say=say)
         elif stage == "finetune":
-            result = finetune_all(plan.tuned()[self.part], runs, sources, deadline=deadline, say=say)
+            tuned = share_of(plan.tuned(), *self.share, lambda one: weight_of(one.task))
+            result = finetune_all(tuned, runs, sources, deadline=deadline, say=say)
         elif stage == "measure":
-            result = measure_all(plan.measured()[self.part], runs, sources, deadline=deadline, say=say)
+            measured = share_of(plan.measured(), *self.share)
+            result = measure_all(measured, runs, sources, deadline=deadline, say=say)
+        elif stage == "tabulate":
+            from saobp.lab.tabulate import tabulate
+
+            for path in tabulate(plan, runs, self.places.out):
+                say(f"wrote {path}")
         if result is not None:
             say(f"{stage}: {result}")
 

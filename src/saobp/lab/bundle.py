@@ -10,6 +10,7 @@ import io
 import shutil
 import tarfile
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ WEIGHTS = "model.safetensors"
 PART_BYTES = 15 * 2**20
 """Of one file of a packed folder."""
 PACKED = "runs.tar.xz"
+NOT_RUNS = ("tokens", "data", "results", "logs")
+"""What may lie beside runs and stays behind."""
 
 
 def keep_rounded(model: Path) -> None:
@@ -41,8 +44,8 @@ def keep_rounded(model: Path) -> None:
         )
 
 
-def small_files(runs: Path, models: bool = False) -> list[Path]:
-    """Files of a folder of runs that are worth taking along, relative to it."""
+def small_files(runs: Path, models: str = "") -> list[Path]:
+    """Files of a folder of runs that are worth taking along, relative to it; models of runs named so."""
     return [
         path.relative_to(runs)
         for path in sorted(runs.rglob("*"))
@@ -50,13 +53,13 @@ def small_files(runs: Path, models: bool = False) -> list[Path]:
     ]
 
 
-def _is_wanted(parts: tuple[str, ...], models: bool) -> bool:
-    if "checkpoints" in parts or any(part.startswith(UNFINISHED) for part in parts):
+def _is_wanted(parts: tuple[str, ...], models: str) -> bool:
+    if parts[0] in NOT_RUNS or "checkpoints" in parts or any(part.startswith(UNFINISHED) for part in parts):
         return False
-    return models or "model" not in parts
+    return "model" not in parts or fnmatch(parts[0], models)
 
 
-def pack(runs: Path, out: Path, *, models: bool = False, part_bytes: int = PART_BYTES) -> list[Path]:
+def pack(runs: Path, out: Path, *, models: str = "", part_bytes: int = PART_BYTES) -> list[Path]:
     """``runs.tar.xz.00``, ``.01``, ... in ``out``: joined, they are one archive of the small files."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz", preset=1) as archive:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from saobp.benchmarking.machine import commit
-from saobp.data.tasks import load_task
+from saobp.data.tasks import Task, load_task
 from saobp.lab.clock import Deadline, TimeIsUpError
 from saobp.lab.measures import take
 from saobp.lab.plan import Measured, Trained, Tuned
 from saobp.lab.pretraining import Say, StageResult, free_memory
+from saobp.lab.sharing import STEP_SECONDS, TaskTimes
 from saobp.lab.sources import Sources
 from saobp.training.files import write_json
 from saobp.training.finetune import finetune, recipe_for
@@ -31,28 +35,25 @@ def finetune_all(
     deadline: Deadline | None = None,
     say: Say = print,
 ) -> StageResult:
-    """Fine-tune what is not finished yet. A run is begun if the last one of its task would have fitted.
+    """Fine-tune what is not finished yet and is expected to end before the deadline.
 
     No fine-tuned model is kept: the scores and the health of every epoch are.
     """
-    scale = sources.scale
-    known: dict[str, float] = {}
+    scale, times = sources.scale, TaskTimes(STEP_SECONDS if torch.cuda.is_available() else 0.0)
 
     def one(tuned: Tuned) -> None:
         began = time.monotonic()
-        recipe = recipe_for(tuned.task, epochs=scale.epochs)
-        task = load_task(tuned.task, sources.data_dir, limit=scale.rows)
-        folder = tuned.folder(runs)
         found = finetune(
             tuned.model.folder(runs) / "model",
-            task,
-            folder,
+            _task(tuned.task, sources.data_dir, scale.rows),
+            tuned.folder(runs),
             seeds=[tuned.model.seed],
-            recipe=recipe,
+            recipe=recipe_for(tuned.task, epochs=scale.epochs),
             keep_model=False,
         )
-        known[tuned.task] = time.monotonic() - began
-        say(f"{tuned.name}: {found['metric']} {found['best']['mean']:.2f} in {known[tuned.task]:.0f} s")
+        seconds = time.monotonic() - began
+        times.learn(tuned.task, seconds)
+        say(f"{tuned.name}: {found['metric']} {found['last']['mean']:.2f} in {seconds:.0f} s")
 
     return _each(
         work,
@@ -60,7 +61,7 @@ def finetune_all(
         one,
         runs,
         deadline,
-        lambda tuned: known.get(tuned.task, 0.0),
+        lambda tuned: times.expected(tuned.task),
         say,
     )
 
@@ -96,6 +97,11 @@ def measure_all(
         lambda measured: known.get(measured.measure, 0.0),
         say,
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _task(name: str, data_dir: Path | None, limit: int | None) -> Task:
+    return load_task(name, data_dir, limit=limit)
 
 
 def has_model(model: Trained, runs: Path) -> bool:

@@ -1,0 +1,205 @@
+"""One page of results: the paper's numbers, ours and their difference side by side, with verdicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from saobp.lab.drawing import save_figure
+from saobp.lab.experiments import Experiment
+from saobp.lab.methods import METHODS
+from saobp.lab.scales import Scale
+from saobp.lab.statistics import Gain, Spread, Status, claim_status, paired_gain, spread
+
+SMOKE = (
+    "**Smoke run: tiny models on made-up or little text. The numbers only show that the code runs; "
+    "they say nothing about any method.**"
+)
+HEADERS = (
+    "measure",
+    "method",
+    "paper",
+    "ours",
+    "ours - paper",
+    "paper's gain",
+    "our gain [95 % interval]",
+    "verdict",
+)
+
+
+ANSWERS: dict[Status, str] = {"reproduces": "yes", "does not reproduce": "no"}
+"""What the status of a question's claim is called."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something the paper says or a question asks, and what became of it here."""
+
+    words: str
+    status: Status
+    detail: str
+
+
+class Page:
+    """Collects what a page says and writes it."""
+
+    def __init__(self, experiment: Experiment, scale: Scale) -> None:
+        self.experiment, self.scale = experiment, scale
+        self.blocks: list[str] = []
+        self.claims: list[Claim] = []
+        self.figures: dict[str, Figure] = {}
+        self.lines: list[list[str]] = []
+
+    def say(self, paragraph: str) -> None:
+        self.blocks.append(paragraph)
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self.blocks.append(markdown_table(headers, rows))
+
+    def figure(self, name: str, figure: Figure, caption: str) -> None:
+        file = f"{self.scale.name}-{name}"
+        self.figures[file] = figure
+        self.blocks.append(f"![{caption}]({file}.svg)\n\n{caption}")
+
+    def compare(
+        self,
+        measure: str,
+        values: Mapping[str, Mapping[int, float]],
+        paper: Mapping[str, float] | None = None,
+        *,
+        base: str = "original",
+        higher_is_better: bool = True,
+        digits: int = 2,
+        partial: bool = False,
+        claims: Collection[str] = (),
+        methods: Sequence[str] | None = None,
+    ) -> dict[str, Gain | None]:
+        """Lines of the comparison table for one measure; gains against ``base`` in pairs of the same seed.
+
+        paper:   its numbers by method. Of a partial task only its gains are shown, never its scores
+        claims:  methods whose gain over the base the paper claims
+        methods: rows, also those without values; by default those that have some
+        """
+        paper = paper or {}
+        gains: dict[str, Gain | None] = {}
+        for method in methods or list(values):
+            own = values.get(method, {})
+            is_base = method == base
+            gain = (
+                None if is_base else paired_gain(own, values.get(base, {}), higher_is_better=higher_is_better)
+            )
+            gains[method] = gain
+            theirs = paper.get(method)
+            their_gain = None if theirs is None or is_base or base not in paper else theirs - paper[base]
+            found = spread(own.values())
+            shown = None if partial else theirs
+            self.lines.append(
+                [
+                    f"{measure} *" if partial else measure,
+                    METHODS[method].title,
+                    "" if shown is None else f"{shown:.{digits}f}",
+                    in_words(found, digits),
+                    "" if shown is None or found is None else f"{found.mean - shown:+.{digits}f}",
+                    "" if their_gain is None else f"{their_gain:+.{digits}f}",
+                    gain_in_words(gain, digits),
+                    "" if is_base else verdict_in_words(gain, found),
+                ]
+            )
+            if method in claims and their_gain is not None:
+                status = claim_status(their_gain, gain, higher_is_better=higher_is_better)
+                pair = f"{METHODS[method].title} against {METHODS[base].title}"
+                words = f"{pair}, {measure}: the paper has {their_gain:+.{digits}f}"
+                self.claims.append(Claim(words, status, gain_in_words(gain, digits) or "no runs"))
+        return gains
+
+    def compared(self) -> None:
+        """Write the comparison table that ``compare`` has filled."""
+        if any("*" in line[0] for line in self.lines):
+            marked = (
+                "\\* Only a part of the training rows, or stand-ins for the validation rows, is to be had. "
+                "Methods compare with each other there; the paper's scores are of another training set and "
+                "are left out."
+            )
+        else:
+            marked = ""
+        self.table(HEADERS, self.lines)
+        self.lines = []
+        if marked:
+            self.say(marked)
+
+    def claim(self, words: str, status: Status, detail: str) -> None:
+        self.claims.append(Claim(words, status, detail))
+
+    def write(self, out: Path, records: list[dict[str, Any]], missing: Sequence[str]) -> list[Path]:
+        """``SCALE.md``, its figures, ``SCALE-runs.json`` and ``SCALE.json`` in the target's folder."""
+        folder, name = out / self.experiment.name, self.scale.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, figure in self.figures.items():
+            save_figure(figure, folder / file)
+        head = [f"# {self.experiment.title} ({name})", *([SMOKE] if name == "smoke" else [])]
+        asks = "The question" if self.experiment.kind == "question" else "The paper"
+        head += [f"{asks}: {self.experiment.asks}", *self._claim_table()]
+        tail = [_missing(missing)] if missing else []
+        tail += [f"The record of every run is in [{name}-runs.json]({name}-runs.json)."] if records else []
+        page = folder / f"{name}.md"
+        page.write_text("\n\n".join([*head, *self.blocks, *tail]) + "\n", encoding="utf-8")
+        outcome = {
+            "target": self.experiment.name,
+            "kind": self.experiment.kind,
+            "title": self.experiment.title,
+            "scale": name,
+            "runs": len(records),
+            "missing": list(missing),
+            "claims": [asdict(claim) for claim in self.claims],
+        }
+        for file, content in ((f"{name}.json", outcome), (f"{name}-runs.json", records)):
+            (folder / file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return [page]
+
+    def _claim_table(self) -> list[str]:
+        if not self.claims:
+            return []
+        answers = ANSWERS if self.experiment.kind == "question" else {}
+        rows = [[claim.words, answers.get(claim.status, claim.status), claim.detail] for claim in self.claims]
+        return [markdown_table(("claim", "here", "our difference [95 % interval]"), rows)]
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(headers)} |", f"|{'---|' * len(headers)}"]
+    lines += [f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def in_words(found: Spread | None, digits: int) -> str:
+    """``12.30 ± 0.40 (3)``: mean, standard deviation, seeds."""
+    if found is None:
+        return "not run"
+    if found.deviation is None:
+        return f"{found.mean:.{digits}f} (1)"
+    return f"{found.mean:.{digits}f} ± {found.deviation:.{digits}f} ({found.seeds})"
+
+
+def gain_in_words(gain: Gain | None, digits: int) -> str:
+    if gain is None:
+        return ""
+    if gain.low is None or gain.high is None:
+        return f"{gain.difference:+.{digits}f}"
+    return f"{gain.difference:+.{digits}f} [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}]"
+
+
+def verdict_in_words(gain: Gain | None, found: Spread | None) -> str:
+    if gain is None:
+        return "not run" if found is None else "no pair"
+    if gain.verdict == "undecided":
+        return f"undecided ({gain.pairs} pair{'s' if gain.pairs > 1 else ''})"
+    return "no gain (within the spread)" if gain.verdict == "no gain" else gain.verdict
+
+
+def _missing(names: Sequence[str], shown: int = 12) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"Not run: {', '.join(names[:shown])}{more}."

@@ -1,0 +1,31 @@
+"""One function per experiment, by its name: it fills the experiment's page from what runs have left."""
+
+from collections.abc import Callable
+
+from saobp.lab.page import Page
+from saobp.lab.pages import figures, questions, tables
+from saobp.lab.results import Results
+
+PAGES: dict[str, Callable[[Results, Page], None]] = {
+    "pretraining": tables.pretraining,
+    "gtd": tables.gtd,
+    "tasks": tables.tasks,
+    "glue": tables.glue,
+    "baselines": tables.baselines,
+    "decoders": tables.decoders,
+    "gtd-correlation": tables.gtd_correlation,
+    "sparsity": tables.sparsity,
+    "cost": tables.cost,
+    "attention-maps": figures.attention_maps,
+    "gtd-graph": figures.gtd_graph,
+    "gtd-performance": figures.gtd_performance,
+    "layers": figures.layers,
+    "sparsity-maps": figures.sparsity_maps,
+    "squad-profile": figures.squad_profile,
+    "sst2-profile": figures.sst2_profile,
+    "decoder-leak": questions.decoder_leak,
+    "printed-forms": questions.printed_forms,
+    "strengths": questions.strengths,
+    "learned": questions.learned,
+    "steps": questions.steps,
+}

@@ -1,0 +1,108 @@
+"""What several pages share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from saobp.lab.experiments import Experiment
+from saobp.lab.methods import METHODS
+from saobp.lab.plan import Trained
+from saobp.lab.results import Results, Values
+from saobp.metrics.correlation import pearson
+from saobp.metrics.health import CROSS_LAYER
+
+BUDGET = (
+    "Ours is trained on other texts and another number of tokens than the paper's, so absolute numbers of "
+    "the two differ for that reason alone; gains over Original are what compares. Ours: mean ± standard "
+    "deviation (seeds). Gains are means of differences between runs of the same seed and the same order of "
+    "texts, with a 95 % t interval; one whose interval holds zero is called no gain, and fewer than three "
+    "pairs decide nothing."
+)
+
+
+def titled(values: Values) -> dict[str, dict[int, float]]:
+    """Values by the title of their method."""
+    return {METHODS[key].title: own for key, own in values.items()}
+
+
+def titled_paper(paper: Mapping[str, float]) -> dict[str, float]:
+    return {METHODS[key].title: value for key, value in paper.items() if key in METHODS}
+
+
+def mean_of(results: Results, measure: str, statistic: str) -> Values:
+    """Mean of a statistic over all layers and heads, for each model that was measured."""
+
+    def of(model: Trained) -> float | None:
+        taken = results.measured(model, measure)
+        return None if taken is None else float(np.mean(taken["layers"][statistic]))
+
+    return results.values(of)
+
+
+def by_layer(results: Results, measure: str, statistic: str) -> dict[str, list[list[float]]]:
+    """Mean over heads of each layer: method title to one curve per seed."""
+    found: dict[str, list[list[float]]] = {}
+    for model in results.models():
+        taken = results.measured(model, measure)
+        if taken is not None:
+            layers = [float(np.mean(heads)) for heads in taken["layers"][statistic]]
+            found.setdefault(model.method.title, []).append(layers)
+    return found
+
+
+def last_layer_by_head(results: Results, measure: str, statistic: str) -> dict[str, list[list[float]]]:
+    """The last layer's heads: method title to one curve per seed."""
+    found: dict[str, list[list[float]]] = {}
+    for model in results.models():
+        taken = results.measured(model, measure)
+        if taken is not None:
+            found.setdefault(model.method.title, []).append(list(taken["layers"][statistic][-1]))
+    return found
+
+
+def checkpoints(results: Results, model: Trained) -> list[dict[str, float]]:
+    """Evaluations of a pretraining run with the GTD of the same step: perplexity, gtd, cross-layer GTD."""
+    run = results.run(model)
+    losses = {line["step"]: line["eval_perplexity"] for line in run.metrics() if "eval_perplexity" in line}
+    return [{"score": losses[line["step"]], **_gtd(line)} for line in run.health() if line["step"] in losses]
+
+
+def epochs(results: Results, model: Trained, task: str) -> list[dict[str, float]]:
+    """Epochs of a fine-tuning run with their GTD."""
+    metric = (results.tuned(model, task) or {}).get("metric", "accuracy")
+    return [
+        {"score": line[f"eval_{metric}"], **_gtd(health)}
+        for line, health in results.epochs(model, task)
+        if f"eval_{metric}" in line
+    ]
+
+
+def _gtd(health: Mapping[str, object]) -> dict[str, float]:
+    statistics = health["statistics"]
+    assert isinstance(statistics, Mapping)
+    found = {"gtd": float(np.mean(statistics["gtd"]))}
+    across = health.get(CROSS_LAYER)
+    if isinstance(across, list) and across:
+        found[CROSS_LAYER] = float(np.mean(across))
+    return found
+
+
+def correlation_in_words(points: Sequence[Mapping[str, float]], statistic: str) -> str:
+    """``-0.91 (p = 0.001, 16)``, or why there is none."""
+    pairs = [(point[statistic], point["score"]) for point in points if statistic in point]
+    try:
+        found = pearson([x for x, _ in pairs], [y for _, y in pairs])
+    except ValueError:
+        return f"none ({len(pairs)} points)"
+    return f"{found.r:+.2f} (p = {found.p:.2g}, {found.checkpoints} points)"
+
+
+def has_any(values: Values) -> bool:
+    return any(values.values())
+
+
+def methods_of(experiment: Experiment, family: str = "bert") -> tuple[str, ...]:
+    methods: tuple[str, ...] = getattr(experiment, family)
+    return methods

@@ -1,0 +1,182 @@
+"""The pages of the paper's figures."""
+
+from __future__ import annotations
+
+from saobp.lab.drawing import correlations, curves, map_grid, scatter_with_margins
+from saobp.lab.measures import unpacked
+from saobp.lab.methods import METHODS
+from saobp.lab.page import Page
+from saobp.lab.pages.common import (
+    by_layer,
+    checkpoints,
+    correlation_in_words,
+    epochs,
+    last_layer_by_head,
+    methods_of,
+)
+from saobp.lab.plan import Trained
+from saobp.lab.results import Results
+from saobp.lab.statistics import paired_gain
+from saobp.metrics.correlation import pearson
+
+NOTHING = "Not run: no model of this experiment has been measured yet."
+
+
+def attention_maps(results: Results, page: Page) -> None:
+    rows = {}
+    for model in results.models():
+        taken = results.measured(model, "maps")
+        if taken is None:
+            continue
+        if model.recipe.refinement is None:
+            rows[model.method.title] = unpacked(taken["after"])
+        else:
+            rows[f"{model.method.title}\nbefore"] = unpacked(taken["before"])
+            rows[f"{model.method.title}\nafter"] = unpacked(taken["after"])
+    if not rows:
+        page.say(NOTHING)
+        return
+    page.say(
+        "The last layer of the seed-42 models on one SQuAD text. 'before' is the softmax of the scores that "
+        "the trained model computes, 'after' the rows that it uses; both are of the same model."
+    )
+    page.figure("maps", map_grid(rows), "Attention, on a logarithmic scale of colours.")
+
+
+def sparsity_maps(results: Results, page: Page) -> None:
+    rows, shares = {}, []
+    for model in results.models():
+        taken = results.measured(model, "maps")
+        if taken is not None:
+            maps = unpacked(taken["after"])
+            sparse = maps < 1 / maps.shape[-1]
+            rows[model.method.title] = 1.0 - sparse
+            shares.append([model.name, f"{sparse.mean():.3f}", *(f"{head.mean():.3f}" for head in sparse)])
+    if not rows:
+        page.say(NOTHING)
+        return
+    heads = max(len(row) for row in shares) - 2
+    page.table(("run", "sparsity", *(f"head {head}" for head in range(heads))), shares)
+    page.say(
+        "Entries of at least 1/length are white, the others black. One text: an illustration, no evidence."
+    )
+    page.figure("maps", map_grid(rows, binary=True), "Sparsity of the last layer on one SQuAD text.")
+
+
+def gtd_graph(results: Results, page: Page) -> None:
+    series: dict[str, dict[str, list[tuple[float, float]]]] = {"clustering": {}, "betweenness": {}}
+    rows, notes = [], {}
+    for measure, theirs in (("clustering", "+0.70"), ("betweenness", "-0.43")):
+        everything: list[tuple[float, float]] = []
+        for model in results.models():
+            taken = results.measured(model, "race-middle")
+            if taken is None:
+                continue
+            points = [(point["gtd"], point[measure]) for point in taken["points"]]
+            series[measure].setdefault(model.method.title, []).extend(points)
+            everything += points
+            rows.append([measure, model.name, theirs, _r(points)])
+        notes[measure] = f"r = {_r(everything)}; the paper: {theirs}"
+    if not rows:
+        page.say(NOTHING)
+        return
+    page.table(("measure", "run", "paper, r", "ours, r (p, pairs)"), rows)
+    page.say(
+        "A point is a pair of a RACE-Middle text and a head, 1,500 of them a model, drawn evenly. Graphs: an "
+        "edge where the symmetrised weight exceeds 1e-4, on 40 tokens drawn from the text."
+    )
+    page.figure("points", scatter_with_margins(series, "GTD", notes), "GTD against CC and BC.")
+
+
+def _r(points: list[tuple[float, float]]) -> str:
+    try:
+        found = pearson([x for x, _ in points], [y for _, y in points])
+    except ValueError:
+        return "none"
+    return f"{found.r:+.2f} (p = {found.p:.1g}, {found.checkpoints})"
+
+
+def gtd_performance(results: Results, page: Page) -> None:
+    series: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    notes, rows = {}, []
+    for score in ("held-out perplexity", *results.experiment.tasks):
+        everything = []
+        for model in results.models():
+            points = _points(results, model, score)
+            pairs = [(point["gtd"], point["score"]) for point in points]
+            series.setdefault(score, {}).setdefault(model.method.title, []).extend(pairs)
+            everything += points
+            if points:
+                rows.append([score, model.name, correlation_in_words(points, "gtd")])
+        notes[score] = correlation_in_words(everything, "gtd") if everything else "not run"
+    series = {score: methods for score, methods in series.items() if any(methods.values())}
+    if not series:
+        page.say(NOTHING)
+        return
+    page.say(
+        "A dot is a checkpoint: an evaluation during pretraining for perplexity, an epoch of fine-tuning for "
+        "a task. Dots of one run follow each other in time, so r says that both change while a model learns, "
+        "no more."
+    )
+    page.figure("checkpoints", correlations(series, "GTD", notes), "GTD against performance.")
+    page.table(("score", "run", "r of GTD and score"), rows)
+
+
+def _points(results: Results, model: Trained, score: str) -> list[dict[str, float]]:
+    if score == "held-out perplexity":
+        return checkpoints(results, model)
+    return epochs(results, model, score)
+
+
+def layers(results: Results, page: Page) -> None:
+    _profile(results, page, "race-middle")
+
+
+def squad_profile(results: Results, page: Page) -> None:
+    _profile(results, page, "squad")
+
+
+def sst2_profile(results: Results, page: Page) -> None:
+    _profile(results, page, "sst2")
+
+
+def _profile(results: Results, page: Page, measure: str) -> None:
+    """GTD, indirect and attention entropy by layer, and the last layer's entropy by head."""
+    drawn = {
+        "GTD": by_layer(results, measure, "gtd"),
+        "indirect entropy (nats)": by_layer(results, measure, "indirect_entropy"),
+        "positional entropy (nats)": by_layer(results, measure, "attention_entropy"),
+        "entropy of last-layer heads": last_layer_by_head(results, measure, "attention_entropy"),
+    }
+    if not drawn["GTD"]:
+        page.say(NOTHING)
+        return
+    page.say(
+        "Pretrained models, means over seeds with their range. Positional entropy is the row entropy of "
+        "attention, averaged over positions, texts and heads."
+    )
+    page.figure("layers", curves(drawn, {"entropy of last-layer heads": "head"}), f"Layers on {measure}.")
+    for statistic, title in (("gtd", "GTD"), ("attention_entropy", "entropy")):
+        values = results.values(
+            lambda model, statistic=statistic: _deepest(results, model, measure, statistic)  # type: ignore[misc]
+        )
+        page.compare(f"{title}, last layer", values, digits=3, methods=methods_of(results.experiment))
+        if statistic == "attention_entropy":
+            gain = paired_gain(values.get("high", {}), values.get("original", {}))
+            status = (
+                "not run" if gain is None
+                else "could not be decided" if gain.verdict == "undecided"
+                else "reproduces" if gain.verdict == "gain" else "does not reproduce"
+            )  # fmt: skip
+            words = f"{METHODS['high'].title} keeps the last layer's entropy above Original's on {measure}"
+            detail = "no runs" if gain is None else f"{gain.difference:+.3f} nats"
+            page.claim(words, status, detail)  # type: ignore[arg-type]
+    page.compared()
+
+
+def _deepest(results: Results, model: Trained, measure: str, statistic: str) -> float | None:
+    taken = results.measured(model, measure)
+    if taken is None:
+        return None
+    heads = taken["layers"][statistic][-1]
+    return float(sum(heads) / len(heads))

@@ -1,0 +1,167 @@
+"""The pages of the questions that the paper leaves open."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from saobp.data.tasks import ALL
+from saobp.lab.drawing import dots, head_grid
+from saobp.lab.methods import METHODS
+from saobp.lab.page import Page, gain_in_words
+from saobp.lab.pages.common import BUDGET, has_any, mean_of, methods_of, titled
+from saobp.lab.paper import paper_values
+from saobp.lab.results import Results, Values
+from saobp.lab.statistics import Gain, Status
+
+
+def decoder_leak(results: Results, page: Page) -> None:
+    page.say(BUDGET)
+    methods = methods_of(results.experiment, "gpt2")
+    held_out = results.values(results.perplexity, "gpt2")
+    moved = results.values(lambda model: (results.measured(model, "leak") or {}).get("moved"), "gpt2")
+    text = results.values(
+        lambda model: ((results.measured(model, "zero-shot") or {}).get("wikitext") or {}).get("perplexity"),
+        "gpt2",
+    )
+    gains = page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods)
+    page.compare("WikiText-2 perplexity", text, higher_is_better=False, methods=methods)
+    page.compare("first half moved by the second", moved, higher_is_better=False, digits=4, methods=methods)
+    page.compared()
+    page.say(
+        "'first half moved' is how far the states of the first half of a text move, relative to their size, "
+        "when its second half is replaced: 0 for a causal model. A model whose states move has seen what it "
+        "has to predict, and its perplexity measures something else."
+    )
+    _answer(page, "The paper form has a lower perplexity than Original", gains.get("paper"))
+    _answer(
+        page,
+        "The strict form, which leaks nothing, has a lower perplexity than Original",
+        gains.get("strict"),
+    )
+    if has_any(held_out):
+        drawn = {"held-out perplexity": titled(held_out), "first half moved": titled(moved)}
+        page.figure("leak", dots(drawn), "Perplexity, and what leaks.")
+
+
+def printed_forms(results: Results, page: Page) -> None:
+    page.say(BUDGET)
+    size, methods = results.plan.scale.size, methods_of(results.experiment)
+    forms = {"high-listing": "high", "low-listing": "low", "elemmul-prior": "elemmul"}
+    drawn = {}
+    held_out = results.values(results.perplexity)
+    page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods, digits=3)
+    drawn["held-out perplexity"] = titled(held_out)
+    measures: list[tuple[str, Values, str, int, bool, bool]] = [
+        ("GTD", mean_of(results, "race-middle", "gtd"), "gtd", 3, True, False),
+        (
+            "indirect entropy",
+            mean_of(results, "race-middle", "indirect_entropy"),
+            "indirect_entropy",
+            3,
+            True,
+            False,
+        ),
+        (
+            "RACE-Middle accuracy",
+            results.values(lambda model: results.score(model, "race-middle")),
+            "race_middle_acc",
+            2,
+            True,
+            results.is_partial("race-middle"),
+        ),
+    ]
+    for title, values, column, digits, higher, partial in measures:
+        paper = paper_values("gtd_race_middle", column, size)
+        paper |= {listed: paper[printed] for listed, printed in forms.items() if printed in paper}
+        page.compare(
+            title, values, paper, digits=digits, higher_is_better=higher, partial=partial, methods=methods,
+            claims=methods[1:],
+        )  # fmt: skip
+        drawn[title] = titled(values)
+    page.compared()
+    page.say(
+        "The equation multiplies messages over nodes (High, Low); the listing multiplies over the labels of "
+        "one row, which cancels ('as listed'). The printed ElemMul has no prior. Each form is set beside the "
+        "paper's row of that name; which one the authors ran is not known."
+    )
+    if has_any(held_out):
+        page.figure("forms", dots(drawn), "The printed forms, by seed.")
+
+
+def strengths(results: Results, page: Page) -> None:
+    page.say(BUDGET)
+    values = results.values(results.perplexity)
+    methods = methods_of(results.experiment)
+    gains = page.compare("held-out perplexity", values, higher_is_better=False, digits=3, methods=methods)
+    page.compared()
+    for key in methods[1:]:
+        _answer(page, f"{METHODS[key].title} has a lower perplexity than Original", gains.get(key), digits=3)
+    if has_any(values):
+        page.figure("perplexity", dots({"held-out perplexity": titled(values)}), "Matched tokens, by seed.")
+
+
+def learned(results: Results, page: Page) -> None:
+    page.say(f"{BUDGET} Strengths start at 0, one per head, and may take either sign; negative ones attract.")
+    drawn = {}
+    for family, elsewhere, words in (
+        ("bert", None, "held-out perplexity"),
+        *(("bert", corpus, f"held-out perplexity, {corpus} alone") for corpus in results.experiment.corpora),
+        ("gpt2", None, "held-out perplexity, strict causal"),
+    ):
+        values = results.values(results.perplexity, family, elsewhere)
+        gains = page.compare(
+            words, values, higher_is_better=False, digits=3, methods=methods_of(results.experiment, family)
+        )
+        _answer(page, f"Learned strengths lower {words}", gains.get("learned"), digits=3)
+        if has_any(values):
+            drawn[words] = titled(values)
+    for task in ALL:
+        scores = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
+        gains = page.compare(
+            task, scores, partial=results.is_partial(task), methods=methods_of(results.experiment)
+        )
+        _answer(page, f"Learned strengths raise {task} after fine-tuning", gains.get("learned"))
+    page.compared()
+    if drawn:
+        page.figure("perplexity", dots(drawn), "Original against learned strengths, by seed.")
+    for family in ("bert", "gpt2"):
+        grids = {
+            f"seed {model.seed}": np.array(results.run(model).result["strengths"])
+            for model in results.models(family)
+            if model.method.key == "learned" and results.run(model).result.get("strengths")
+        }
+        if grids:
+            signs = np.concatenate([grid.flatten() for grid in grids.values()])
+            page.say(
+                f"{family}: {int((signs > 0).sum())} of {signs.size} heads ended on repulsion (above 0), "
+                f"{int((signs < 0).sum())} on attraction."
+            )
+            page.figure(f"strengths-{family}", head_grid(grids, "strength"), f"Learned strengths, {family}.")
+
+
+def steps(results: Results, page: Page) -> None:
+    page.say(BUDGET)
+    values = results.values(results.perplexity)
+    methods = methods_of(results.experiment)
+    page.compare("held-out perplexity", values, higher_is_better=False, digits=3, methods=methods)
+    more = page.compare(
+        "held-out perplexity, against one step", values, base="high", higher_is_better=False, digits=3,
+        methods=("high", "two-steps", "three-steps"),
+    )  # fmt: skip
+    page.compared()
+    for key in ("two-steps", "three-steps"):
+        _answer(page, f"{METHODS[key].title} has a lower perplexity than one step", more.get(key), digits=3)
+    if has_any(values):
+        page.figure("perplexity", dots({"held-out perplexity": titled(values)}), "Steps, by seed.")
+
+
+def _answer(page: Page, words: str, gain: Gain | None, digits: int = 2) -> None:
+    """The answer to a question of the form 'is it better': yes is 'reproduces'."""
+    status: Status
+    if gain is None:
+        status = "not run"
+    elif gain.verdict == "undecided":
+        status = "could not be decided"
+    else:
+        status = "reproduces" if gain.verdict == "gain" else "does not reproduce"
+    page.claim(words, status, gain_in_words(gain, digits) or "no runs")

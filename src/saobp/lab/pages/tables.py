@@ -1,0 +1,334 @@
+"""The pages of the paper's tables."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from saobp.data.tasks import GLUE
+from saobp.lab.drawing import dots
+from saobp.lab.methods import METHODS
+from saobp.lab.page import Page
+from saobp.lab.pages.common import (
+    BUDGET,
+    checkpoints,
+    correlation_in_words,
+    epochs,
+    has_any,
+    mean_of,
+    methods_of,
+    titled,
+    titled_paper,
+)
+from saobp.lab.paper import paper_table, paper_values
+from saobp.lab.plan import Trained
+from saobp.lab.results import Results, Values
+from saobp.lab.statistics import Spread, spread
+from saobp.metrics.health import CROSS_LAYER
+
+
+def pretraining(results: Results, page: Page) -> None:
+    page.say(BUDGET)
+    values = results.values(results.perplexity)
+    page.compare(
+        "held-out perplexity",
+        values,
+        higher_is_better=False,
+        digits=3,
+        methods=methods_of(results.experiment),
+    )
+    page.compared()
+    if has_any(values):
+        page.figure(
+            "perplexity", dots({"held-out perplexity": titled(values)}), "Held-out masked perplexity."
+        )
+
+
+def gtd(results: Results, page: Page) -> None:
+    page.say(BUDGET)
+    page.say(
+        "GTD and the others are means over all layers and heads of the pretrained models on up to "
+        f"{results.plan.scale.texts} validation texts of RACE-Middle, cut to {results.plan.scale.length} "
+        "tokens, the length of pretraining. Accuracy is of fine-tuning, last epoch."
+    )
+    size, methods = results.plan.scale.size, methods_of(results.experiment)
+    drawn, crosses = {}, {}
+    for statistic, title, higher, digits in (
+        ("gtd", "GTD", True, 3),
+        ("indirect_entropy", "indirect entropy", True, 3),
+        ("clustering", "CC", False, 3),
+        ("betweenness", "BC", False, 2),
+    ):
+        values = mean_of(results, "race-middle", statistic)
+        paper = paper_values("gtd_race_middle", statistic, size)
+        page.compare(
+            title, values, paper, higher_is_better=higher, digits=digits, claims=("high", "low", "elemmul"),
+            methods=methods,
+        )  # fmt: skip
+        drawn[title], crosses[title] = titled(values), titled_paper(paper)
+    scores = results.values(lambda model: results.score(model, "race-middle"))
+    paper = paper_values("gtd_race_middle", "race_middle_acc", size)
+    partial = results.is_partial("race-middle")
+    page.compare(
+        "accuracy", scores, paper, partial=partial, claims=("high", "low", "elemmul"), methods=methods
+    )
+    drawn["accuracy"], crosses["accuracy"] = titled(scores), {} if partial else titled_paper(paper)
+    page.compared()
+    if any(any(one.values()) for one in drawn.values()):
+        page.figure("measures", dots(drawn, crosses), "Table 1 of the paper, ours by seed.")
+
+
+def tasks(results: Results, page: Page) -> None:
+    page.say(f"{BUDGET} Scores are of the last epoch.")
+    size, methods = results.plan.scale.size, methods_of(results.experiment)
+    whole = [task for task in GLUE if not results.is_partial(task)]
+    drawn, crosses = {}, {}
+    average = glue_average(results, whole) if whole else {}
+    theirs = paper_average(size, whole)
+    title = f"GLUE, mean of {', '.join(whole)}" if whole else "GLUE"
+    page.compare(title, average, theirs, claims=("high", "low", "elemmul"), methods=methods)
+    drawn["GLUE, complete tasks"], crosses["GLUE, complete tasks"] = titled(average), titled_paper(theirs)
+    for task, column in (("hellaswag", "hellaswag"), ("race-middle", "race_middle"), ("squad", "squad")):
+        values = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
+        paper, partial = paper_values("tasks", column, size), results.is_partial(task)
+        page.compare(task, values, paper, partial=partial, claims=("high", "low", "elemmul"), methods=methods)
+        drawn[task], crosses[task] = titled(values), {} if partial else titled_paper(paper)
+    page.compared()
+    page.say(
+        "The paper's own GLUE averages for Small in this table (54.03 for Original) differ from those of its "
+        "appendix (56.63). Above, its average is taken over the same tasks as ours, from the appendix."
+    )
+    if any(any(one.values()) for one in drawn.values()):
+        page.figure("scores", dots(drawn, crosses), "Scores after fine-tuning, by seed.")
+
+
+def glue(results: Results, page: Page) -> None:
+    page.say(f"{BUDGET} Scores are of the last epoch: Matthews for CoLA, Spearman for STS-B, else accuracy.")
+    size, methods = results.plan.scale.size, methods_of(results.experiment)
+    drawn, crosses = {}, {}
+    for task in GLUE:
+        values = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
+        paper, partial = paper_values("glue", task, size), results.is_partial(task)
+        page.compare(task, values, paper, partial=partial, claims=("high",), methods=methods)
+        drawn[task], crosses[task] = titled(values), {} if partial else titled_paper(paper)
+    page.compared()
+    if any(any(one.values()) for one in drawn.values()):
+        page.figure("scores", dots(drawn, crosses), "GLUE after fine-tuning, by seed.")
+
+
+def glue_average(results: Results, names: list[str]) -> Values:
+    """Mean score over tasks, for models that have all of them."""
+
+    def of(model: Trained) -> float | None:
+        scores = [results.score(model, task) for task in names]
+        return None if None in scores else float(np.mean([score for score in scores if score is not None]))
+
+    return results.values(of)
+
+
+def paper_average(size: str, names: list[str]) -> dict[str, float]:
+    """The paper's mean over the same tasks, by factor."""
+    rows = [row for row in paper_table("glue") if row["size"] == size] if names else []
+    return {row["factor"]: float(np.mean([float(row[name]) for name in names])) for row in rows}
+
+
+def baselines(results: Results, page: Page) -> None:
+    page.say(f"{BUDGET} Here gains are those of High over each of the others; the paper has BERT-Small only.")
+    rows = {row["method"]: row for row in paper_table("baselines_small")}
+    keys = {"high": "high", "entropy_reg": "entropy", "eigen_reg": "eigen"}
+    small = results.plan.scale.size == "small"
+
+    def theirs(column: str) -> dict[str, float]:
+        return {keys[name]: float(row[column]) for name, row in rows.items()} if small else {}
+
+    methods, regularized = methods_of(results.experiment), ("entropy", "eigen")
+    drawn = {}
+    for kind, title in (
+        ("pseudo", "WikiText-2 pseudo-perplexity"),
+        ("masked", "WikiText-2 masked perplexity"),
+    ):
+        values = results.values(lambda model, kind=kind: _wikitext(results, model, kind))  # type: ignore[misc]
+        paper = theirs("wikitext_ppl") if kind == "pseudo" else {}
+        page.compare(
+            title, values, paper, base="high", higher_is_better=False, methods=methods, claims=regularized
+        )
+        drawn[title] = titled(values)
+    for task, column in (("qnli", "qnli_acc"), ("squad", "squad_acc")):
+        values = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
+        partial = results.is_partial(task)
+        page.compare(
+            task, values, theirs(column), base="high", partial=partial, methods=methods, claims=regularized
+        )
+        drawn[task] = titled(values)
+    held_out = results.values(results.perplexity)
+    page.compare("held-out perplexity", held_out, base="high", higher_is_better=False, methods=methods)
+    drawn["held-out perplexity"] = titled(held_out)
+    page.compared()
+    if has_any(held_out):
+        page.figure("scores", dots(drawn), "High against the regularizers, by seed.")
+
+
+def _wikitext(results: Results, model: Trained, kind: str) -> float | None:
+    taken = results.measured(model, "wikitext")
+    return None if taken is None else float(taken[kind]["perplexity"])
+
+
+def decoders(results: Results, page: Page) -> None:
+    page.say(BUDGET)
+    page.say(
+        "The paper's decoder hears later tokens while it predicts them (see decoder-leak): its row is "
+        "compared with our paper form. RACE-Middle asks every one of the test questions; prompts and windows "
+        "have the length of pretraining."
+    )
+    size, methods = results.plan.scale.size, methods_of(results.experiment, "gpt2")
+    drawn = {}
+    for measure, key, column, higher in (
+        ("wikitext", "perplexity", "wikitext_ppl", False),
+        ("race-middle", "accuracy", "race_middle", True),
+        ("boolq", "accuracy", "boolq", True),
+    ):
+        values = results.values(
+            lambda model, measure=measure, key=key: _zero_shot(results, model, measure, key),  # type: ignore[misc]
+            "gpt2",
+        )
+        paper = {
+            {"high": "paper"}.get(name, name): value
+            for name, value in paper_values("decoder", column, size).items()
+        }
+        page.compare(measure, values, paper, higher_is_better=higher, claims=("paper",), methods=methods)
+        drawn[measure] = titled(values)
+    held_out = results.values(results.perplexity, "gpt2")
+    page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods)
+    drawn["held-out perplexity"] = titled(held_out)
+    page.compared()
+    if has_any(held_out):
+        page.figure("scores", dots(drawn), "Decoders, by seed.")
+
+
+def _zero_shot(results: Results, model: Trained, measure: str, key: str) -> float | None:
+    taken = results.measured(model, "zero-shot")
+    return None if taken is None else float(taken[measure][key])
+
+
+def gtd_correlation(results: Results, page: Page) -> None:
+    page.say(
+        "Pearson correlation of GTD, within layers and across layers, with a score over checkpoints: "
+        "evaluations during pretraining for perplexity, epochs of fine-tuning for the tasks. Perplexity is "
+        "on held-out rows of the pretraining texts, not on WikiText, because models are not kept at every "
+        "evaluation. Points of one run follow each other in time, so p is too small: whatever rises while a "
+        "model learns correlates."
+    )
+    paper = {row["gtd"]: row for row in paper_table("gtd_correlation")}
+    columns = {"perplexity": "wikitext_ppl", "sst2": "sst2_acc", "hellaswag": "hellaswag_acc",
+               "race-middle": "race_middle_acc"}  # fmt: skip
+    mini = results.plan.scale.size == "mini"
+    rows = []
+    for score, column in columns.items():
+        for key in methods_of(results.experiment):
+            models = [model for model in results.models() if model.method.key == key]
+            points = [
+                point
+                for model in models
+                for point in (
+                    checkpoints(results, model) if score == "perplexity" else epochs(results, model, score)
+                )
+            ]
+            rows.append(
+                [
+                    score,
+                    METHODS[key].title,
+                    paper["single"][column] if mini else "",
+                    correlation_in_words(points, "gtd") if points else "not run",
+                    paper["cross"][column] if mini else "",
+                    correlation_in_words(points, CROSS_LAYER) if points else "not run",
+                ]
+            )
+    page.table(("score", "method", "paper, single", "ours, single", "paper, across", "ours, across"), rows)
+
+
+def sparsity(results: Results, page: Page) -> None:
+    page.say(BUDGET)
+    page.say(
+        "Share of entries below 1/length, on SQuAD texts. The paper names neither its threshold nor its "
+        "layers, so only the direction compares. 'last layer' is the deepest one, 'all layers' the mean over "
+        "all."
+    )
+    size, methods = results.plan.scale.size, methods_of(results.experiment)
+    row = next((row for row in paper_table("sparsity") if row["size"] == size), None)
+    paper = {} if row is None else {name: float(row[name]) for name in ("original", "high")}
+
+    def deepest(model: Trained) -> float | None:
+        taken = results.measured(model, "squad")
+        return None if taken is None else float(np.mean(taken["layers"]["sparsity"][-1]))
+
+    last, every = results.values(deepest), mean_of(results, "squad", "sparsity")
+    page.compare(
+        "last layer", last, paper, higher_is_better=False, digits=3, claims=("high",), methods=methods
+    )
+    page.compare("all layers", every, higher_is_better=False, digits=3, methods=methods)
+    page.compared()
+    if has_any(last):
+        drawn = {"last layer": titled(last), "all layers": titled(every)}
+        page.figure("sparsity", dots(drawn, {"last layer": titled_paper(paper)}), "Sparsity, by seed.")
+
+
+def cost(results: Results, page: Page) -> None:
+    page.say(
+        "The paper's times are of another machine and batch (its training numbers fit 32 x 128 tokens a "
+        "step), so only ratios to Original compare. Training: tokens a second in the pretraining runs "
+        "themselves, evaluations left out. Inference: a forward pass of 32 x 128 tokens, in bfloat16 on a "
+        "GPU, with the launches of the Python program ('ms') and without ('graph ms'). FLOPs are not "
+        "counted: fused kernels hide them from counters. [Performance](../../docs/performance.md) measures "
+        "kernels and steps by themselves."
+    )
+    size = results.plan.scale.size
+    theirs = {row["factor"]: row for row in paper_table("cost") if row["size"] == size}
+    rates = results.values(results.speed)
+    forward, graph = (
+        results.values(lambda model, name=name: (results.measured(model, "cost") or {}).get(name))  # type: ignore[misc]
+        for name in ("milliseconds", "graph_milliseconds")
+    )
+    rows = []
+    for key in methods_of(results.experiment):
+        rate, base = _mean(rates, key), _mean(rates, "original")
+        paper, plain = theirs.get(key), theirs.get("original")
+        rows.append(
+            [
+                METHODS[key].title,
+                "not run" if rate is None else f"{rate / 1e6:.2f}",
+                _ratio(base, rate),
+                _ratio(_cell(paper, "train_ms_per_step"), _cell(plain, "train_ms_per_step")),
+                _number(_mean(forward, key)),
+                _number(_mean(graph, key)),
+                _ratio(_mean(forward, key), _mean(forward, "original")),
+                _ratio(_mean(graph, key), _mean(graph, "original")),
+                _ratio(_cell(paper, "infer_ms_per_batch"), _cell(plain, "infer_ms_per_batch")),
+            ]
+        )
+    headers = ("method", "training, M tokens/s", "time / Original", "paper", "forward, ms", "graph, ms")
+    page.table((*headers, "forward / Original", "graph / Original", "paper"), rows)
+    if has_any(rates):
+        drawn = {
+            "training, M tokens/s": {
+                t: {s: v / 1e6 for s, v in own.items()} for t, own in titled(rates).items()
+            }
+        }
+        if has_any(forward):
+            drawn["forward, ms"] = titled(forward)
+        page.figure("cost", dots(drawn), "Speed on the machine of the runs.")
+
+
+def _mean(values: Values, key: str) -> float | None:
+    found: Spread | None = spread(values.get(key, {}).values())
+    return None if found is None else found.mean
+
+
+def _ratio(part: float | None, whole: float | None) -> str:
+    return f"{part / whole:.2f}" if part and whole else ""
+
+
+def _cell(row: dict[str, str] | None, column: str) -> float | None:
+    return None if row is None else float(row[column])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

@@ -1,0 +1,120 @@
+"""The numbers that runs, fine-tuning and measurements have left, by method and seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saobp.lab.experiments import Experiment
+from saobp.lab.plan import Measured, Plan, Trained, Tuned
+from saobp.training.files import read_json
+from saobp.training.runs import RunFolder
+
+Values = dict[str, dict[int, float]]
+"""By method, then by seed."""
+EPOCH = "last"
+"""Scores are those of the last epoch: the best one is chosen by the rows that it is scored on."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What is there of an experiment; nothing is run, and what is missing is left out."""
+
+    plan: Plan
+    experiment: Experiment
+    runs: Path
+
+    def models(self, family: str = "bert", elsewhere: str | None = None) -> list[Trained]:
+        """Models of the experiment whose runs are finished."""
+        return [
+            model
+            for model in self.plan.models_of(self.experiment)
+            if model.family == family and model.elsewhere == elsewhere and self.run(model).is_finished
+        ]
+
+    def run(self, model: Trained) -> RunFolder:
+        return RunFolder(model.folder(self.runs))
+
+    def values(
+        self,
+        of: Callable[[Trained], float | None],
+        family: str = "bert",
+        elsewhere: str | None = None,
+    ) -> Values:
+        """One number of each model, where there is one; methods in the order of the experiment."""
+        found: Values = {}
+        for model in self.models(family, elsewhere):
+            value = of(model)
+            if value is not None:
+                found.setdefault(model.method.key, {})[model.seed] = value
+        return found
+
+    def perplexity(self, model: Trained) -> float | None:
+        """On held-out rows at the end of pretraining."""
+        return self.run(model).result["eval_perplexity"]
+
+    def speed(self, model: Trained) -> float | None:
+        """Tokens a second in training."""
+        return self.run(model).result["tokens_per_second"]
+
+    def measured(self, model: Trained, measure: str) -> dict[str, Any] | None:
+        path = Measured(model, measure).file(self.runs)
+        return read_json(path) if path.exists() else None
+
+    def tuned(self, model: Trained, task: str) -> dict[str, Any] | None:
+        path = Tuned(model, task).folder(self.runs) / "result.json"
+        return read_json(path) if path.exists() else None
+
+    def score(self, model: Trained, task: str) -> float | None:
+        """Of the last epoch, in percent."""
+        found = self.tuned(model, task)
+        return None if found is None else found[EPOCH]["mean"]
+
+    def is_partial(self, task: str) -> bool:
+        """Whether any model was fine-tuned on a part of the task or on stand-ins."""
+        found = (self.tuned(model, task) for model in self.models())
+        return any(one["partial"] for one in found if one is not None)
+
+    def epochs(self, model: Trained, task: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Metrics and health of each epoch of a fine-tuning run."""
+        folder = Tuned(model, task).folder(self.runs)
+        run = RunFolder(folder / f"seed-{model.seed}")
+        health = {line["step"]: line for line in run.health()}
+        for line in run.metrics():
+            if line["step"] in health and any(name.startswith("eval_") for name in line):
+                yield line, health[line["step"]]
+
+    def records(self) -> list[dict[str, Any]]:
+        """The record of every run behind the experiment's page."""
+        found = []
+        for family in ("bert", "gpt2"):
+            for elsewhere in (None, *self.experiment.corpora):
+                for model in self.models(family, elsewhere):
+                    run = self.run(model)
+                    found.append({"run": model.name, "kind": "pretrain", **run.record, "result": run.result})
+                    found += self._later_records(model)
+        return found
+
+    def _later_records(self, model: Trained) -> list[dict[str, Any]]:
+        found = []
+        for task in self.experiment.tasks if model.elsewhere is None else ():
+            run = RunFolder(Tuned(model, task).folder(self.runs) / f"seed-{model.seed}")
+            if run.is_finished:
+                name = Tuned(model, task).name
+                found.append({"run": name, "kind": "finetune", **run.record, "result": run.result})
+        for measure in self.experiment.measures if model.elsewhere is None else ():
+            taken = self.measured(model, measure)
+            if taken is not None:
+                kept = ("model", "commit", "environment", "seconds", "data", "texts", "length")
+                own = {name: taken[name] for name in kept if name in taken}
+                found.append({"run": Measured(model, measure).name, "kind": "measure", **own})
+        return found
+
+    def missing(self) -> list[str]:
+        """Names of what the experiment would still need."""
+        one = Plan([self.experiment], self.plan.scale, self.plan.seeds)
+        names = [model.name for model in one.trained() if not self.run(model).is_finished]
+        names += [t.name for t in one.tuned() if not (t.folder(self.runs) / "result.json").exists()]
+        return names + [m.name for m in one.measured() if not m.file(self.runs).exists()]

@@ -1,0 +1,95 @@
+"""What a difference between methods means: one place decides what is called a gain."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from scipy import stats
+
+CONFIDENCE = 0.95
+LEAST_PAIRS = 3
+"""With fewer, a difference decides nothing."""
+
+Verdict = Literal["gain", "loss", "no gain", "undecided"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and standard deviation over seeds; the deviation of one seed is not known."""
+
+    mean: float
+    deviation: float | None
+    seeds: int
+
+
+def spread(values: Iterable[float]) -> Spread | None:
+    """Of nothing, None."""
+    found = list(values)
+    if not found:
+        return None
+    deviation = statistics.stdev(found) if len(found) > 1 else None
+    return Spread(math.fsum(found) / len(found), deviation, len(found))
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much better a method is than another, in pairs of the same seed.
+
+    difference: mean of the paired differences, method less base
+    low, high:  95 % t interval of that mean; None with a single pair
+    """
+
+    difference: float
+    low: float | None
+    high: float | None
+    pairs: int
+    verdict: Verdict
+
+
+def paired_gain(
+    method: Mapping[int, float], base: Mapping[int, float], *, higher_is_better: bool = True
+) -> Gain | None:
+    """Compare by seeds that both have; None where there is none.
+
+    A gain or loss is one whose interval leaves zero out. A difference within the spread is no gain. With
+    fewer than three pairs nothing is decided.
+    """
+    seeds = sorted(set(method) & set(base))
+    if not seeds:
+        return None
+    differences = [method[seed] - base[seed] for seed in seeds]
+    count, mean = len(seeds), math.fsum(differences) / len(seeds)
+    if count == 1:
+        return Gain(mean, None, None, 1, "undecided")
+    error = statistics.stdev(differences) / math.sqrt(count)
+    reach = float(stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1)) * error
+    low, high = mean - reach, mean + reach
+    return Gain(mean, low, high, count, _verdict(low, high, count, higher_is_better))
+
+
+def _verdict(low: float, high: float, pairs: int, higher_is_better: bool) -> Verdict:
+    if not (math.isfinite(low) and math.isfinite(high)) or pairs < LEAST_PAIRS:
+        return "undecided"
+    if low <= 0 <= high:
+        return "no gain"
+    return "gain" if (low > 0) == higher_is_better else "loss"
+
+
+Status = Literal["reproduces", "does not reproduce", "could not be decided", "not run"]
+
+
+def claim_status(paper: float, gain: Gain | None, *, higher_is_better: bool = True) -> Status:
+    """Whether a difference that the paper reports is seen here too.
+
+    ``paper``: its difference, method less base; one of zero claims that there is none.
+    """
+    if gain is None:
+        return "not run"
+    if gain.verdict == "undecided":
+        return "could not be decided"
+    wanted = "no gain" if paper == 0 else "gain" if (paper > 0) == higher_is_better else "loss"
+    return "reproduces" if gain.verdict == wanted else "does not reproduce"

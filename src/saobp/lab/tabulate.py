@@ -1,0 +1,107 @@
+"""The stage that writes: a page for each experiment, and the overview of all that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from saobp.lab.experiments import EXPERIMENTS
+from saobp.lab.page import ANSWERS, Page, markdown_table
+from saobp.lab.pages import PAGES
+from saobp.lab.plan import Plan
+from saobp.lab.results import Results
+from saobp.lab.scales import SCALES
+from saobp.lab.statistics import Status
+from saobp.training.files import read_json
+
+STORY = "story.md"
+"""A page that someone wrote; where it lies in a results folder, the overview opens with it."""
+SECTIONS: dict[Status, str] = {
+    "reproduces": "What reproduces",
+    "does not reproduce": "What does not reproduce",
+    "could not be decided": "What could not be decided",
+}
+
+
+def tabulate(plan: Plan, runs: Path, out: Path) -> list[Path]:
+    """Write the pages of the plan's experiments that have any run, and the overview."""
+    written = []
+    for experiment in plan.experiments:
+        results = Results(plan, experiment, runs)
+        records = results.records()
+        if records:
+            page = Page(experiment, plan.scale)
+            PAGES[experiment.name](results, page)
+            written += page.write(out, records, results.missing())
+    return [*written, write_overview(out)]
+
+
+def write_overview(out: Path) -> Path:
+    """``README.md`` of a results folder, from the outcomes that lie in it."""
+    out.mkdir(parents=True, exist_ok=True)
+    outcomes = [read_json(path) for path in sorted(out.glob("*/*.json")) if path.stem in SCALES]
+    outcomes.sort(key=lambda one: (list(EXPERIMENTS).index(one["target"]), list(SCALES).index(one["scale"])))
+    path = out / "README.md"
+    story = out / STORY
+    told = [story.read_text(encoding="utf-8").strip()] if story.exists() else []
+    path.write_text("\n\n".join(["# Results", *told, *_overview(outcomes)]) + "\n", encoding="utf-8")
+    return path
+
+
+def _overview(outcomes: list[dict[str, Any]]) -> Iterable[str]:
+    yield (
+        "Written by `saobp reproduce`. A claim is a difference between methods that the paper reports, or "
+        "the question of a page. It reproduces if the 95 % interval of the difference between pairs of runs "
+        "with the same seed leaves zero out on the claimed side. There are many claims, so about one in "
+        "twenty intervals leaves zero out by chance alone. Texts, token budget and fine-tuning values are "
+        "ours; see [how to rerun](../docs/reproduce.md)."
+    )
+    if any(one["scale"] == "smoke" for one in outcomes):
+        yield "**Pages of the smoke scale only show that the code runs. They say nothing about any method.**"
+    serious = [one for one in outcomes if one["scale"] != "smoke"] or outcomes
+    for status, title in SECTIONS.items():
+        rows = [
+            [_link(one), claim["words"], claim["detail"]]
+            for one in serious
+            for claim in one["claims"]
+            if claim["status"] == status and one["kind"] != "question"
+        ]
+        yield f"## {title}"
+        yield markdown_table(("page", "claim", "our difference"), rows) if rows else "Nothing so far."
+    answers = [
+        [_link(one), claim["words"], ANSWERS.get(claim["status"], claim["status"]), claim["detail"]]
+        for one in serious
+        for claim in one["claims"]
+        if one["kind"] == "question"
+    ]
+    yield "## Answers to the questions"
+    yield (
+        markdown_table(("page", "is it so?", "answer", "our difference"), answers)
+        if answers
+        else "None so far."
+    )
+    yield "## Pages"
+    rows = [[_link(one), one["kind"], str(one["runs"]), str(len(one["missing"]))] for one in outcomes]
+    yield markdown_table(("page", "kind", "runs behind it", "runs missing"), rows) if rows else "None so far."
+    yield "## What was not run"
+    yield _not_run(outcomes)
+
+
+def _not_run(outcomes: list[dict[str, Any]]) -> str:
+    there = {(one["target"], one["scale"]) for one in outcomes}
+    lines = []
+    for scale in SCALES:
+        absent = [name for name in EXPERIMENTS if (name, scale) not in there]
+        if scale != "smoke" and absent:
+            all_of_it = len(absent) == len(EXPERIMENTS)
+            lines.append(f"- {scale}: {'everything' if all_of_it else ', '.join(absent)}")
+    for one in outcomes:
+        skipped = [claim["words"] for claim in one["claims"] if claim["status"] == "not run"]
+        if skipped and one["scale"] != "smoke":
+            lines.append(f"- {_link(one)}: {'; '.join(skipped)}")
+    return "\n".join(lines) if lines else "Nothing was left out."
+
+
+def _link(outcome: dict[str, Any]) -> str:
+    return f"[{outcome['title']} ({outcome['scale']})]({outcome['target']}/{outcome['scale']}.md)"
