@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy
 import pytest
 import torch
@@ -18,10 +16,10 @@ from saobp.propagation.graph import FactorGraph
 from saobp.report.codes import decode_head, encode_head
 from saobp.report.explorer import explorer_data
 from saobp.report.page import page_data
-from saobp.testing.browser import NO_NODE, PAGE_FOLDER, run_node
+from saobp.testing.browser import NO_NODE, PAGE_FOLDER, node_path, run_node
 from saobp.testing.models import tiny_model
 
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason=NO_NODE)
+needs_node = pytest.mark.skipif(node_path() is None, reason=NO_NODE)
 
 SETTINGS = [
     ("none", "none", 0.0, 1, 0.0),

@@ -228,7 +228,7 @@ def test_runs_can_be_hidden_and_axes_changed(report: tuple[Path, Any], open_page
     before = chart.locator("polyline").first.get_attribute("points")
     opened.tab.get_by_label("Smooth").fill("0.9")
     assert chart.locator("polyline").first.get_attribute("points") != before
-    opened.tab.get_by_label("Across", exact=True).select_option("tokens")
+    opened.tab.get_by_label("x axis", exact=True).select_option("tokens")
     assert "tokens" in chart.text_content()
     steps = opened.tab.locator("#heads").get_by_label("Step")
     steps.fill("0")

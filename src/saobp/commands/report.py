@@ -39,12 +39,16 @@ def report(
     console = Console()
     base = runs[0] if len(runs) == 1 else Path()
     try:
-        if sentence and form is Format.html:
+        if form is not Format.html and (sentence or title):
+            raise ValueError(f"--sentence and --title are for a page; figures as {form.value} have neither")
+        if sentence:
             _explore(runs, sentence)
         if form is Format.html:
             from saobp.report import write_report
 
-            written = [write_report(runs, out or base / "report.html", title=title)]
+            page = out or base
+            page = page / "report.html" if page.is_dir() else page
+            written = [write_report(runs, page, title=title)]
         else:
             from saobp.report.figures import write_figures
 
@@ -60,9 +64,9 @@ def _explore(runs: list[Path], sentences: list[str]) -> None:
     """Leave ``explorer.json`` in every run, from the model that training saved there."""
     from saobp.metrics.sources import load_model
     from saobp.report import explorer_data, write_explorer
-    from saobp.report.runs import seed_folders
+    from saobp.report.runs import run_folders, seed_folders
 
-    for run in runs:
+    for run in (own for folder in runs if folder.is_dir() for own in run_folders(folder)):
         folders = [run / "model", *(seed / "model" for seed in seed_folders(run))]
         saved = next((folder for folder in folders if folder.is_dir()), None)
         if saved is None:

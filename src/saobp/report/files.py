@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 Problems = list[str]
+LARGEST = 1e100
+"""Nothing that was measured is larger, and differences of such numbers are still finite."""
 
 
 def read_object(path: Path, problems: Problems, without: str | None = None) -> dict[str, Any]:
@@ -54,13 +55,10 @@ def read_lines(
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None."""
+    """A finite number that can be drawn, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return float(value) if -LARGEST <= value <= LARGEST else None
 
 
 def flat(values: Any, prefix: str = "", depth: int = 4) -> list[tuple[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from saobp.report.files import Problems, flat, number, read_lines, read_object
 from saobp.report.snapshots import Snapshot, diagnosed, read_snapshot
 
 CAUSAL_FAMILIES = {"bert": False, "modernbert": False, "gpt2": True}
+FILES = ("recipe.json", "record.json", "result.json", "metrics.jsonl", "health.jsonl", "diagnosis.json")
 Facts = list[tuple[str, Any]]
 
 
@@ -42,8 +44,16 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"there is no folder {str(folder)!r} with a run")
-    runs = [run for folder in folders for run in _read_folder(folder)]
-    return [replace(run, name=name) for run, name in zip(runs, _told_apart(runs, folders), strict=True)]
+    opened = [own for folder in folders for own in run_folders(folder)]
+    runs = [run for folder in opened for run in _read_folder(folder)]
+    return [replace(run, name=name) for run, name in zip(runs, _told_apart(runs, opened), strict=True)]
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """The folder itself, or the runs in one that only collects them, as that of several tasks does."""
+    if _is_run(folder):
+        return [folder]
+    return sorted(path for path in folder.iterdir() if path.is_dir() and _is_run(path)) or [folder]
 
 
 def seed_folders(folder: Path) -> list[Path]:
@@ -63,6 +73,10 @@ def refinement_words(refinement: Any) -> str:
         if refinement.get(name, usual) != usual
     ]
     return ",".join([words, *extra])
+
+
+def _is_run(folder: Path) -> bool:
+    return bool(seed_folders(folder)) or any((folder / name).is_file() for name in FILES)
 
 
 def _read_folder(folder: Path) -> list[Run]:
@@ -146,7 +160,7 @@ def _facts(recipe: dict[str, Any], record: dict[str, Any]) -> Facts:
         facts.append(("refinement", refinement_words(recipe.get("refinement"))))
     for name in ("status", "seed", "started", "finished", "seconds"):
         if record.get(name) is not None:
-            facts.append((name, record[name]))
+            facts.append((name, _moment(record[name]) if name in ("started", "finished") else record[name]))
     environment = record.get("environment")
     if isinstance(environment, dict):
         facts += [(str(name), value) for name, value in environment.items() if value is not None]
@@ -157,6 +171,16 @@ def _facts(recipe: dict[str, Any], record: dict[str, Any]) -> Facts:
         if record.get(name) is not None:
             facts.append((name, record[name]))
     return facts
+
+
+def _moment(value: Any) -> Any:
+    """``2026-01-31 12:00:05 UTC`` instead of the form that files hold."""
+    try:
+        when = datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        return value
+    zone = when.strftime(" %Z").rstrip()
+    return f"{when:%Y-%m-%d %H:%M:%S}{zone}"
 
 
 def _explorer(folder: Path, problems: Problems) -> dict[str, Any] | None:

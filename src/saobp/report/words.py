@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from saobp.metrics.verdict import Verdict
+from saobp.metrics.verdict import COLLAPSED_BELOW, LOCALISED_BELOW, Verdict
+from saobp.report.files import number
 from saobp.report.runs import Run
 from saobp.report.snapshots import Snapshot
 
 MEANINGS: dict[Verdict, str] = {
-    "localised": "indirect paths carry too little: each token stays with itself or a few fixed others",
+    "localised": (
+        f"each token stays with itself or a few fixed others, by a GTD below {LOCALISED_BELOW} "
+        f"or an entropy below {100 * COLLAPSED_BELOW:g} % of the largest"
+    ),
     "sink": "at least half of all attention goes to one token",
     "diffuse": "attention is spread so evenly that it hardly tells tokens apart",
     "healthy": "direct and indirect paths are in balance",
@@ -33,17 +37,21 @@ def _training_words(run: Run) -> list[str]:
         if len(found) == 1:
             words.append(f"The {title} went from {found[0][0]:.2f} to {found[0][-1]:.2f}.")
     numbers = dict(run.result)
-    perplexity = numbers.get("eval_perplexity", numbers.get("perplexity"))
-    if isinstance(perplexity, int | float):
+    perplexity = number(numbers.get("eval_perplexity", numbers.get("perplexity")))
+    if perplexity is not None:
         words.append(f"It ended at a validation perplexity of {perplexity:.4g}.")
     if "best.mean" in numbers and "task" in numbers:
-        mean, spread = numbers["best.mean"], numbers.get("best.std")
+        mean, spread = number(numbers["best.mean"]), number(numbers.get("best.std"))
         seeds = len({name.split(".")[1] for name in numbers if name.startswith("seeds.")})
-        if isinstance(mean, int | float) and isinstance(spread, int | float):
+        if mean is not None and spread is not None:
             words.append(
                 f"Best {numbers.get('metric', 'score')} on {numbers['task']} over {seeds} seeds: "
-                f"{mean:.4g} ± {spread:.2g}."
+                f"{mean:.2f} ± {spread:.2f}."
             )
+    if numbers.get("partial") is True:
+        notes = numbers.get("notes")
+        told = [str(note) for note in notes] if isinstance(notes, list) else []
+        words.append("Partial data" + (f": {'; '.join(told)}." if told else "."))
     return words
 
 
@@ -60,7 +68,7 @@ def _head_words(last: Snapshot) -> list[str]:
             if word == kind
         ]
         if places:
-            words.append(f"{len(places)} {kind}: {MEANINGS[kind]} ({_named(places)}).")
+            words.append(f"{len(places)} {kind} ({_named(places)}): {MEANINGS[kind]}.")
     return words
 
 
@@ -86,5 +94,17 @@ def fact_text(value: Any) -> str:
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 10_000 else f"{value:.5g}"
-    text = f"[{', '.join(map(fact_text, value))}]" if isinstance(value, list | tuple) else str(value)
+    text = str(value) if not isinstance(value, list) else _list_text(value)
     return text if len(text) <= 400 else f"{text[:399]}…"
+
+
+def _list_text(entries: list[Any]) -> str:
+    """Entries after each other; of numbers by layer and head only how many and how large."""
+    found = [number(value) for row in entries if isinstance(row, list) for value in row]
+    values = [value for value in found if value is not None]
+    is_grid = all(isinstance(row, list) for row in entries) and 0 < len(values) == len(found)
+    if not is_grid:
+        return ", ".join("[…]" if isinstance(entry, list) else fact_text(entry) for entry in entries)
+    low, high = min(values), max(values)
+    spread = f"all {low:.4g}" if low == high else f"from {low:.4g} to {high:.4g}"
+    return f"{len(values)} values, {spread}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -24,9 +25,16 @@ def chromium_path() -> str | None:
     return named or next((path for path in found if path), None)
 
 
+def node_path() -> str | None:
+    """The system's Node, or the one that drives Playwright."""
+    spec = importlib.util.find_spec("playwright")
+    driver = None if spec is None or spec.origin is None else Path(spec.origin).with_name("driver") / "node"
+    return shutil.which("node") or (str(driver) if driver is not None and driver.is_file() else None)
+
+
 def run_node(script: str, given: Any) -> Any:
     """What a module beside the page's own prints as JSON; it finds ``given`` as a constant of that name."""
-    node = shutil.which("node")
+    node = node_path()
     assert node is not None
     source = f"const given = JSON.parse(await new Response(process.stdin).text());\n{script}"
     done = subprocess.run(

@@ -7,6 +7,8 @@ const NARROWEST = 26;
 const ROOM_BESIDE_TEXT = 12;
 const MOST_ARCS = 160;
 const LEAST_WEIGHT = 0.02;
+/** Pixels that a printed page has for the arcs. */
+const PAPER = 640;
 
 /**
  * @typedef {object} ArcView
@@ -82,7 +84,9 @@ export function arcView(choose) {
       [...line.children].forEach((button, place) => {
         button.style.width = `${widths[place]}px`;
       });
-      for (const sheet of [above, below]) sheet.setAttribute("width", String(ends[ends.length - 1]));
+      const width = ends[ends.length - 1];
+      for (const sheet of [above, below]) sheet.setAttribute("width", String(width));
+      inner.style.setProperty("--print-zoom", String(Math.min(1, PAPER / width)));
     },
     show(before, after, chosen) {
       view.chosen = chosen;

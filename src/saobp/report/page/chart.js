@@ -6,6 +6,7 @@ import { axis } from "./scale.js";
 const HEIGHT = 230;
 const MARGIN = { left: 52, right: 18, top: 10, bottom: 36 };
 const TABLE_ROWS = 40;
+const READ_OUT = 12;
 
 /**
  * @typedef {object} Line
@@ -117,8 +118,6 @@ function paint(view, room) {
         height: Math.max(0, from - to),
       }),
     );
-    if (from - to > 14)
-      parts.push(draw("text", { class: "band-name", x: MARGIN.left + 6, y: to + 12 }, options.bandName));
   }
   for (const tick of up.ticks) {
     parts.push(
@@ -141,6 +140,14 @@ function paint(view, room) {
     ),
   );
   for (const line of lines) parts.push(...strokes(line, view));
+  if (options.band)
+    parts.push(
+      draw(
+        "text",
+        { class: "band-name", x: right - 6, y: view.y(options.band[0]) + 14, "text-anchor": "end" },
+        `${options.bandName} ${options.band.map((/** @type {number} */ y) => compact(y)).join("–")}`,
+      ),
+    );
   view.cursorLine = draw("line", { class: "cursor", y1: MARGIN.top, y2: bottom, visibility: "hidden" });
   canvas.replaceChildren(...parts, view.cursorLine);
 }
@@ -179,21 +186,33 @@ function mark(view, place) {
   view.cursorLine?.setAttribute("visibility", "visible");
   view.cursorLine?.setAttribute("x1", view.x(place));
   view.cursorLine?.setAttribute("x2", view.x(place));
-  const here = view.lines.map((/** @type {Line} */ line) => [
-    line,
-    line.points[
-      nearest(
-        line.points.map(([x]) => x),
-        place,
-      )
-    ],
-  ]);
+  const here = view.lines
+    .filter((/** @type {Line} */ line) => reaches(line, place))
+    .map((/** @type {Line} */ line) => [
+      line,
+      line.points[
+        nearest(
+          line.points.map(([x]) => x),
+          place,
+        )
+      ],
+    ]);
   view.readout.replaceChildren(`${view.options.across} ${compact(place)}: `, ...named(here));
+}
+
+/**
+ * Whether a curve has something to say at a place: one that ended before has not.
+ * @param {Line} line
+ * @param {number} place
+ */
+function reaches(line, place) {
+  return line.points[0][0] <= place && place <= line.points[line.points.length - 1][0];
 }
 
 /** @param {[Line, [number, number]][]} entries */
 function named(entries) {
-  return entries.slice(0, 12).map(([line, point]) => {
+  const more = entries.length - READ_OUT;
+  const readings = entries.slice(0, READ_OUT).map(([line, point]) => {
     const swatch = make("span", { class: "swatch", "aria-hidden": "true" });
     swatch.style.background = line.colour;
     return make(
@@ -204,6 +223,7 @@ function named(entries) {
       make("b", {}, shown(point[1])),
     );
   });
+  return more > 0 ? [...readings, `and ${more} more in the table`] : readings;
 }
 
 /**
@@ -234,11 +254,14 @@ function asTable(lines, options, places) {
       return at[0] === place ? shown(at[1], 4) : "";
     }),
   ]);
-  return table(
+  const all = table(
     `${options.title} by ${options.across}`,
     [options.across, ...lines.map((line) => line.name)],
     cells,
   );
+  return places.length > rows
+    ? make("div", {}, make("p", { class: "note" }, `${rows} of ${places.length} points.`), all)
+    : all;
 }
 
 /**

@@ -50,7 +50,7 @@ export function curvesSection(data) {
       { class: "controls" },
       axes.length > 1
         ? labelled(
-            "Across",
+            "x axis",
             picker(
               axes.map((name) => [name, name]),
               "step",
@@ -62,10 +62,10 @@ export function curvesSection(data) {
           )
         : null,
       labelled(
-        "Up",
+        "y axis",
         picker(
           [
-            ["auto", "as suits each"],
+            ["auto", "automatic"],
             ["linear", "linear"],
             ["log", "logarithmic"],
           ],

@@ -71,7 +71,7 @@ function card(data, run, place) {
 export function factsSection(data) {
   if (!data.runs.length) return null;
   const parts = [
-    beside(data.runs, "Facts", (run) => run.facts),
+    beside(data.runs, "Runs", (run) => run.facts),
     beside(data.runs, "Results", (run) => run.result),
     foldedTable(data.runs, "The full recipe", (run) => run.recipe),
   ].filter((part) => part !== null);

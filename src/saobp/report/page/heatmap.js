@@ -49,7 +49,7 @@ export function heatMap(cells, options) {
         make(
           "tr",
           {},
-          make("th", { scope: "col" }, make("span", { class: "corner" }, "layer \\ head")),
+          make("th", { scope: "col" }, make("span", { class: "corner" }, "layer\u00a0\\ head")),
           numbers.map((head) =>
             make(
               "th",

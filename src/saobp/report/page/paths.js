@@ -63,7 +63,7 @@ export function pathView(choose) {
               make("b", {}, shown(now.total, 4)),
             ],
             ...best.map((via) => [
-              make("span", {}, "via ", make("bdi", {}, known[via])),
+              make("span", {}, `via ${via}: `, make("bdi", {}, known[via])),
               bar(old.via[via], old.total),
               bar(now.via[via], now.total),
             ]),
