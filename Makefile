@@ -28,6 +28,7 @@ test: $(READY) chromium
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/oxlint --deny-warnings src/saobp/report/page
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 # The page is tested in Debian's Chromium. Without it, and without the means to install it, those tests are skipped.

@@ -101,6 +101,7 @@ def test_only_this_page_may_ask(port: int) -> None:
         ("", "empty"),
         ("  \n", "empty"),
         ("x" * 101, "at most 100"),
+        ("one \ud800 two", "half a character"),
         ("one", "no sentence of at least two tokens"),
         (7, 'sent as {"text": "..."}'),
         (None, 'sent as {"text": "..."}'),

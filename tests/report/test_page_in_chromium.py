@@ -238,6 +238,30 @@ def test_runs_can_be_hidden_and_axes_changed(report: tuple[Path, Any], open_page
     assert opened.complaints == []
 
 
+def test_long_names_and_short_runs_beside_long_ones(tmp_path: Path, open_page: Open) -> None:
+    runs = [make_run(tmp_path / ("name_" * 30), steps=500), make_run(tmp_path / "short", steps=50)]
+    opened = open_page(write_report(runs, tmp_path / "page.html"), width=390)
+    assert opened.overflow() <= 0
+    chart = opened.tab.locator("#curves .chart-panel").first
+    assert chart.locator(".reading").count() == 2
+    chart.locator("svg").focus()
+    opened.tab.keyboard.press("End")
+    assert chart.locator(".reading").count() == 1
+    assert "short" not in chart.locator(".readout").inner_text()
+
+
+def test_a_printed_page_holds_all_of_it(report: tuple[Path, Any], open_page: Open) -> None:
+    opened = open_page(report[0])
+    opened.tab.set_viewport_size({"width": 695, "height": 980})
+    opened.tab.emulate_media(media="print")
+    sheet, panel = (
+        opened.tab.locator(place).first.evaluate("(one) => one.getBoundingClientRect().right")
+        for place in (".arc-sheet", "main")
+    )
+    assert sheet <= panel
+    assert opened.overflow() <= 0
+
+
 def test_a_partial_run_says_what_is_missing(tmp_path: Path, open_page: Open) -> None:
     run = make_run(tmp_path / "run", steps=50)
     (run / "health.jsonl").unlink()

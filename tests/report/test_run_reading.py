@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from saobp.cli import app
+from saobp.metrics.figures import heat_map
 from saobp.metrics.sources import example_model
 from saobp.metrics.verdict import largest_entropy, verdict
 from saobp.report import PAGE_BYTES, Table, explorer_data, read_runs, write_explorer, write_report
@@ -260,11 +261,50 @@ def test_figures_for_papers(tmp_path: Path, form: str) -> None:
         assert ">three</text>" in (out / "layers.svg").read_text()
 
 
+def test_runs_of_different_depths_share_a_figure(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"run{depth}", steps=20, layers=depth, heads=2) for depth in (5, 2)]
+    figure = heat_map([run.health[-1].diagnosis(run.name) for run in read_runs(runs)], "gtd")
+    assert [panel.get_ylim() for panel in figure.axes[:2]] == [(4.5, -0.5), (1.5, -0.5)]
+
+
+def test_a_folder_of_tasks_is_opened(tmp_path: Path) -> None:
+    for task in ("sst2", "cola"):
+        make_finetune(tmp_path / "tuned" / task)
+    (tmp_path / "tuned" / "logs").mkdir()
+    assert [run.name for run in read_runs([tmp_path / "tuned"])] == ["cola", "sst2"]
+
+
+def test_facts_are_written_to_be_read(tmp_path: Path) -> None:
+    run = make_finetune(tmp_path / "sst2")
+    result = json.loads((run / "result.json").read_text())
+    result.update(partial=True, notes=["only 160 rows are used"], strengths=[[0.5, 1.0], [0.25, 2.0]])
+    (run / "result.json").write_text(json.dumps(result))
+    (shown,) = page_of(write_report([run], tmp_path / "page.html"))["runs"]
+    assert "Partial data: only 160 rows are used." in shown["words"]
+    assert ["strengths", "4 values, from 0.25 to 2"] in shown["result"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", dict(shown["facts"])["started"])
+
+
+def test_numbers_too_large_to_draw_are_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=20)
+    (run / "result.json").write_text(json.dumps({"eval_perplexity": 10**400, "deep": [[[1]]]}))
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1e308}\n{"step": 2, "loss": 2.0}\n')
+    (shown,) = page_of(write_report([run], tmp_path / "page.html"))["runs"]
+    assert shown["curves"]["loss"][0]["values"] == [None, 2.0]
+    assert not any("perplexity" in words for words in shown["words"])
+
+
 def test_the_command_writes_beside_a_single_run_and_refuses_in_a_sentence(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=50)
     shown = CliRunner().invoke(app, ["report", str(run), "--title", "A title"])
     assert shown.exit_code == 0, shown.output
     assert page_of(run / "report.html")["title"] == "A title"
+    shown = CliRunner().invoke(app, ["report", str(run), "--out", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert (tmp_path / "report.html").is_file()
+    refused = CliRunner().invoke(app, ["report", str(run), "--format", "svg", "--title", "A title"])
+    assert refused.exit_code == 1
+    assert "are for a page" in refused.output
     tiny_model("gpt2").save_pretrained(run / "model")
     example_model()[1].save_pretrained(run / "model")
     shown = CliRunner().invoke(

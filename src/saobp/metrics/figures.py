@@ -44,10 +44,11 @@ def heat_map(diagnoses: Sequence[Diagnosis], statistic: str) -> Figure:
     grids = [_grid(diagnosis, statistic) for diagnosis in diagnoses]
     finite = numpy.concatenate([grid[numpy.isfinite(grid)] for grid in grids] or [numpy.zeros(1)])
     low, high = (0.0, 1.0) if statistic == "gtd" else _scale(finite)
-    layers, heads = grids[0].shape
+    layers, heads = (max(sizes) for sizes in zip(*(grid.shape for grid in grids), strict=True))
     width = min(14.0, max(2.6, 0.42 * heads)) * len(grids) + 1.6
     figure = Figure(figsize=(width, max(2.4, 0.34 * layers + 1.3)), layout="constrained")
-    panels = numpy.atleast_1d(figure.subplots(1, len(grids), sharey=True))
+    is_equal = len({len(grid) for grid in grids}) == 1
+    panels = numpy.atleast_1d(figure.subplots(1, len(grids), sharey=is_equal))
     colours = _GTD_COLOURS if statistic == "gtd" else "viridis"
     image = None
     for panel, diagnosis, grid in zip(panels, diagnoses, grids, strict=True):
@@ -62,7 +63,10 @@ def heat_map(diagnoses: Sequence[Diagnosis], statistic: str) -> Figure:
     panels[0].set_ylabel("layer")
     figure.supxlabel("   ".join(f"{mark} {word}" for word, mark in MARKS.items() if mark != "?"), fontsize=7)
     assert image is not None
-    figure.colorbar(image, ax=list(panels), label=TITLES[statistic], shrink=0.9)
+    bar = figure.colorbar(image, ax=list(panels), label=TITLES[statistic], shrink=0.9)
+    if statistic == "gtd":
+        bar.set_label("GTD, healthy between the lines")
+        bar.ax.hlines([HEALTHY_FROM, HEALTHY_TO], 0, 1, color=COLOURS[2], linewidth=2)
     return figure
 
 

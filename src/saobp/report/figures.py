@@ -8,7 +8,9 @@ from typing import Any
 
 import matplotlib
 import numpy
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from saobp.metrics.figures import COLOURS, TITLES, heat_map, layer_curves, short_name
 from saobp.report.runs import Run, read_runs
@@ -76,9 +78,19 @@ def training_curves(runs: Sequence[Run]) -> Figure:
         title = "training loss" if name == "loss" else name.replace("eval_", "validation ", 1)
         panel.set_title(title.replace("_", " "), fontsize=9)
         panel.set_xlabel("step")
+        if name.endswith("perplexity"):
+            _logarithmic(panel)
         panel.spines[["top", "right"]].set_visible(False)
     for panel in panels[len(names) :]:
         panel.set_visible(False)
     if len(runs) > 1:
         panels[0].legend(fontsize=7, frameon=False)
     return figure
+
+
+def _logarithmic(panel: Axes) -> None:
+    """Perplexities on a logarithmic axis, as on the page, with plain numbers beside it."""
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter(NullFormatter())

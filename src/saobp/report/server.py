@@ -43,6 +43,8 @@ def make_server(
     def look(text: str) -> dict[str, Any]:
         if not text.strip():
             raise ValueError("the sentence is empty: type a few words")
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValueError("the sentence holds half a character (a lone surrogate): type it again")
         if len(text) > characters:
             raise ValueError(f"the sentence has {len(text)} characters: at most {characters} are taken")
         with turn:

@@ -103,7 +103,7 @@ function beside(runs, caption, facts) {
   const names = [...new Set(having.flatMap((run) => facts(run).map(([name]) => name)))];
   if (!names.length) return null;
   const rows = names.map((name) => [
-    name,
+    readable(name),
     ...having.map((run) => facts(run).find(([own]) => own === name)?.[1] ?? "–"),
   ]);
   return make(
@@ -112,6 +112,14 @@ function beside(runs, caption, facts) {
     make("h3", {}, caption),
     table(caption, ["", ...having.map((run) => run.name)], rows),
   );
+}
+
+/**
+ * Names of nested fields in words; names of data, which may hold anything, stay as they are.
+ * @param {string} name
+ */
+function readable(name) {
+  return name.startsWith("data: ") ? name : name.replaceAll(".", " › ").replaceAll("_", " ");
 }
 
 /**
