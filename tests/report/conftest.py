@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,16 @@ from saobp.testing.browser import NO_CHROMIUM, Opened, chromium_path
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
-    """The system's Chromium, driven by Playwright, which downloads nothing."""
+    """The system's Chromium, driven by Playwright, which downloads nothing.
+
+    It opens pages of these tests only, so it may go without the sandbox, which root and many containers lack.
+    """
     path = chromium_path()
     if path is None:
         pytest.skip(NO_CHROMIUM)
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=flags)
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
 

@@ -74,6 +74,7 @@ def test_it_opens_from_disk_without_a_word_or_a_request(report: tuple[Path, Any]
     assert report[0].stat().st_size < 1_000_000
     assert opened.tab.locator("#curves svg.chart").count() >= 8
     assert opened.tab.locator("#heads table.heat").count() == 2
+    assert "GTD across layers" in opened.tab.locator("#heads").inner_text()
 
 
 @pytest.mark.parametrize("model", [0, 1], ids=["bidirectional", "causal"])

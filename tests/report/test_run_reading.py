@@ -48,6 +48,8 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     (told,) = run.curves["eval_loss"]
     assert told.axes["tokens"] == [step * 256 * 128 for step in told.axes["step"]]
     assert [moment.step for moment in run.health] == [0, 167, 333, 500]
+    last = json.loads((folder / "health.jsonl").read_text().splitlines()[-1])
+    assert run.health[-1].across == dict(enumerate(last["cross_layer_gtd"], 1))
     assert ("refinement", "high:learned,steps=2") in run.facts
     assert any(words.startswith("At step 500,") for words in summary(run))
 

@@ -32,7 +32,8 @@ _GTD_COLOURS = LinearSegmentedColormap.from_list(
     [
         (0.0, "#8c2d19"),
         (LOCALISED_BELOW, "#f0c9a8"),
-        ((HEALTHY_FROM + HEALTHY_TO) / 2, "#dcebd8"),
+        (HEALTHY_FROM, "#d3e8cd"),
+        (HEALTHY_TO, "#d3e8cd"),
         (DIFFUSE_ABOVE, "#b9cfe6"),
         (1.0, "#1d4477"),
     ],
@@ -61,11 +62,13 @@ def heat_map(diagnoses: Sequence[Diagnosis], statistic: str) -> Figure:
                 mark = panel.text(head.head, head.layer, MARKS[head.verdict], ha="center", va="center")
                 mark.set(fontsize=7, path_effects=[withStroke(linewidth=1.5, foreground="white")])
     panels[0].set_ylabel("layer")
-    figure.supxlabel("   ".join(f"{mark} {word}" for word, mark in MARKS.items() if mark != "?"), fontsize=7)
+    legend = [f"{mark} {word}" for word, mark in MARKS.items() if mark != "?"]
+    if statistic == "gtd":
+        legend.append("healthy between the green lines of the scale")
+    figure.supxlabel("   ".join(legend), fontsize=7)
     assert image is not None
     bar = figure.colorbar(image, ax=list(panels), label=TITLES[statistic], shrink=0.9)
     if statistic == "gtd":
-        bar.set_label("GTD, healthy between the lines")
         bar.ax.hlines([HEALTHY_FROM, HEALTHY_TO], 0, 1, color=COLOURS[2], linewidth=2)
     return figure
 

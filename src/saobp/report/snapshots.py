@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from saobp.metrics.diagnosis import Diagnosis
-from saobp.metrics.health import HeadHealth
+from saobp.metrics.health import CROSS_LAYER, HeadHealth
 from saobp.metrics.verdict import Verdict, largest_entropy, verdict
 from saobp.report.files import number
 
@@ -106,6 +106,7 @@ def read_snapshot(entry: dict[str, Any], length: float | None, causal: bool | No
         grids,
         _verdicts(grids, largest),
         strengths=strengths,
+        across=_across(entry.get(CROSS_LAYER), len(names)),
         largest_entropy=largest,
     )
 
@@ -133,7 +134,7 @@ def diagnosed(record: dict[str, Any]) -> Snapshot | None:
                 errors[name][layer][place] = number(head.get(f"{name}_error"))
     except (KeyError, TypeError, ValueError, IndexError):
         return None
-    crossed = record.get("cross_layer_gtd")
+    crossed = record.get(CROSS_LAYER)
     across = {
         int(layer): float(value)
         for layer, value in (crossed.items() if isinstance(crossed, dict) else ())
@@ -141,6 +142,14 @@ def diagnosed(record: dict[str, Any]) -> Snapshot | None:
     }
     layers = [names.get(layer, f"layer {layer}") for layer in range(len(widths))]
     return Snapshot(None, layers, grids, words, errors, None, across)
+
+
+def _across(values: Any, layers: int) -> dict[int, float]:
+    """Cross-layer GTD of a line, which lists it from the second layer on."""
+    if not isinstance(values, list) or len(values) != layers - 1:
+        return {}
+    numbers = {layer: number(value) for layer, value in enumerate(values, 1)}
+    return {layer: value for layer, value in numbers.items() if value is not None}
 
 
 def _verdicts(grids: dict[str, Grid], largest: float | None) -> list[list[Verdict]]:

@@ -152,6 +152,7 @@ def _write_health(
                 "step": round(share * steps),
                 "layers": [f"encoder.layer.{layer}.attention.self" for layer in range(layers)],
                 "statistics": {name: values.round(5).tolist() for name, values in statistics.items()},
+                "cross_layer_gtd": (0.9 * gtd[1:].mean(1)).round(5).tolist(),
                 "strengths": (learned * share).round(5).tolist() if refinement else None,
             }
             file.write(json.dumps(line) + "\n")

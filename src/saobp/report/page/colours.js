@@ -4,6 +4,9 @@
 const RUNS = 8;
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 
+/** On a colour of this luminance black and white have the same contrast, 4.58. */
+const EVEN_LUMINANCE = 0.179;
+
 /** GTD: brown is localised, green healthy, blue diffuse. The same stops as in the figures. */
 const GTD = /** @type {[number, string][]} */ ([
   [0, "#8c2d19"],
@@ -62,8 +65,9 @@ export function statisticGradient(name) {
  * @returns {string}
  */
 export function inkOn(colour) {
-  const [red, green, blue] = (colour.match(/\d+/g) ?? []).map(Number);
-  return 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#14171a" : "#ffffff";
+  const [red, green, blue] = (colour.match(/\d+/g) ?? []).map((part) => (Number(part) / 255) ** 2.2);
+  const luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  return luminance > EVEN_LUMINANCE ? "#000000" : "#ffffff";
 }
 
 /**

@@ -98,7 +98,7 @@ export function table(caption, columns, rows) {
         make(
           "tr",
           {},
-          columns.map((name) => make("th", { scope: "col" }, name)),
+          columns.map((name) => (name ? make("th", { scope: "col" }, name) : make("td"))),
         ),
       ),
       make(

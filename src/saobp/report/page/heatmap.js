@@ -86,12 +86,12 @@ export function heatMap(cells, options) {
 function heatCell(cell, layer, head, colour, isNarrow, options) {
   const mark = MARKS[cell.verdict] ?? "";
   const value = make("span", { class: isNarrow ? "quiet" : null }, shown(cell.value, 2));
+  const { choose, chosen } = options;
   const content = [
     value,
     make("span", { class: "mark", "aria-hidden": "true" }, mark),
-    make("span", { class: "quiet" }, ` ${cell.verdict}`),
+    choose ? null : make("span", { class: "quiet" }, ` ${cell.verdict}`),
   ];
-  const { choose, chosen } = options;
   const isChosen = chosen !== null && chosen[0] === layer && chosen[1] === head;
   const element = make(
     "td",
@@ -102,7 +102,7 @@ function heatCell(cell, layer, head, colour, isNarrow, options) {
           {
             type: "button",
             "aria-current": isChosen ? "true" : null,
-            "aria-label": cell.words,
+            "aria-label": `${shown(cell.value, 2)}, ${cell.words}`,
             onclick: () => choose(layer, head),
           },
           content,
