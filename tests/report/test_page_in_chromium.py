@@ -123,6 +123,7 @@ def test_sliders_change_the_map_and_the_numbers(report: tuple[Path, Any], open_p
     opened.set_slider("strength", 2)
     assert opened.picture(1) not in (softmax, refined)
     opened.tab.locator("#own").click()
+    opened.settle()
     assert opened.tab.get_by_label("Factor").input_value() == "none"
 
 
@@ -130,6 +131,7 @@ def test_every_head_is_measured_and_can_be_chosen(report: tuple[Path, Any], open
     opened, data = open_page(report[0]), report[1][0]
     opened.tab.locator(".overview .note").filter(has_text="Healthy heads:").wait_for()
     opened.tab.locator(".overview td button").nth(6).click()
+    opened.settle()
     assert opened.tab.locator("#explorer").get_by_label("Layer", exact=True).input_value() == "1"
     assert opened.tab.locator("#explorer").get_by_label("Head", exact=True).input_value() == "2"
     rows = library(data, 0, 1, 2, "high", 1.0, 1, 0.0)
@@ -167,10 +169,12 @@ def test_the_button_turns_the_colours_and_print_is_light(report: tuple[Path, Any
     dark = opened.picture(0)
     button = opened.tab.get_by_role("button", name="Colours")
     button.click()
+    opened.settle()
     assert button.inner_text() == "Colours: light"
     light = opened.picture(0)
     assert light != dark
     button.click()
+    opened.settle()
     assert opened.picture(0) == dark
     opened.tab.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert opened.picture(0) == light
@@ -213,6 +217,7 @@ def test_everything_has_a_name_and_answers_the_keyboard(report: tuple[Path, Any]
     opened.tab.locator("canvas.map").first.focus()
     for key in ("ArrowDown", "ArrowRight", "Enter"):
         opened.tab.keyboard.press(key)
+    opened.settle()
     assert "looks at" in opened.tab.locator(".explorer .readout").inner_text()
     assert opened.tab.locator(".tokens button").nth(1).get_attribute("aria-pressed") == "true"
     chart.locator("summary").click()
@@ -225,11 +230,14 @@ def test_runs_can_be_hidden_and_axes_changed(report: tuple[Path, Any], open_page
     chart = opened.tab.locator("#curves svg.chart").first
     assert chart.locator("polyline").count() == 5
     opened.tab.get_by_role("button", name="sst2").click()
+    opened.settle()
     assert chart.locator("polyline").count() == 2
     before = chart.locator("polyline").first.get_attribute("points")
     opened.tab.get_by_label("Smooth").fill("0.9")
+    opened.settle()
     assert chart.locator("polyline").first.get_attribute("points") != before
     opened.tab.get_by_label("x axis", exact=True).select_option("tokens")
+    opened.settle()
     assert "tokens" in chart.text_content()
     steps = opened.tab.locator("#heads").get_by_label("Step")
     steps.fill("0")

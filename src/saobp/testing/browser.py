@@ -75,6 +75,12 @@ class Opened:
         """Pixels by which the page is wider than the screen."""
         return self.tab.evaluate("document.documentElement.scrollWidth - innerWidth")
 
+    def settle(self) -> None:
+        """Wait until what was pressed or moved is on the screen: two frames."""
+        self.tab.evaluate(
+            "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
+
     def number(self, statistic: str, when: str = "after") -> float:
         """A statistic of the explorer's head, as the page computed it."""
         shown = self.tab.locator(f"[data-statistic={statistic}][data-when={when}]")
@@ -83,21 +89,19 @@ class Opened:
     def set_slider(self, name: str, value: float) -> None:
         """Move a slider of the explorer and wait for two frames."""
         self.tab.evaluate(
-            """async ([name, value]) => {
+            """([name, value]) => {
               const slider = document.getElementById(name);
               slider.value = value;
               slider.dispatchEvent(new Event("input", { bubbles: true }));
-              await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
             }""",
             [name, value],
         )
+        self.settle()
 
     def choose(self, label: str, value: str) -> None:
         """Choose from one of the explorer's lists and wait for two frames."""
         self.tab.locator("#explorer").get_by_label(label, exact=True).select_option(value)
-        self.tab.evaluate(
-            "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-        )
+        self.settle()
 
     def picture(self, place: int) -> str:
         """The pixels of one of the two maps."""

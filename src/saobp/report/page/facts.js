@@ -15,7 +15,7 @@ export function summarySection(data) {
     data.tables.map((own) =>
       make(
         "div",
-        { class: "panel" },
+        { class: "panel told" },
         make("h3", {}, own.title),
         table(own.title, own.columns, own.rows),
         own.note ? make("p", { class: "note" }, own.note) : null,
