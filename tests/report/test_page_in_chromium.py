@@ -139,6 +139,18 @@ def test_every_head_is_measured_and_can_be_chosen(report: tuple[Path, Any], open
     assert f"{float(metrics.gtd(rows)):.3f}" in words
 
 
+def test_a_head_that_did_not_fit_cannot_be_chosen(open_page: Open, tmp_path: Path) -> None:
+    data = explorer_data(tiny_model("bert"), example_model()[1], ["one two three four"])
+    data["sentences"][0]["scores"][1][2:] = [None] * len(data["sentences"][0]["scores"][1][2:])
+    opened = open_page(write_report([], tmp_path / "page.html", explorer=data))
+    assert opened.tab.locator(".overview tbody tr").nth(0).locator("button").count() == 4
+    assert opened.tab.locator(".overview tbody tr").nth(1).locator("button").count() == 2
+    assert "not in this page" in opened.tab.locator(".overview td").last.get_attribute("title")
+    opened.choose("Layer", "1")
+    assert opened.tab.locator("#explorer").get_by_label("Head", exact=True).locator("option").count() == 2
+    assert opened.complaints == []
+
+
 def test_two_hop_paths_between_chosen_tokens(report: tuple[Path, Any], open_page: Open) -> None:
     opened, data = open_page(report[0]), report[1][0]
     opened.choose("From", "5")

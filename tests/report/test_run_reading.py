@@ -123,6 +123,28 @@ def test_a_partial_run_gives_a_page_and_a_sentence(
     assert run["health"] or name == "health.jsonl"
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"strengths": [[1.0], ["x"]]},
+        {"in_order": [True]},
+        {"refinement": {"factor": "high"}},
+        {"sentences": []},
+        {"sentences": [{"text": "a b", "tokens": ["a", "b"], "scores": [[], []]}]},
+        {"subject": 7},
+    ],
+)
+def test_a_damaged_explorer_is_left_out_with_a_sentence(tmp_path: Path, broken: dict) -> None:
+    run = make_run(tmp_path / "run", steps=20)
+    data = explorer_data(tiny_model("bert"), example_model()[1], ["one two three"])
+    write_explorer(data, run)
+    assert page_of(write_report([run], tmp_path / "page.html"))["explorers"]
+    write_explorer({**data, **broken}, run)
+    page = page_of(write_report([run], tmp_path / "page.html"))
+    assert page["explorers"] == []
+    assert any("nothing to explore" in problem for problem in page["runs"][0]["problems"])
+
+
 def test_an_empty_folder_gives_a_page_and_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (run,) = page_of(write_report([tmp_path / "empty"], tmp_path / "page.html"))["runs"]

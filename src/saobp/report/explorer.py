@@ -16,6 +16,7 @@ from saobp.metrics.calls import heads_of
 from saobp.metrics.diagnosis import CHARACTERS_PER_TOKEN, check_weights, longest_text
 from saobp.refinement import MAX_STRENGTH
 from saobp.report.codes import encode_head
+from saobp.report.files import number
 from saobp.transformers.watch import AttentionCall, watch
 
 FORMAT = 1
@@ -87,6 +88,7 @@ def is_explorer(data: dict[str, Any]) -> bool:
             data["format"] == FORMAT
             and layers == len(data["in_order"]) == len(data["strengths"])
             and (refinement is None or {"factor", "steps", "damping"} <= set(refinement))
+            and all(own is None or all(number(one) is not None for one in own) for own in data["strengths"])
             and all(isinstance(note, str) for note in data["left_out"])
             and isinstance(data["subject"], str)
             and len(data["sentences"]) > 0

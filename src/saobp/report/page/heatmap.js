@@ -16,6 +16,7 @@ export const MARKS = /** @type {Record<string, string>} */ ({
  * @property {number | null} value
  * @property {string} verdict
  * @property {string} words  for a pointer that rests on it and for screen readers
+ * @property {boolean} [isAbsent]  there is nothing to choose
  *
  * @typedef {object} HeatOptions
  * @property {string} caption
@@ -86,7 +87,8 @@ export function heatMap(cells, options) {
 function heatCell(cell, layer, head, colour, isNarrow, options) {
   const mark = MARKS[cell.verdict] ?? "";
   const value = make("span", { class: isNarrow ? "quiet" : null }, shown(cell.value, 2));
-  const { choose, chosen } = options;
+  const { chosen } = options;
+  const choose = cell.isAbsent ? null : options.choose;
   const content = [
     value,
     make("span", { class: "mark", "aria-hidden": "true" }, mark),

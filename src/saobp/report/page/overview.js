@@ -59,7 +59,11 @@ export function overview(limits, choose) {
     const { explorer, sentence, chosen } = now;
     const before = plain.get(sentence);
     const cells = sentence.scores.map((row, layer) =>
-      row.map((_, head) => cellOf(layer, head, before?.[layer]?.[head], refined[layer]?.[head])),
+      row.map((scores, head) =>
+        scores === null
+          ? absent(layer, head)
+          : cellOf(layer, head, before?.[layer]?.[head], refined[layer]?.[head]),
+      ),
     );
     body.replaceChildren(
       heatMap(cells, {
@@ -168,6 +172,20 @@ function cellOf(layer, head, before, after) {
     words:
       `${place}: GTD ${shown(old)} (${before.verdict}) by softmax, ` +
       `${shown(now)} (${after.verdict}) refined, ${signed(now - old)}`,
+  };
+}
+
+/**
+ * A head whose scores did not fit into the page.
+ * @param {number} layer
+ * @param {number} head
+ */
+function absent(layer, head) {
+  return {
+    value: null,
+    verdict: "",
+    words: `layer ${layer}, head ${head}: its scores are not in this page`,
+    isAbsent: true,
   };
 }
 
