@@ -249,8 +249,8 @@ def pretraining_speed(
         "collator in worker processes, dropout 0.1; transformers-0: the same without dropout. plain, high: "
         "the recipe of this project (head at predicted positions only, bfloat16 copies of the weights, "
         "vocabulary rounded up to a multiple of 64, masks drawn on the device, no dropout unless the name "
-        f"says so). Idle: share of a step in which no kernel runs; the kernels' time is that of {PROFILED} traced "
-        "steps."
+        "says so). Idle: share of a step in which no kernel runs; the kernels' time is that of "
+        f"{PROFILED} traced steps."
     )
     start = time.monotonic()
     for name in names:
