@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from scipy import stats
 
 CONFIDENCE = 0.95
@@ -31,8 +31,13 @@ def spread(values: Iterable[float]) -> Spread | None:
     found = list(values)
     if not found:
         return None
-    deviation = statistics.stdev(found) if len(found) > 1 else None
-    return Spread(math.fsum(found) / len(found), deviation, len(found))
+    deviation = _deviation(found) if len(found) > 1 else None
+    return Spread(float(np.mean(found)), deviation, len(found))
+
+
+def _deviation(values: list[float]) -> float:
+    """NaN where a run diverged and left no number."""
+    return float(np.std(values, ddof=1))
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,10 @@ def paired_gain(
     if not seeds:
         return None
     differences = [method[seed] - base[seed] for seed in seeds]
-    count, mean = len(seeds), math.fsum(differences) / len(seeds)
+    count, mean = len(seeds), float(np.mean(differences))
     if count == 1:
         return Gain(mean, None, None, 1, "undecided")
-    error = statistics.stdev(differences) / math.sqrt(count)
+    error = _deviation(differences) / math.sqrt(count)
     reach = float(stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1)) * error
     low, high = mean - reach, mean + reach
     return Gain(mean, low, high, count, _verdict(low, high, count, higher_is_better))
