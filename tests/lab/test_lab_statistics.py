@@ -77,7 +77,8 @@ def test_claims() -> None:
     one = paired_gain({1: 1.0}, {1: 0.0})
     assert claim_status(0.5, better) == "reproduces"
     assert claim_status(-0.5, better) == "does not reproduce"
-    assert claim_status(0.5, better, higher_is_better=False) == "reproduces"
+    lower = paired_gain({1: 1.0, 2: 1.1, 3: 1.0}, {1: 0.0, 2: 0.0, 3: 0.0}, higher_is_better=False)
+    assert claim_status(0.5, lower) == "reproduces"
     assert claim_status(0.5, same) == "does not reproduce"
     assert claim_status(0.0, same) == "reproduces"
     assert claim_status(0.5, one) == "could not be decided"

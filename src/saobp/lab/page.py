@@ -111,7 +111,7 @@ class Page:
                 ]
             )
             if method in claims and their_gain is not None:
-                status = claim_status(their_gain, gain, higher_is_better=higher_is_better)
+                status = claim_status(their_gain, gain)
                 pair = f"{METHODS[method].title} against {METHODS[base].title}"
                 words = f"{pair}, {measure}: the paper has {their_gain:+.{digits}f}"
                 self.claims.append(Claim(words, status, gain_in_words(gain, digits) or "no runs"))

@@ -87,7 +87,7 @@ def _verdict(low: float, high: float, pairs: int, higher_is_better: bool) -> Ver
 Status = Literal["reproduces", "does not reproduce", "could not be decided", "not run"]
 
 
-def claim_status(paper: float, gain: Gain | None, *, higher_is_better: bool = True) -> Status:
+def claim_status(paper: float, gain: Gain | None) -> Status:
     """Whether a difference that the paper reports is seen here too.
 
     ``paper``: its difference, method less base; one of zero claims that there is none.
@@ -96,5 +96,6 @@ def claim_status(paper: float, gain: Gain | None, *, higher_is_better: bool = Tr
         return "not run"
     if gain.verdict == "undecided":
         return "could not be decided"
-    wanted = "no gain" if paper == 0 else "gain" if (paper > 0) == higher_is_better else "loss"
-    return "reproduces" if gain.verdict == wanted else "does not reproduce"
+    seen = 0.0 if gain.verdict == "no gain" else math.copysign(1.0, gain.difference)
+    claimed = math.copysign(1.0, paper) if paper else 0.0
+    return "reproduces" if seen == claimed else "does not reproduce"
