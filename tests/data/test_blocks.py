@@ -177,7 +177,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[TokenStore, PreTrain
 def test_a_loader_takes_batches_whole(real: tuple[TokenStore, PreTrainedTokenizerFast], workers: int) -> None:
     store, tokenizer = real
     blocks = Blocks({"a": store}, length=16, prefix=tokenizer.cls_token_id, seed=1)
-    context = "spawn" if workers else None
+    context = "fork" if workers else None
     loader = DataLoader(
         blocks, batch_size=4, collate_fn=as_it_is, num_workers=workers, multiprocessing_context=context
     )

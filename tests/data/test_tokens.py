@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
-import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from saobp.data import TokenStore, encoding, open_corpus, prepare_corpora, prepare_tokens, train_vocabulary
+from saobp.data.corpora import FileCorpus
+from saobp.testing.training import forked
 
 PARAGRAPHS = [
     f"Story {n}: the fox number {n} sees {n * 7} lazy dogs, and runs. " * (1 + n % 5) for n in range(60)
@@ -165,50 +166,42 @@ def test_a_mixture_has_a_store_each(texts: Path, tmp_path: Path, tokenizer: PreT
     assert len({store.folder for store in stores.values()}) == 2
 
 
-PREPARE = """
-import sys, time
-from pathlib import Path
-from saobp.data import load_tokenizer, open_corpus, prepare_tokens
-from saobp.data.corpora import FileCorpus
-
 class Slow(FileCorpus):
-    def documents(self):
-        for document in super().documents():
-            time.sleep(float(sys.argv[4]))
-            yield document
+    """A corpus that takes its time, so that something can happen meanwhile."""
 
-folder = Path(sys.argv[1])
-corpus = Slow("slow", open_corpus(folder).files)
-store = prepare_tokens(corpus, load_tokenizer(sys.argv[2]), sys.argv[3], processes=2)
-print(store.checksum)
-"""
+    pause = 0.0
+
+    def documents(self) -> Iterator[str]:
+        for document in super().documents():
+            time.sleep(self.pause)
+            yield document
 
 
 def test_killed_and_concurrent_preparation(
     texts: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
     store = tmp_path / "store"
 
-    def start(pause: float) -> subprocess.Popen[str]:
-        arguments = [str(texts), str(tmp_path / "tokenizer"), str(store), str(pause)]
-        return subprocess.Popen(
-            [sys.executable, "-c", PREPARE, *arguments], stdout=subprocess.PIPE, text=True
-        )
+    def start(pause: float) -> BaseProcess:
+        corpus = Slow("slow", open_corpus(texts).files)
+        object.__setattr__(corpus, "pause", pause)
+        return forked(lambda: prepare_tokens(corpus, tokenizer, store, processes=2))
 
     killed = start(60)
     limit = time.monotonic() + 60
     while not list(tmp_path.glob(".store.writing-*/new/tokens.bin")):
         assert time.monotonic() < limit
-        assert killed.poll() is None
-        time.sleep(0.05)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+        assert killed.is_alive()
+        time.sleep(0.02)
+    killed.kill()
+    killed.join(60)
     with pytest.raises(FileNotFoundError):
         TokenStore.open(store)
 
     both = [start(0.005), start(0.005)]
-    sums = {process.communicate(timeout=100)[0].strip() for process in both}
-    assert [process.returncode for process in both] == [0, 0]
-    assert sums == {TokenStore.open(store).checksum}
+    for process in both:
+        process.join(100)
+    assert [process.exitcode for process in both] == [0, 0]
+    documents = expected(tokenizer)
+    assert TokenStore.open(store).tokens.tolist() == [token for document in documents for token in document]
     assert not list(tmp_path.glob(".store.writing-*"))

@@ -215,6 +215,7 @@ def test_everything_has_a_name_and_answers_the_keyboard(report: tuple[Path, Any]
     assert "looks at" in opened.tab.locator(".explorer .readout").inner_text()
     assert opened.tab.locator(".tokens button").nth(1).get_attribute("aria-pressed") == "true"
     chart.locator("summary").click()
+    chart.locator("tbody tr").nth(39).wait_for()
     assert chart.locator("tbody tr").count() == 40
 
 

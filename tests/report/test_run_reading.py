@@ -69,6 +69,8 @@ def test_a_fine_tuning_run_has_a_curve_for_each_seed(tmp_path: Path) -> None:
     (run,) = read_runs([make_finetune(tmp_path / "sst2")])
     assert [series.of for series in run.curves["loss"]] == ["seed 42", "seed 43", "seed 44"]
     assert any("accuracy on sst2 over 3 seeds" in words for words in summary(run))
+    assert dict(run.facts)["seed"] == "42, 43, 44"
+    assert (dict(run.facts)["model"], dict(run.facts)["task"]) == ("high/model", "sst2")
     assert run.problems == []
 
 
@@ -199,17 +201,17 @@ def test_a_page_stays_under_its_limit_and_says_what_was_left_out(tmp_path: Path)
 
 
 def test_many_long_runs_share_the_room(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=9_000, layers=12, heads=12, measured=80)
+    folder = make_run(tmp_path / "run", steps=7_000, layers=12, heads=12, measured=80)
     (run,) = read_runs([folder])
     (alone,) = thinned([run])
     assert len(alone.health) == MOMENTS
     assert (alone.health[0], alone.health[-1]) == (run.health[0], run.health[-1])
     assert len(alone.curves["loss"][0].values) <= POINTS
-    page = write_report([folder] * 40, tmp_path / "page.html")
+    page = write_report([folder] * 16, tmp_path / "page.html")
     assert page.stat().st_size < PAGE_BYTES
     shown = page_of(page)["runs"]
-    assert len(shown) == 40
-    assert shown[0]["health"][-1]["step"] == 9_000
+    assert len(shown) == 16
+    assert shown[0]["health"][-1]["step"] == 7_000
     with pytest.raises(ValueError, match="report fewer at a time"):
         write_report([folder] * 3, tmp_path / "page.html", max_bytes=200_000)
 

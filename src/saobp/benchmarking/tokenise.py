@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -71,7 +73,8 @@ def tokenise_speed(
         "datasets.map: load_dataset, map(tokenise, batched), map(join and cut to blocks, batched), one "
         "process. saobp: prepare_tokens with one process, checksums included, and Blocks. No result is "
         "cached. Both run the tokenizer on one thread.",
-        f"Medians of {turns} turns of processor time, both ways in each turn; loading Python is not counted.",
+        f"Medians of {turns} turns of processor time, both ways in each turn; loading Python is not "
+        "counted. Processor time, because others may use the machine.",
     ]
     return table
 
@@ -140,5 +143,5 @@ def _one_thread() -> Iterator[None]:
 
 def _processor_seconds() -> float:
     """Of this process and its children."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime

@@ -60,9 +60,12 @@ def _explore(runs: list[Path], sentences: list[str]) -> None:
     """Leave ``explorer.json`` in every run, from the model that training saved there."""
     from saobp.metrics.sources import load_model
     from saobp.report import explorer_data, write_explorer
+    from saobp.report.runs import seed_folders
 
     for run in runs:
-        if not (run / "model").is_dir():
+        folders = [run / "model", *(seed / "model" for seed in seed_folders(run))]
+        saved = next((folder for folder in folders if folder.is_dir()), None)
+        if saved is None:
             raise ValueError(f"{str(run)!r} holds no folder 'model', so there is no model for the sentences")
-        model, tokenizer = load_model(str(run / "model"))
+        model, tokenizer = load_model(str(saved))
         write_explorer(explorer_data(model, tokenizer, sentences, subject=run.resolve().name), run)

@@ -51,11 +51,17 @@ def tokenize(
 def obtain_tokenizer(
     name: str, corpora: Mapping[str, float | None], out: Path, data_dir: Path | None
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer by name; ``train:SIZE`` learns a WordPiece one from the corpora and keeps it in ``out``."""
+    """A tokenizer by name; ``train:SIZE`` learns a WordPiece one from the corpora.
+
+    Both that and the two of the families are left in ``out``: the folder is then all that training needs.
+    """
     from saobp.data import load_tokenizer, open_corpus, train_vocabulary
 
     if not name.startswith("train:"):
-        return load_tokenizer(name, data_dir)
+        found = load_tokenizer(name, data_dir)
+        if name in ("bert", "gpt2"):
+            found.save_pretrained(out / f"tokenizer-{name}")
+        return found
     size = name.removeprefix("train:")
     if not size.isdecimal():
         raise ValueError(f"a tokenizer to train is written train:SIZE, as in train:8192, not {name!r}")

@@ -9,6 +9,7 @@ from typing import Any
 from saobp.report.files import number
 
 AXES = ("step", "tokens", "seconds")
+NOT_DRAWN = (*AXES, "epoch")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def read_curves(lines: Sequence[dict[str, Any]], of: str = "") -> dict[str, list
     for line in lines:
         place = {name: number(line[name]) if name in line else place[name] for name in AXES}
         for name, value in line.items():
-            if name not in AXES and _is_numeric(value):
+            if name not in NOT_DRAWN and _is_numeric(value):
                 points.setdefault(name, []).append((place, number(value)))
     return {
         name: [_series(of, found)]

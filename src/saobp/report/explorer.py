@@ -148,12 +148,12 @@ def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
 
     def keep(call: AttentionCall) -> None:
         heads = heads_of(call)
-        if heads is None:
+        if heads is None or heads.query.shape[-2] != ids.shape[1]:
             return
         count = heads.query.shape[1]
         scores, graph = heads.some(slice(0, 1), slice(0, count)).scores()
         rows = torch.log_softmax(graph.hidden(scores.double()), -1)[0].cpu().numpy()
-        learned = heads.refinement.factor != "none"
+        refined = heads.refinement.factor != "none"
         strengths = heads.strength.double().clamp(-MAX_STRENGTH, MAX_STRENGTH).tolist()
         if heads.refinement.factor.startswith("low"):
             strengths = [-strength for strength in strengths]
@@ -161,8 +161,8 @@ def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
             {
                 "name": call.name,
                 "in_order": heads.hears_in_order(),
-                "refinement": _plain(heads.refinement.to_dict()) if learned else None,
-                "strengths": [round(strength, 6) for strength in strengths] if learned else None,
+                "refinement": _plain(heads.refinement.to_dict()) if refined else None,
+                "strengths": [round(strength, 6) for strength in strengths] if refined else None,
                 "heads": [encode_head(one) for one in rows],
             }
         )

@@ -13,12 +13,7 @@ from matplotlib.figure import Figure
 from saobp.metrics.figures import COLOURS, TITLES, heat_map, layer_curves, short_name
 from saobp.report.runs import Run, read_runs
 
-CURVES = {
-    "loss": "training loss",
-    "eval_loss": "validation loss",
-    "eval_perplexity": "validation perplexity",
-    "eval_accuracy": "validation accuracy",
-}
+FIRST = ("loss", "eval_loss", "eval_perplexity")
 TEXT_STAYS_TEXT: dict[Any, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "saobp"}
 """Fonts that a publisher accepts, and the same file for the same data."""
 
@@ -27,7 +22,7 @@ def write_figures(folders: Sequence[Path], out: Path, form: str) -> list[Path]:
     """Curves, and heat maps and layers of the last measured health, as files of ``form`` in ``out``."""
     runs = read_runs(folders)
     figures: dict[str, Figure] = {}
-    if any(name in run.curves for run in runs for name in CURVES):
+    if drawn_curves(runs):
         figures["curves"] = training_curves(runs)
     measured = [run.health[-1].diagnosis(run.name) for run in runs if run.health]
     if measured:
@@ -51,9 +46,16 @@ def write_figures(folders: Sequence[Path], out: Path, form: str) -> list[Path]:
     return written
 
 
+def drawn_curves(runs: Sequence[Run]) -> list[str]:
+    """Losses and everything measured on held-out data; rates and speeds are left to the page."""
+    found = dict.fromkeys(name for run in runs for name in run.curves)
+    others = [name for name in found if name.startswith("eval_") and name not in FIRST]
+    return [*(name for name in FIRST if name in found), *others]
+
+
 def training_curves(runs: Sequence[Run]) -> Figure:
     """One panel for each quantity that any run has, over steps; the seeds of a run share its colour."""
-    names = [name for name in CURVES if any(name in run.curves for run in runs)]
+    names = drawn_curves(runs)
     columns = min(2, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(4.2 * columns, 2.9 * rows), layout="constrained")
@@ -71,7 +73,8 @@ def training_curves(runs: Sequence[Run]) -> Figure:
                     markersize=3,
                     label=short_name(run.name) if number == 0 else None,
                 )
-        panel.set_title(CURVES[name], fontsize=9)
+        title = "training loss" if name == "loss" else name.replace("eval_", "validation ", 1)
+        panel.set_title(title.replace("_", " "), fontsize=9)
         panel.set_xlabel("step")
         panel.spines[["top", "right"]].set_visible(False)
     for panel in panels[len(names) :]:

@@ -46,6 +46,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     return [replace(run, name=name) for run, name in zip(runs, _told_apart(runs, folders), strict=True)]
 
 
+def seed_folders(folder: Path) -> list[Path]:
+    """The runs of single seeds inside a fine-tuning run."""
+    return sorted(path for path in folder.glob("seed-*") if path.is_dir())
+
+
 def refinement_words(refinement: Any) -> str:
     """A refinement as it is written on the command line, such as ``high:0.2``."""
     if not isinstance(refinement, dict) or refinement.get("factor") in (None, "none"):
@@ -68,13 +73,16 @@ def _read_folder(folder: Path) -> list[Run]:
 
 def _read_run(folder: Path) -> Run:
     problems: Problems = []
-    recipe = read_object(folder / "recipe.json", problems, "what was trained is not known")
-    record = read_object(folder / "record.json", problems, "when, where and on which data is not known")
+    seeds = seed_folders(folder)
+    told = seeds[0] if seeds and not (folder / "recipe.json").is_file() else folder
+    recipe = read_object(told / "recipe.json", problems, "what was trained is not known")
+    record = read_object(told / "record.json", problems, "when, where and on which data is not known")
+    if told != folder and record:
+        record["seed"] = ", ".join(seed.name.removeprefix("seed-") for seed in seeds)
     result = read_object(folder / "result.json", problems)
     status = str(record.get("status", "unknown"))
     if not (folder / "result.json").is_file():
         problems.append(f"result.json is missing: the run has not finished (its status is {status}).")
-    seeds = sorted(path for path in folder.glob("seed-*") if path.is_dir())
     kind = str(recipe.get("kind", "run"))
     if seeds:
         parts = [_curves(seed, problems, seed.name.replace("-", " ", 1)) for seed in seeds]
@@ -85,12 +93,15 @@ def _read_run(folder: Path) -> Run:
     else:
         curves = _curves(folder, problems)
         health = _health(folder, recipe, problems)
+    facts = _facts(recipe, record)
+    if seeds and health:
+        facts.append(("heads shown", f"of {seeds[0].name.replace('-', ' ', 1)}"))
     return Run(
         folder.resolve().name,
         kind,
         curves,
         health,
-        _facts(recipe, record),
+        facts,
         [(name, value) for name, value in flat(recipe) if name != "kind"],
         flat(result),
         problems,
@@ -128,9 +139,10 @@ def _health(folder: Path, recipe: dict[str, Any], problems: Problems) -> list[Sn
 def _facts(recipe: dict[str, Any], record: dict[str, Any]) -> Facts:
     facts: Facts = []
     if recipe:
-        names = [recipe.get(name) for name in ("family", "size", "task")]
-        model = " ".join(str(name) for name in names if name is not None)
+        names = [str(recipe[name]) for name in ("family", "size") if recipe.get(name) is not None]
+        model = " ".join(names) or "/".join(Path(str(recipe.get("model", ""))).parts[-2:])
         facts += [("model", model)] if model else []
+        facts += [("task", recipe["task"])] if recipe.get("task") is not None else []
         facts.append(("refinement", refinement_words(recipe.get("refinement"))))
     for name in ("status", "seed", "started", "finished", "seconds"):
         if record.get(name) is not None:

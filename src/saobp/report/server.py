@@ -48,11 +48,8 @@ def make_server(
         with turn:
             return {**answer(text), "run": subject}
 
-    class Handler(_Handler):
-        pass
-
-    Handler.page, Handler.look = page, staticmethod(look)
-    return _Server((ADDRESS, port), Handler)
+    handler = type("Handler", (_Handler,), {"page": page, "look": staticmethod(look)})
+    return _Server((ADDRESS, port), handler)
 
 
 class _Server(ThreadingHTTPServer):

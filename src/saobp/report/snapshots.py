@@ -23,6 +23,7 @@ class Snapshot:
     errors:    grids of standard errors, where they are known
     strengths: grid of lambda, for a model that learns it
     across:    cross-layer GTD by layer, from the second layer on
+    largest_entropy: of rows that are even over all they may see, where the length of the texts is known
     """
 
     step: int | None
@@ -32,6 +33,7 @@ class Snapshot:
     errors: dict[str, Grid] = field(default_factory=dict)
     strengths: Grid | None = None
     across: dict[int, float] = field(default_factory=dict)
+    largest_entropy: float | None = None
 
     def count(self, kind: Verdict) -> int:
         return sum(word == kind for row in self.verdicts for word in row)
@@ -54,6 +56,7 @@ class Snapshot:
             "errors": {name: _rounded(grid) for name, grid in self.errors.items()},
             "strengths": None if self.strengths is None else _rounded(self.strengths),
             "verdicts": [[VERDICTS.index(word) for word in row] for row in self.verdicts],
+            "largest": self.largest_entropy,
             "across": {str(layer): round(value, 4) for layer, value in self.across.items()},
         }
 
@@ -98,7 +101,12 @@ def read_snapshot(entry: dict[str, Any], length: float | None, causal: bool | No
     if length is not None and length >= 2 and causal is not None:
         largest = largest_entropy(length, causal=causal)
     return Snapshot(
-        int(step), [str(name) for name in names], grids, _verdicts(grids, largest), strengths=strengths
+        int(step),
+        [str(name) for name in names],
+        grids,
+        _verdicts(grids, largest),
+        strengths=strengths,
+        largest_entropy=largest,
     )
 
 

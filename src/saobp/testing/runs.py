@@ -75,15 +75,16 @@ def make_run(
 def make_finetune(folder: Path, *, seeds: tuple[int, ...] = (42, 43, 44), steps: int = 300) -> Path:
     """A finished fine-tuning run with a folder for each seed."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(
-        folder / "recipe.json", {"kind": "finetune", "task": "sst2", "seeds": list(seeds), "refinement": None}
-    )
-    write_json(folder / "record.json", record(seeds[0], seconds=90.0))
     scores = {}
     for seed in seeds:
         random = numpy.random.default_rng(seed)
         own = folder / f"seed-{seed}"
         own.mkdir(exist_ok=True)
+        write_json(
+            own / "recipe.json",
+            {"kind": "finetune", "task": "sst2", "model": "runs/high/model", "refinement": None},
+        )
+        write_json(own / "record.json", record(seed, seconds=30.0))
         lines = [
             {"step": step, "loss": 0.7 * math.exp(-3 * step / steps) + float(abs(random.normal(0, 0.02)))}
             for step in range(10, steps + 1, 10)

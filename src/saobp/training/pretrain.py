@@ -103,6 +103,7 @@ def pretrain(
             compiled=recipe.compiled,
             regularizer=penalty,
             sharded=trainer.is_fsdp_enabled,
+            replay=recipe.accumulation == 1 and trainer.args.world_size == 1,
         ):
             trainer.train(None if start is None else str(run.checkpoint_path(start)))
             if trainer.held_out and recipe.steps % recipe.evaluation_steps:

@@ -25,14 +25,18 @@ def loss_as_forward(
     compiled: bool = False,
     regularizer: Any = None,
     sharded: bool = False,
+    replay: bool = False,
 ) -> Iterator[PreTrainedModel]:
     """Meanwhile ``model(input_ids=..., seeds=...)`` is the loss of the objective.
 
     The model itself then is what Trainer wraps, shards, saves and restores, and the loss, masks and head at
     chosen places included, is one graph inside the wrapper. A regularizer watches attention from outside the
-    graph, so with one nothing is compiled. Weights that are sharded cannot be rounded as a whole: bfloat16 is
-    then PyTorch's autocast. What a regularizer learns is meanwhile a part of the model: optimised, shared
-    between processes, kept in checkpoints.
+    graph, so with one nothing is compiled. With ``replay`` a GPU records the graph and replays it as a whole,
+    since hundreds of small kernels take less time than their launches; its gradients are always in the same
+    place, so they cannot be summed over parts of a batch or processes. Without gradients nothing is compiled
+    either: evaluations are rare, and compiling takes longer. Weights that are sharded cannot be rounded as a
+    whole: bfloat16 is then PyTorch's autocast. What a regularizer learns is meanwhile a part of the model:
+    optimised, shared between processes, kept in checkpoints.
     """
     autocast = sharded and precision == "bf16"
     kind = next(model.parameters()).device.type
@@ -47,10 +51,13 @@ def loss_as_forward(
         model.add_module(REGULARIZER, regularizer)
         step = with_penalty(model, loss, regularizer)
     elif compiled:
-        step = torch.compile(with_own_code(loss), dynamic=False)
+        mode = "reduce-overhead" if kind == "cuda" and replay else None
+        step = torch.compile(with_own_code(loss), dynamic=False, mode=mode)
 
     def forward(input_ids: Tensor, seeds: Tensor) -> Tensor:
         with torch.autocast(kind, torch.bfloat16, enabled=autocast):
+            if compiled and not torch.is_grad_enabled():
+                return loss(input_ids, seeds)
             return step(input_ids, seeds)
 
     model.forward = forward

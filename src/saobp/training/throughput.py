@@ -176,7 +176,7 @@ def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: 
         own = PretrainTrainer(
             model, args, recipe, RunFolder(folder), train=rows, validation=None, callbacks=[watch], say=print
         )
-        with loss_as_forward(model, objective, precision=recipe.precision, compiled=compiled):
+        with loss_as_forward(model, objective, precision=recipe.precision, compiled=compiled, replay=True):
             yield Contestant(own, watch)
 
 

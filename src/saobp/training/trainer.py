@@ -136,9 +136,10 @@ class PretrainTrainer(Trainer):
     ) -> Tensor:
         if not model.training:
             model.train()
+        torch.compiler.cudagraph_mark_step_begin()
         loss = self.compute_loss(model, inputs) / self.recipe.accumulation
         self.accelerator.backward(loss)
-        return loss.detach()
+        return loss.detach().clone()  # a replayed graph writes to the same place
 
     def compute_loss(
         self,

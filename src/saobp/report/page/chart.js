@@ -1,6 +1,6 @@
 /** A line chart in SVG: redrawn to the width it has, read with pointer, keyboard or as a table. */
 import { draw, folded, make, table } from "./dom.js";
-import { compact, shown } from "./numbers.js";
+import { compact, counted, extent, shown } from "./numbers.js";
 import { axis } from "./scale.js";
 
 const HEIGHT = 230;
@@ -36,7 +36,9 @@ export function chart(lines, options) {
     tabindex: 0,
     role: "img",
     height: HEIGHT,
-    "aria-label": `${options.title} against ${options.across}, ${lines.length} curves. Arrow keys read values; the table below holds them.`,
+    "aria-label":
+      `${options.title} against ${options.across}, ${counted(lines.length, "curve")}. ` +
+      "Arrow keys read values; the table below holds them.",
   });
   const view = { lines, options, canvas, readout, width: 0, cursor: /** @type {number | null} */ (null) };
   const places = [...new Set(lines.flatMap((line) => line.points.map(([x]) => x)))].sort((a, b) => a - b);
@@ -93,9 +95,9 @@ function paint(view, room) {
   canvas.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   const xs = lines.flatMap((/** @type {Line} */ line) => line.points.map(([x]) => x));
   const ys = lines.flatMap((/** @type {Line} */ line) => line.points.map(([, y]) => y));
-  const isLog = options.isLog && Math.min(...ys) > 0;
-  const [low, high] = options.range ?? padded(Math.min(...ys), Math.max(...ys), isLog);
-  const across = axis(Math.min(...xs), Math.max(...xs), false, width < 420 ? 4 : 6);
+  const isLog = options.isLog && extent(ys)[0] > 0;
+  const [low, high] = options.range ?? padded(...extent(ys), isLog);
+  const across = axis(...extent(xs), false, width < 420 ? 4 : 6);
   const up = axis(low, high, isLog, 5);
   const bottom = HEIGHT - MARGIN.bottom;
   view.x = (/** @type {number} */ x) => MARGIN.left + across.at(x) * (width - MARGIN.left - MARGIN.right);

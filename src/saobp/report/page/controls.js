@@ -40,8 +40,36 @@ export function ownSetting(explorer, layer, head) {
 }
 
 /**
+ * "high, λ = 0.2, 2 steps", as the library would call it.
+ * @param {import("./types.js").Setting} setting
+ * @returns {string}
+ */
+export function settingWords({ factor, strength, steps, damping }) {
+  const words = [];
+  if (WITH_STRENGTH.includes(factor)) {
+    const name = strength < 0 ? "low" : "high";
+    words.push(
+      factor === "listing" ? `${name}-listing` : name,
+      `λ = ${Number(Math.abs(strength).toFixed(3))}`,
+    );
+  } else {
+    words.push(factor === "none" ? "not at all" : factor);
+  }
+  if (steps > 1 && factor !== "none") words.push(`${steps} steps`);
+  if (steps > 1 && damping > 0 && factor !== "none") words.push(`damping ${damping}`);
+  return words.join(", ");
+}
+
+/**
+ * @typedef {object} Controls
+ * @property {HTMLElement[]} elements
+ * @property {() => import("./types.js").Setting} setting
+ * @property {(setting: import("./types.js").Setting) => void} set
+ */
+
+/**
  * @param {(setting: import("./types.js").Setting) => void} change
- * @returns {{ elements: HTMLElement[], setting: () => import("./types.js").Setting, set: (setting: import("./types.js").Setting) => void }}
+ * @returns {Controls}
  */
 export function refinementControls(change) {
   /** @type {import("./types.js").Setting} */

@@ -139,7 +139,8 @@ function charts(data, state) {
       .filter((line) => line.points.length);
     if (lines.length) {
       const title =
-        /** @type {Record<string, string>} */ (CURVE_NAMES)[name] ?? capital(name.replaceAll("_", " "));
+        /** @type {Record<string, string>} */ (CURVE_NAMES)[name] ??
+        capital(name.replace(/^eval_/, "validation ").replaceAll("_", " "));
       found.push(
         chart(lines, {
           title,
@@ -196,7 +197,13 @@ function healthCharts(data, state) {
 function quantities(runs) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))];
   const rank = (/** @type {string} */ name) =>
-    FIRST.includes(name) ? FIRST.indexOf(name) : LAST.includes(name) ? 100 : 50;
+    FIRST.includes(name)
+      ? FIRST.indexOf(name)
+      : name.startsWith("eval_")
+        ? 10
+        : LAST.includes(name)
+          ? 30
+          : 20;
   return names.sort((a, b) => rank(a) - rank(b));
 }
 
@@ -246,7 +253,8 @@ function thinnedNote(runs) {
     ? make(
         "p",
         { class: "note" },
-        `Long curves are thinned to the lowest and highest point of each stretch (the longest had ${most.toLocaleString("en")} points).`,
+        "Long curves are thinned to the lowest and highest point of each stretch " +
+          `(the longest had ${most.toLocaleString("en")} points).`,
       )
     : null;
 }

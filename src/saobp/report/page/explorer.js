@@ -1,6 +1,6 @@
 /** The explorer: a sentence, a layer, a head; its attention, and the same attention refined. */
 import { arcView } from "./arcs.js";
-import { ownSetting, refinementControls } from "./controls.js";
+import { ownSetting, refinementControls, settingWords } from "./controls.js";
 import { folded, labelled, make, picker, table } from "./dom.js";
 import { headNumbers } from "./figures.js";
 import { mapView } from "./map.js";
@@ -107,7 +107,8 @@ export class ExplorerView {
         make(
           "p",
           { class: "note" },
-          "An arc joins a token to one that it looks at; the wider, the more. Press a token to see its arcs alone. Weights below 0.02 are not drawn.",
+          "An arc joins a token to one that it looks at; the wider, the more. " +
+            "Press a token to see its arcs alone. Weights below 0.02 are not drawn.",
         ),
       ),
       make("div", { class: "bottom" }, this.overview.element, this.paths.element),
@@ -278,6 +279,7 @@ export class ExplorerView {
     if (this.isNewHead || this.isNewSetting) {
       this.refined = refine(this.prior, this.controls.setting());
       this.difference = null;
+      this.numbers.name(`Layer ${this.layer}, head ${this.head} (entropies in nats)`);
       this.numbers.update(
         this.prior.rows,
         this.refined,
@@ -306,7 +308,13 @@ export class ExplorerView {
       this.difference ??= this.refined.map((value, i) => value - softmax[i]);
       this.maps[1].show("Refined − softmax", this.difference, tokens, largest(this.difference), true);
     } else {
-      this.maps[1].show("Refined", this.refined, tokens, most, false);
+      this.maps[1].show(
+        `Refined: ${settingWords(this.controls.setting())}`,
+        this.refined,
+        tokens,
+        most,
+        false,
+      );
     }
     this.arcs.show(this.prior.rows, this.refined, this.token);
     this.paths.show(this.prior.rows, this.refined, this.from, this.to);

@@ -17,12 +17,8 @@ const STATISTIC_NAMES = /** @type {[import("./types.js").Statistic, string][]} *
  */
 export function headNumbers(data) {
   const body = make("div", {});
-  const element = make(
-    "div",
-    { class: "panel numbers", "aria-live": "polite" },
-    make("h3", {}, "This head (entropies in nats)"),
-    body,
-  );
+  const title = make("h3", {});
+  const element = make("div", { class: "panel numbers", "aria-live": "polite" }, title, body);
   const worker = new Background();
   /** @type {import("./types.js").Numbers | null} */
   let before = null;
@@ -56,6 +52,10 @@ export function headNumbers(data) {
   };
   return {
     element,
+    /** @param {string} text */
+    name(text) {
+      title.textContent = text;
+    },
     /**
      * @param {Float64Array} plain
      * @param {Float64Array} refined

@@ -3,13 +3,14 @@ import { chart } from "./chart.js";
 import { runColour } from "./colours.js";
 import { folded, labelled, make, picker, table } from "./dom.js";
 import { heatMap, MARKS, scaleBar } from "./heatmap.js";
-import { counted, mean, shown } from "./numbers.js";
+import { counted, extent, mean, shown } from "./numbers.js";
 
 /**
  * @param {import("./types.js").PageData} data
  * @returns {HTMLElement | null}
  */
 export function headsSection(data) {
+  const { limits } = data;
   const runs = data.runs.flatMap((run, place) => (run.health.length ? [{ ...run, place }] : []));
   if (!runs.length) return null;
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.health[0].statistics)))];
@@ -25,7 +26,7 @@ export function headsSection(data) {
     const range = rangeOf(runs, state.statistic);
     maps.replaceChildren(
       ...runs.map((run) => runMap(data, run, momentAt(run, state.step), state.statistic, range)),
-      scaleBar(state.statistic, range, data.limits),
+      scaleBar(state.statistic, range, data.limits, extent(runs.map((run) => run.health[0].largest ?? 0))[1]),
     );
     layers.replaceChildren(...layerCharts(data, runs, state));
     said.textContent = steps.length > 1 ? state.step.toLocaleString("en") : "";
@@ -69,8 +70,10 @@ export function headsSection(data) {
       "p",
       { class: "note" },
       "GTD is the share of indirect paths, of two to four hops, in what a head passes on. ",
-      `Below ${data.limits.localised} a head is localised ▼, above ${data.limits.diffuse} diffuse ▲, from ${data.limits.healthyFrom} to ${data.limits.healthyTo} healthy. `,
-      `A sink ● sends at least ${data.limits.sink === 0.5 ? "half" : data.limits.sink} of all attention to one token. Rows with less than a tenth of the possible entropy count as localised whatever their GTD.`,
+      `Below ${limits.localised} a head is localised ▼, above ${limits.diffuse} diffuse ▲, `,
+      `from ${limits.healthyFrom} to ${limits.healthyTo} healthy. `,
+      `A sink ● sends at least ${100 * limits.sink} % of all attention to one token. `,
+      `Rows with less than ${100 * limits.collapsed} % of the possible entropy count as localised whatever their GTD.`,
     ),
     runs.map((run) => folded(`Every head of ${run.name}`, () => headTable(data, run))),
   );
@@ -102,7 +105,7 @@ function rangeOf(runs, name) {
   const values = runs
     .flatMap((run) => run.health.flatMap((moment) => gridOf(moment, name).flat()))
     .filter((value) => value !== null);
-  const most = Math.max(1e-9, ...values.map(Math.abs));
+  const most = Math.max(1e-9, ...extent(values).map(Math.abs));
   return name === "strengths" ? [-most, most] : [0, most];
 }
 

@@ -122,13 +122,14 @@ function heatCell(cell, layer, head, colour, isNarrow, options) {
  * @param {string} statistic
  * @param {[number, number]} range
  * @param {import("./types.js").Limits} limits
+ * @param {number | null} [largest]  possible entropy
  * @returns {HTMLElement}
  */
-export function scaleBar(statistic, range, limits) {
+export function scaleBar(statistic, range, limits, largest = null) {
   const strip = make("div", { class: "strip" });
   strip.style.background = statisticGradient(statistic);
   const at = (/** @type {number} */ value) => `${(100 * (value - range[0])) / (range[1] - range[0])}%`;
-  const ranges = namedRanges(statistic, range, limits).map(([from, to, name]) => {
+  const ranges = namedRanges(statistic, range, limits, largest).map(([from, to, name]) => {
     const element = make("span", { class: `range ${name.split(" ")[0]}` }, make("span", {}, name));
     element.style.left = at(from);
     element.style.width = `calc(${at(to)} - ${at(from)})`;
@@ -142,7 +143,7 @@ export function scaleBar(statistic, range, limits) {
   );
   return make(
     "div",
-    { class: "scale-bar", role: "img", "aria-label": barWords(statistic, range, limits) },
+    { class: "scale-bar", role: "img", "aria-label": barWords(statistic, range, limits, largest) },
     strip,
     ranges.length ? make("div", { class: "ranges" }, ranges) : null,
     ends,
@@ -153,15 +154,19 @@ export function scaleBar(statistic, range, limits) {
  * @param {string} statistic
  * @param {[number, number]} range
  * @param {import("./types.js").Limits} limits
+ * @param {number | null} [largest]  possible entropy
  * @returns {[number, number, string][]}
  */
-function namedRanges(statistic, range, limits) {
+function namedRanges(statistic, range, limits, largest) {
   if (statistic.endsWith("gtd")) {
     return [
       [0, limits.localised, "localised"],
       [limits.healthyFrom, limits.healthyTo, "healthy"],
       [limits.diffuse, 1, "diffuse"],
     ];
+  }
+  if (statistic === "attention_entropy" && largest) {
+    return [[0, limits.collapsed * largest, "localised"]];
   }
   return statistic === "sink_mass" && range[1] > limits.sink ? [[limits.sink, range[1], "sink"]] : [];
 }
@@ -170,9 +175,10 @@ function namedRanges(statistic, range, limits) {
  * @param {string} statistic
  * @param {[number, number]} range
  * @param {import("./types.js").Limits} limits
+ * @param {number | null} [largest]  possible entropy
  */
-function barWords(statistic, range, limits) {
-  const named = namedRanges(statistic, range, limits).map(
+function barWords(statistic, range, limits, largest) {
+  const named = namedRanges(statistic, range, limits, largest).map(
     ([from, to, name]) => `${name} from ${shown(from, 2)} to ${shown(to, 2)}`,
   );
   return [`Colour scale from ${shown(range[0], 2)} to ${shown(range[1], 2)}`, ...named].join("; ");

@@ -47,7 +47,7 @@ function explorerSection(data) {
     }
     view.explorer.sentences.unshift(...explorer.sentences);
     view.sentence = 0;
-    view.chooseModel();
+    view.chooseSentence();
   };
   if (data.explorers.length) open();
   return make(
@@ -57,7 +57,8 @@ function explorerSection(data) {
     make(
       "p",
       { class: "lead" },
-      "Attention of one head, and the same refined here in the browser: move λ and see. A negative λ is low: rows that chose the same key attract each other.",
+      "Attention of one head, and the same refined here in the browser: move λ and see. " +
+        "A negative λ is low: rows that chose the same key attract each other.",
     ),
     data.live ? liveForm(data.live, found) : null,
     place,

@@ -72,7 +72,8 @@ export function mapView(look) {
     element,
     show(name, rows, tokens, most, isSigned) {
       title.textContent = name;
-      legend.textContent = `queries down, keys across; ${isSigned ? "orange is more, blue less, up to" : "full colour at"} ${shown(most)}`;
+      const colours = isSigned ? "orange is more, blue less, up to" : "full colour at";
+      legend.textContent = `queries down, keys across; ${colours} ${shown(most)}`;
       canvas.setAttribute(
         "aria-label",
         `${name}: map of ${tokens.length} by ${tokens.length} tokens. Arrow keys read single weights.`,

@@ -64,6 +64,21 @@ export function mean(values) {
 }
 
 /**
+ * The lowest and the highest of the values, of which there may be too many for Math.min; zeros if there are none.
+ * @param {number[]} values
+ * @returns {[number, number]}
+ */
+export function extent(values) {
+  if (!values.length) return [0, 0];
+  let [low, high] = [values[0], values[0]];
+  for (const value of values) {
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return [low, high];
+}
+
+/**
  * "1 head", "2 heads".
  * @param {number} number
  * @param {string} noun

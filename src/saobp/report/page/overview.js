@@ -10,6 +10,12 @@ import { largestEntropy, measuring, verdictOf } from "./statistics.js";
 const LIVE_UP_TO = 128;
 
 /**
+ * @typedef {object} Looked  what is looked at now
+ * @property {import("./types.js").Explorer} explorer
+ * @property {import("./types.js").Sentence} sentence
+ * @property {import("./types.js").Setting} setting
+ * @property {[number, number]} chosen  layer and head
+ *
  * @typedef {{ numbers: import("./types.js").Numbers, verdict: string }} Measured
  * @typedef {(Measured | null)[][]} MeasuredGrid
  */
@@ -25,13 +31,13 @@ export function overview(limits, choose) {
   const element = make(
     "div",
     { class: "panel overview" },
-    make("h3", {}, "GTD of every head on this sentence, refined"),
+    make("h3", {}, "GTD of every head on this sentence, refined by these settings"),
     body,
     words,
     start,
   );
   const worker = new Background();
-  /** @type {{ explorer: import("./types.js").Explorer, sentence: import("./types.js").Sentence, setting: import("./types.js").Setting, chosen: [number, number] } | null} */
+  /** @type {Looked | null} */
   let now = null;
   /** @type {WeakMap<import("./types.js").Sentence, MeasuredGrid>} softmax is measured once */
   const plain = new WeakMap();
@@ -67,7 +73,9 @@ export function overview(limits, choose) {
       scaleBar("gtd", [0, 1], limits),
     );
     if (before && refined.length)
-      words.textContent = `Healthy heads: ${healthy(before)} by softmax, ${healthy(refined)} refined. Each head is refined on the scores the model had; in a model, layers above a refined one would see other inputs.`;
+      words.textContent =
+        `Healthy heads: ${healthy(before)} by softmax, ${healthy(refined)} refined. ` +
+        "Each head is refined on the scores the model had; in a model, layers above a refined one would see other inputs.";
   };
   return {
     element,
@@ -157,7 +165,9 @@ function cellOf(layer, head, before, after) {
   return {
     value: now,
     verdict: after.verdict,
-    words: `${place}: GTD ${shown(old)} (${before.verdict}) by softmax, ${shown(now)} (${after.verdict}) refined, ${signed(now - old)}`,
+    words:
+      `${place}: GTD ${shown(old)} (${before.verdict}) by softmax, ` +
+      `${shown(now)} (${after.verdict}) refined, ${signed(now - old)}`,
   };
 }
 

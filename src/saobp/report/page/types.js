@@ -18,6 +18,7 @@
  * @property {Record<string, Grid>} errors
  * @property {Grid | null} strengths
  * @property {number[][]} verdicts  places in PageData.verdicts
+ * @property {number | null} largest  entropy of rows that are even over all they may see
  * @property {Record<string, number>} across  cross-layer GTD by layer
  *
  * @typedef {object} Run

@@ -1,0 +1,56 @@
+"""A regularizer in a pretraining run, and the model family of the quickstart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from saobp.testing.training import small_recipe, train_small
+from saobp.training.models import build_model
+from saobp.training.objectives import head_scores, hidden_states
+from saobp.training.runs import RunFolder
+
+
+@pytest.mark.parametrize("regularizer", ["entropy,weight=1,margin=0", "eigen,weight=1"])
+def test_a_run_learns_with_a_regularizer_and_saves_the_model_alone(tmp_path: Path, regularizer: str) -> None:
+    losses = {}
+    for name, chosen in (("plain", None), ("regularized", regularizer)):
+        result = train_small(small_recipe(steps=6, regularizer=chosen), tmp_path / name)
+        losses[name] = result.eval_loss
+    assert losses["plain"] != losses["regularized"]
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in losses]
+    assert weights[0].keys() == weights[1].keys()
+
+
+def test_thresholds_survive_a_checkpoint(tmp_path: Path) -> None:
+    """What is learned is in the checkpoint, and a resumed run goes on as one that never stopped."""
+    recipe = small_recipe(steps=6, checkpoint_steps=2, regularizer="entropy,weight=1,margin=0")
+    whole = train_small(recipe, tmp_path / "whole")
+    stopped = tmp_path / "stopped"
+    before = RunFolder.log_metrics
+
+    def stop(self: RunFolder, line: dict) -> None:
+        before(self, line)
+        if line.get("step") == 5:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "log_metrics", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train_small(recipe, stopped)
+    kept = [load_file(file) for file in stopped.glob("checkpoints/step-000004/*.safetensors")]
+    learned = [values for one in kept for name, values in one.items() if "threshold_bias" in name]
+    assert learned
+    assert not torch.equal(learned[0], torch.full_like(learned[0], 0.5))
+    assert train_small(recipe, stopped, resume=True).eval_loss == whole.eval_loss
+
+
+def test_modernbert_is_a_family() -> None:
+    model = build_model("modernbert", "micro", vocabulary=100, length=16, dropout=0.0, padding=0, seed=0)
+    ids = torch.randint(5, 100, (2, 16))
+    scores = head_scores(model, hidden_states(model, ids, "fp32"), "fp32")
+    torch.testing.assert_close(scores, model(input_ids=ids).logits)
+    assert hidden_states(model, ids, "bf16").dtype == torch.bfloat16
