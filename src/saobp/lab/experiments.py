@@ -139,7 +139,6 @@ EXPERIMENTS = {
             "GTD rises with CC (r = 0.70) and falls with BC (r = -0.43).",
             bert=("original", "high"),
             measures=("race-middle",),
-            seeds=1,
         ),
         Experiment(
             "gtd-performance",
