@@ -165,6 +165,8 @@ def correlations(
                 axis.plot(x, y, "o", color=colour_of(place), alpha=0.7, ms=4, mec="none", label=_safe(title))
         axis.set_xlabel(x_label, fontsize=8)
         axis.set_ylabel(_safe(measure), fontsize=8)
+        if "perplexity" in measure:
+            axis.set_yscale("log")
         axis.tick_params(labelsize=8)
         axis.set_title(notes.get(measure, ""), fontsize=8)
     if axes:
