@@ -88,6 +88,15 @@ def test_scores_of_partial_tasks_never_stand_beside_the_paper_s(runs: Path, tmp_
     assert "Only a part of the training rows" in page
 
 
+def test_correlations_are_decided_over_runs(runs: Path, tmp_path: Path) -> None:
+    """In the made-up runs GTD falls while perplexity falls: the opposite of the paper's sign."""
+    page, outcome = _written(runs, tmp_path / "results", "gtd-correlation")
+    said = {claim["words"]: claim["status"] for claim in outcome["claims"]}
+    assert said["GTD follows perplexity: the paper has r = -0.97"] == "does not reproduce"
+    assert said["GTD follows sst2: the paper has r = +0.92"] == "not run"
+    assert "| perplexity | Original | -0.97 | +" in page
+
+
 def test_what_was_not_run_is_listed(runs: Path, tmp_path: Path) -> None:
     page, outcome = _written(runs, tmp_path / "results", "tasks")
     assert any(line.startswith("| hellaswag | Low |") and "not run" in line for line in page.splitlines())
