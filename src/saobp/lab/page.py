@@ -164,8 +164,9 @@ class Page:
             "missing": list(missing),
             "claims": [asdict(claim) for claim in self.claims],
         }
-        for file, content in ((f"{name}.json", outcome), (f"{name}-runs.json", records)):
-            (folder / file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (folder / f"{name}.json").write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+        lines = ",\n".join(json.dumps(record) for record in records)
+        (folder / f"{name}-runs.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
         return [page]
 
     def _claim_table(self) -> list[str]:
