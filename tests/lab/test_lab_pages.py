@@ -79,6 +79,18 @@ def test_paper_ours_and_difference_stand_side_by_side(runs: Path, tmp_path: Path
         assert (tmp_path / "results" / "gtd" / name).stat().st_size > 0
 
 
+def test_records_name_no_place_of_the_machine(runs: Path, tmp_path: Path) -> None:
+    name = "bert-mini-original-seed42"
+    written = json.loads((runs / name / "record.json").read_text())
+    command = "saobp reproduce gtd --runs /some/where/runs --tokens=/else/where/tokens --minutes 9"
+    write_json(runs / name / "record.json", {**written, "command": command})
+    _written(runs, tmp_path / "results", "gtd")
+    records = json.loads((tmp_path / "results" / "gtd" / "mini-runs.json").read_text())
+    own = next(record for record in records if record["run"] == name)
+    assert own["command"] == "saobp reproduce gtd --runs runs --tokens=tokens --minutes 9"
+    assert {"commit", "seed", "data", "environment", "seconds", "result"} <= set(own)
+
+
 def test_scores_of_partial_tasks_never_stand_beside_the_paper_s(runs: Path, tmp_path: Path) -> None:
     page, _ = _written(runs, tmp_path / "results", "tasks")
     squad = [line for line in page.splitlines() if line.startswith("| squad * |")]
