@@ -88,8 +88,8 @@ def gtd_graph(results: Results, page: Page) -> None:
         return
     page.table(("measure", "run", "paper, r", "ours, r (p, pairs)"), rows)
     page.say(
-        "A point is a pair of a RACE-Middle text and a head, 1,500 of them a model, drawn evenly. Graphs: an "
-        "edge where the symmetrised weight exceeds 1e-4, on 40 tokens drawn from the text."
+        "A point is a pair of a RACE-Middle text and a head, up to 1,500 of them a model, drawn evenly. "
+        "Graphs: an edge where the symmetrised weight exceeds 1e-4, on 40 tokens drawn from the text."
     )
     page.figure("points", scatter_with_margins(series, "GTD", notes), "GTD against CC and BC.")
 
