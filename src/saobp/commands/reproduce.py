@@ -18,7 +18,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from saobp.lab.clock import Deadline
-    from saobp.lab.plan import Plan
+    from saobp.lab.plan import Plan, Tuned
     from saobp.lab.pretraining import StageResult
     from saobp.lab.scales import Scale
     from saobp.lab.sources import Sources
@@ -259,7 +259,16 @@ def _show_plan(console: Console, plan: Plan, places: _Places, stages: list[str])
     measured = [one for one in plan.measured() if not one.file(places.runs).exists()]
     words = (
         f"{len(open_)} of {len(models)} models to pretrain, about {total / 60:.0f} minutes and "
-        f"{disk_bytes(open_) / 1e9:.1f} GB on {estimates.hardware}; {len(tuned)} fine-tuning runs and "
+        f"{disk_bytes(open_) / 1e9:.1f} GB on {estimates.hardware}; {len(tuned)} fine-tuning runs"
+        f"{_tuning_minutes(tuned) if plan.scale.rows is None and estimates.cuda else ''} and "
         f"{len(measured)} measurements to do. Stages: {', '.join(stages)}."
     )
     console.print(Text(words), soft_wrap=True)
+
+
+def _tuning_minutes(tuned: list[Tuned]) -> str:
+    """What fine-tuning is expected to take on a large GPU."""
+    from saobp.lab.sharing import STEP_SECONDS, weight_of
+
+    minutes = STEP_SECONDS * sum(weight_of(one.task) for one in tuned) / 60
+    return f" (about {minutes:.0f} minutes in one process, less with --jobs)"
