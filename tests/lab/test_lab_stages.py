@@ -164,6 +164,9 @@ def test_the_command_from_nothing_to_a_page(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     page = (runs / "results" / "sparsity" / "smoke.md").read_text()
     assert "| last layer | High |" in page
+    drawn = (runs / "results" / "report-smoke.html").read_text()
+    assert "report-smoke.html" in done.output.replace("\n", "")
+    assert "bert-tiny-original-seed42" in drawn
     assert (tmp_path / "packed" / "runs.tar.xz.00").exists()
     assert "0 of 2 models to pretrain" in CliRunner().invoke(app, [*line, "--plan"]).output
 
