@@ -13,7 +13,7 @@ from torch import Tensor
 import saobp
 from saobp import Refinement
 from saobp.kernels.operator import refined_attention
-from saobp.kernels.problem import SHORT, STRONGEST, WEAKEST, Problem, parabola
+from saobp.kernels.problem import SHORT, STRONGEST, WEAKEST, Problem, kept_problem, parabola
 from saobp.kernels.short_operator import short_refined_attention
 from saobp.testing.budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
@@ -110,6 +110,36 @@ def test_collapsed_heads(length: int, kind: str, gap: float, dtype: torch.dtype)
     if wide and dtype == torch.bfloat16 and kind == "sink":
         pytest.xfail("gradients that are exactly zero come out as 1e-3")
     check(inputs, Refinement("high", "learned"), times=3.5 if wide else 2.0)
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize(
+    ("factor", "padding"), [("high", None), ("low", "right"), ("high", "left"), ("high-listing", None)]
+)
+def test_the_way_of_weak_strengths(
+    factor: str, padding: str | None, careful: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parabolas and their shorter backward sweeps belong to bfloat16; here float32 goes the same way."""
+    monkeypatch.setattr(Problem, "precise", 0)
+    if careful:
+        monkeypatch.setattr(Problem, "lowest_sum", 1e9)
+        monkeypatch.setattr(Problem, "may_underflow", factor != "high-listing")
+    kept_problem.cache_clear()
+    inputs = attention_inputs(2, 1, 140, 16, device=DEVICE, padding=padding)
+    query, key, value, _ = inputs.leaves()
+
+    def run(backend: Any) -> list[Tensor]:
+        refinement = Refinement(factor, 0.2)
+        out = saobp.attention(
+            query, key, value, refinement, padding_mask=inputs.padding_mask, backend=backend
+        )
+        return [out, *torch.autograd.grad(out, (query, key, value), inputs.output_gradient)]
+
+    try:
+        for found, expected in zip(run("fused"), run("reference"), strict=True):
+            assert float((found - expected).norm() / expected.norm()) < 1e-3
+    finally:
+        kept_problem.cache_clear()
 
 
 def test_rows_that_underflow_are_done_with_logarithms() -> None:

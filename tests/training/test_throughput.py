@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from saobp.training.throughput import idle_between
+from saobp.training.throughput import covered_by
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_wrong_flags_are_named(benchmark: ModuleType, capsys: pytest.CaptureFixt
     assert "unknown version 'turbo'" in capsys.readouterr().err
 
 
-def test_idle_time_is_what_no_kernel_covers() -> None:
-    assert idle_between([]) is None
-    assert idle_between([(0, 10)]) == 0
-    assert idle_between([(0, 4), (2, 5), (3, 4), (10, 20)]) == pytest.approx(0.25)
+def test_kernels_that_overlap_count_once() -> None:
+    assert covered_by([]) == 0
+    assert covered_by([(5, 15)]) == 10
+    assert covered_by([(10, 20), (0, 4), (2, 5), (3, 4)]) == 15

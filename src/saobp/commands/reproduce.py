@@ -18,7 +18,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from saobp.lab.clock import Deadline
-    from saobp.lab.plan import Plan
+    from saobp.lab.plan import Plan, Tuned
     from saobp.lab.pretraining import StageResult
     from saobp.lab.scales import Scale
     from saobp.lab.sources import Sources
@@ -87,7 +87,8 @@ def reproduce(
             size = replace(size, corpus="wikitext2_raw")
         chosen = Plan(choose_experiments(target), size, seeds, only)
         stages = _stages(stage)
-        if unpack is not None:
+        is_whole = share == "1/1"
+        if unpack is not None and is_whole:
             from saobp.lab.bundle import unpack as unpacked
 
             say(f"unpacked {len(unpacked(unpack.glob('runs.tar.xz.*'), places.runs))} files")
@@ -97,10 +98,11 @@ def reproduce(
             for one in stages:
                 if jobs > 1 and one in ("finetune", "measure"):
                     say(f"{one}: {jobs} processes, whose words are in {places.runs / 'logs'}")
-                    _side_by_side(one, jobs, places, minutes)
+                    _side_by_side(one, jobs, places, work.deadline)
+                    say(f"{one}: {work.count_missing(one)} left to do")
                 else:
                     work.do(one)
-        if pack is not None:
+        if pack is not None and is_whole:
             from saobp.lab.bundle import pack as packed
 
             for path in packed(places.runs, pack, models=pack_models):
@@ -158,6 +160,15 @@ class _Work:
         self.share = share
         self.sources = places.sources(plan.scale)
 
+    def count_missing(self, stage: str) -> int:
+        """Fine-tuning runs or measurements of the plan that are not there."""
+        runs = self.places.runs
+        if stage == "finetune":
+            files = [one.folder(runs) / "result.json" for one in self.plan.tuned()]
+        else:
+            files = [one.file(runs) for one in self.plan.measured()]
+        return sum(not file.exists() for file in files)
+
     def do(self, stage: str) -> None:
         from saobp.lab.pretraining import pretrain_all
         from saobp.lab.sharing import share_of, weight_of
@@ -185,17 +196,29 @@ class _Work:
 
             for path in tabulate(plan, runs, self.places.out):
                 say(f"wrote {path}")
+            self.write_page()
         if result is not None:
             say(f"{stage}: {result}")
 
+    def write_page(self) -> None:
+        """The page to look at: the claims, and curves and heads of the runs that are finished."""
+        from saobp.report.reproduction import write_reproduction
 
-def _side_by_side(stage: str, jobs: int, places: _Places, minutes: float | None) -> None:
-    """The same command in several processes, each with its share of one stage."""
+        folders = [model.folder(self.places.runs) for model in self.plan.trained()]
+        finished = [folder for folder in folders if (folder / "result.json").exists()]
+        if finished:
+            targets = [experiment.name for experiment in self.plan.experiments]
+            page = write_reproduction(finished, self.places.out, targets, self.plan.scale.name)
+            self.say(f"the page: {page}")
+
+
+def _side_by_side(stage: str, jobs: int, places: _Places, deadline: Deadline) -> None:
+    """The same command in several processes, each with its share of one stage; the last options win."""
     from saobp.training.finetune.jobs import run_jobs
 
     place = sys.argv.index("reproduce")
     given = [*sys.argv[place:], f"--stage={stage}", "--jobs=1", f"--runs={places.runs}"]
-    given += [] if minutes is None else [f"--minutes={minutes}"]
+    given += [f"--minutes={max(deadline.left, 1) / 60}"] if deadline.left < float("inf") else []
     commands = {
         f"{stage}-{number}": [sys.executable, "-m", "saobp", *given, f"--share={number}/{jobs}"]
         for number in range(1, jobs + 1)
@@ -248,7 +271,16 @@ def _show_plan(console: Console, plan: Plan, places: _Places, stages: list[str])
     measured = [one for one in plan.measured() if not one.file(places.runs).exists()]
     words = (
         f"{len(open_)} of {len(models)} models to pretrain, about {total / 60:.0f} minutes and "
-        f"{disk_bytes(open_) / 1e9:.1f} GB on {estimates.hardware}; {len(tuned)} fine-tuning runs and "
+        f"{disk_bytes(open_) / 1e9:.1f} GB on {estimates.hardware}; {len(tuned)} fine-tuning runs"
+        f"{_tuning_minutes(tuned) if plan.scale.rows is None and estimates.cuda else ''} and "
         f"{len(measured)} measurements to do. Stages: {', '.join(stages)}."
     )
     console.print(Text(words), soft_wrap=True)
+
+
+def _tuning_minutes(tuned: list[Tuned]) -> str:
+    """What fine-tuning is expected to take on a large GPU."""
+    from saobp.lab.sharing import STEP_SECONDS, weight_of
+
+    minutes = STEP_SECONDS * sum(weight_of(one.task) for one in tuned) / 60
+    return f" (about {minutes:.0f} minutes in one process, less with --jobs)"

@@ -8,12 +8,13 @@ With P the refined rows, D = rowsum(dO * O), dT = P * (dO V^T - D) and u = a / (
 3. ``key_gradient`` (over keys): dK = (dT + gamma H - a t)^T Q.
 
 rowsum(dT) is 0 but for the rounding of O inside D, and in a collapsed row gradients are what is left after
-large terms cancel: so that sum is taken out, along a within t. Strong or unknown strengths go further: they
-take E and the sum first, mend D by it, and then round the finished dT + gamma H - a t.
+large terms cancel: so that sum is taken out, along a within t. Weak, known strengths (PRECISE 0) take all at once:
+then t is the sum of dT + gamma H. Others go further: they take E and the sum first, mend D by it, and then round
+the finished dT + gamma H - a t.
 
-The derivative with respect to gamma is the sum of E. Where some row's normaliser may be so small that a
-product of weights underflows, every sweep is launched twice: the CAREFUL one, with a logarithm instead of
-a factor for ``key_part``, does the heads where that happened, the other one the rest.
+The derivative with respect to gamma is the sum of E; strengths that learn count as unknown. Where some row's
+normaliser may be so small that a product of weights underflows, every sweep is launched twice: the CAREFUL one,
+with a logarithm instead of a factor for ``key_part``, does the heads where that happened, the other one the rest.
 """
 
 from __future__ import annotations
@@ -91,6 +92,21 @@ def before_normalising(scores, u, inverse, anchor, key_part, HEARS: tl.constexpr
 
 
 @triton.jit
+def score_gradient(
+    scores, a, u, inverse, centred, anchor, key_part, heard_grad, HEARS: tl.constexpr, CAREFUL: tl.constexpr
+):  # fmt: skip
+    """dT + gamma H in few operations; centred is dO V^T - D over the normaliser, heard_grad is gamma dc.
+
+    Since 1 + gamma u is the inverse message r, it is r (dT - gamma a dc) = u (r w centred - gamma dc).
+    """
+    if CAREFUL or not HEARS:
+        weights = before_normalising(scores, u, inverse, anchor, key_part, HEARS, CAREFUL)
+        return inverse * (weights * centred - a * heard_grad)
+    else:
+        return u * (inverse * key_part * centred - heard_grad)
+
+
+@triton.jit
 def value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
     lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, lowest_ptr, delta_ptr, dv_ptr, heard_grad_ptr,
@@ -102,7 +118,7 @@ def value_gradient(
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dV of a block of keys and the gradient of what these keys hear."""
+    """dV of a block of keys and the gradient of what these keys hear, times gamma if PRECISE is 0."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -125,6 +141,8 @@ def value_gradient(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     key_part = load_vector(key_part_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
+    # A key's factor is the same for all rows, so it can wait for their sum, if the type has room for that.
+    LATE_PART: tl.constexpr = PRECISE == 0 and HEARS and not CAREFUL
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     heard_grad = tl.zeros([KEYS], tl.float32)
     # Nothing but a sum depends on delta, so the compiler does not fetch it ahead of time: done by hand.
@@ -142,7 +160,7 @@ def value_gradient(
             rows_real[None, :], score_scale, message, False, PRECISE, MASKED,
         )  # fmt: skip
         refined = norm[None, :] * before_normalising(
-            scores, a * inverse, inverse, anchor[None, :], key_part[:, None], HEARS, CAREFUL
+            scores, a * inverse, inverse, anchor[None, :], key_part[:, None], HEARS and not LATE_PART, CAREFUL
         )
         heard_grad -= tl.sum(refined * delta[None, :], 1)
         delta = later_delta
@@ -151,11 +169,16 @@ def value_gradient(
             refined = tl.where(keep, refined * keep_scale, 0.0)
         grad = load_rows(g_base, start, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
         dv = tl.dot(refined.to(grad.dtype), grad, dv, input_precision=PRECISION)
+    if LATE_PART:
+        dv *= key_part[:, None]
+        heard_grad *= key_part
     dv = tl.where(keys_real[:, None], dv, 0.0)
     dv_base = dv_ptr + batch64 * d_batch + head * d_head + first64 * d_row
     store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     heard_grad += tl.sum(v.to(tl.float32) * dv, 1)
+    if PRECISE == 0:
+        heard_grad *= message[0]
     tl.store(heard_grad_ptr + row_base + keys, tl.where(keys_real, heard_grad, 0.0), mask=keys < tokens)
 
 
@@ -171,7 +194,7 @@ def query_gradient(
     PART: tl.constexpr, LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of rows, E (the gradient of gamma, row by row) and t. PART 1: only E and t; 2: only dQ, from t."""
+    """dQ of a block of rows and t. PART 0: both at once; 1: only t and E, the gradient of gamma; 2: only dQ, from t."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * ROWS >= tokens:
         return
@@ -222,37 +245,40 @@ def query_gradient(
         if DROPS:
             keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-        weights = before_normalising(scores, u, inverse, anchor[:, None], key_part[None, :], HEARS, CAREFUL)
-        d_logits = weights * (d_rows * norm[:, None] - delta[:, None])
-        if PART != 2:
-            excess += tl.sum(d_logits, 1)
-        if PART == 1:
-            overlap += tl.sum(u * weights, 1)
+        centred = d_rows * norm[:, None] - delta[:, None]
         if HEARS:
-            d_message = u * (
-                d_logits - load_vector(heard_grad_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
-            )
+            heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
         else:
-            d_message = u * d_logits
-        if MASKED:
-            d_message = tl.where(rows_real[:, None], d_message, 0.0)
-        if PART != 2:
-            strength_grad += tl.sum(d_message, 1)
-        d_scores = d_logits + gamma * d_message
-        if PART == 2:
-            d_scores -= a * row_term[:, None]
+            heard_grad = tl.zeros([1, KEYS], tl.float32)
+        if PART == 0:
+            if MASKED:
+                heard_grad = tl.where(rows_real[:, None], heard_grad, 0.0)
+            d_scores = score_gradient(
+                scores, a, u, inverse, centred, anchor[:, None], key_part[None, :], heard_grad, HEARS, CAREFUL
+            )
+            row_term += tl.sum(d_scores, 1)
+            prior_k = tl.dot(a.to(k.dtype), k, prior_k, input_precision=PRECISION)
+        else:
+            weights = before_normalising(
+                scores, u, inverse, anchor[:, None], key_part[None, :], HEARS, CAREFUL
+            )
+            d_logits = weights * centred
+            d_message = u * (d_logits - heard_grad)
+            if MASKED:
+                d_message = tl.where(rows_real[:, None], d_message, 0.0)
+            if PART == 1:
+                excess += tl.sum(d_logits, 1)
+                overlap += tl.sum(u * weights, 1)
+                strength_grad += tl.sum(d_message, 1)
+            d_scores = d_logits + gamma * d_message - a * row_term[:, None]
         if PART != 1:
             dq = tl.dot(d_scores.to(k.dtype), k, dq, input_precision=PRECISION)
-        if PART == 0:
-            prior_k = tl.dot(a.to(k.dtype), k, prior_k, input_precision=PRECISION)
     if PART == 1:
         tl.store(delta_ptr + row_base + rows, delta + excess * norm, mask=rows < tokens)
         strength_grad -= tl.where(rows_real, excess * overlap * norm, 0.0)
-    if PART != 2:
         row_term = gamma * strength_grad
-        if PART == 0:
-            row_term += excess
         tl.store(strength_grad_ptr + row_base + rows, strength_grad, mask=rows < tokens)
+    if PART != 2:
         tl.store(row_term_ptr + row_base + rows, row_term, mask=rows < tokens)
     if PART == 0:
         dq -= row_term[:, None] * prior_k
@@ -319,13 +345,23 @@ def key_gradient(
         if DROPS:
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-        d_logits = before_normalising(
-            scores, u, inverse, anchor[None, :], key_part[:, None], HEARS, CAREFUL
-        ) * (d_rows * norm[None, :] - delta[None, :])
-        d_message = u * (d_logits - heard_grad[:, None])
-        if MASKED:
-            d_message = tl.where(rows_real[None, :], d_message, 0.0)
-        d_scores = d_logits + gamma * d_message - a * row_term[None, :]
+        centred = d_rows * norm[None, :] - delta[None, :]
+        if PRECISE == 0:
+            heard = heard_grad[:, None]
+            if MASKED:
+                heard = tl.where(rows_real[None, :], heard, 0.0)
+            d_scores = score_gradient(
+                scores, a, u, inverse, centred, anchor[None, :], key_part[:, None], heard, HEARS, CAREFUL
+            )
+        else:
+            d_logits = centred * before_normalising(
+                scores, u, inverse, anchor[None, :], key_part[:, None], HEARS, CAREFUL
+            )
+            d_message = u * (d_logits - heard_grad[:, None])
+            if MASKED:
+                d_message = tl.where(rows_real[None, :], d_message, 0.0)
+            d_scores = d_logits + gamma * d_message
+        d_scores -= a * row_term[None, :]
         dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION)
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)
     dk_base = dk_ptr + batch64 * d_batch + head * d_head + first64 * d_row

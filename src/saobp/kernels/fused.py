@@ -79,7 +79,8 @@ def fused_attention(
 ) -> Tensor:
     """Refined attention by the kernels; arguments as in :func:`saobp.attention`, checked already.
 
-    ``strongest`` bounds |strength|, where that is known without asking the GPU. A packed batch is one of
+    ``strongest`` bounds |strength|, where that is known without asking the GPU; kernels that know a bound give
+    the strength no gradient, so it only counts for one that does not learn. A packed batch is one of
     batch size 1 with ``cumulative_lengths`` and the length of its ``longest`` sequence.
     """
     from saobp.kernels.causal_operator import causal_refined_attention
@@ -97,7 +98,8 @@ def fused_attention(
         out, *_ = elemmul_attention(query, key, value, padding_mask, cumulative_lengths, longest, scale)
         return out
     sign, hears = POTTS[refinement.factor]
-    bound = 0.0 if strongest is None else -math.expm1(-sign * strongest)
+    known = strongest is not None and not strength.requires_grad
+    bound = -math.expm1(-sign * strongest) if known else 0.0  # type: ignore[operator]
     seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
     if is_causal:
         operator = causal_refined_attention

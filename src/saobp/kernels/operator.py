@@ -107,7 +107,9 @@ def gradients(operator: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Ten
         dk, dv = (d.unflatten(1, (key.shape[1], -1)).sum(2) for d in (dk, dv))
     d_strength = None
     if ctx.needs_input_grad[3]:
-        sign = ctx.numbers[3]
+        sign, _, bound = ctx.numbers[3:]
+        if bound:
+            raise RuntimeError(f"a strength that learns needs bound 0, which is unknown, not {bound}")
         inside = strength.abs() <= MAX_STRENGTH
         slope = torch.where(inside, sign * torch.exp(-sign * strength.float()), 0.0)
         d_strength = (parts.sum((0, 2)) * slope).to(strength.dtype)

@@ -50,12 +50,18 @@ def dots(
     measures: Mapping[str, Mapping[str, Mapping[int, float]]],
     paper: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Figure:
-    """A panel per measure: methods down, a dot per seed, a bar at the mean, a cross for the paper."""
+    """A panel per measure: methods down, a dot per seed, a bar at the mean, a cross for the paper.
+
+    A thin line joins the dots of a seed, which are pairs.
+    """
     measures = {measure: methods for measure, methods in measures.items() if any(methods.values())}
     rows = max(len(methods) for methods in measures.values())
     height = max(1.6, 0.3 * rows + 0.9)
     figure, axes = panels(len(measures), columns=3, size=(4.2, height))
     for axis, (measure, methods) in zip(axes, measures.items(), strict=True):
+        for seed in {seed: None for values in methods.values() for seed in values}:
+            pairs = [(own[seed], place) for place, own in enumerate(methods.values()) if seed in own]
+            axis.plot(*zip(*pairs, strict=True), color="#bbbbbb", lw=0.7, zorder=0)
         for place, (title, values) in enumerate(methods.items()):
             colour = colour_of(place)
             axis.plot(
@@ -73,9 +79,9 @@ def dots(
         axis.set_title(_safe(measure), fontsize=9)
         axis.grid(axis="x", lw=0.4, alpha=0.5)
     if paper and any(paper.values()):
-        figure.supxlabel("dots: seeds; bar: mean; x: the paper", fontsize=7)
+        figure.supxlabel("dots: seeds, joined in pairs; bar: mean; x: the paper", fontsize=7)
     else:
-        figure.supxlabel("dots: seeds; bar: mean", fontsize=7)
+        figure.supxlabel("dots: seeds, joined in pairs; bar: mean", fontsize=7)
     return figure
 
 
@@ -88,7 +94,7 @@ def curves(
     figure, axes = panels(len(measures), columns=columns)
     drawn: dict[str, Any] = {}
     for axis, (measure, methods) in zip(axes, measures.items(), strict=True):
-        longest = 1
+        longest, shade = 1, 0.15 if len(methods) <= 4 else 0.06
         for place, (title, seeds) in enumerate(methods.items()):
             if not seeds:
                 continue
@@ -99,7 +105,7 @@ def curves(
                 steps, grid.mean(0), "o-", color=colour_of(place), ms=3, lw=1.4, label=_safe(title)
             )
             drawn.setdefault(title, line)
-            axis.fill_between(steps, grid.min(0), grid.max(0), color=colour_of(place), alpha=0.15, lw=0)
+            axis.fill_between(steps, grid.min(0), grid.max(0), color=colour_of(place), alpha=shade, lw=0)
         axis.set_xticks(range(longest))
         axis.set_title(_safe(measure), fontsize=9)
         axis.set_xlabel(labels.get(measure, "layer"), fontsize=8)
@@ -159,6 +165,8 @@ def correlations(
                 axis.plot(x, y, "o", color=colour_of(place), alpha=0.7, ms=4, mec="none", label=_safe(title))
         axis.set_xlabel(x_label, fontsize=8)
         axis.set_ylabel(_safe(measure), fontsize=8)
+        if "perplexity" in measure:
+            axis.set_yscale("log")
         axis.tick_params(labelsize=8)
         axis.set_title(notes.get(measure, ""), fontsize=8)
     if axes:
@@ -172,7 +180,7 @@ def map_grid(rows: Mapping[str, np.ndarray], *, binary: bool = False) -> Figure:
     figure = Figure(figsize=(1.75 * heads + 1.6, 1.8 * len(rows) + 0.4), layout="constrained")
     grid = figure.subplots(len(rows), heads, squeeze=False)
     image = None
-    for axes, (title, maps) in zip(grid, rows.items(), strict=True):
+    for row, (axes, (title, maps)) in enumerate(zip(grid, rows.items(), strict=True)):
         for head, axis in enumerate(axes):
             if head >= maps.shape[0]:
                 axis.set_visible(False)
@@ -184,7 +192,7 @@ def map_grid(rows: Mapping[str, np.ndarray], *, binary: bool = False) -> Figure:
                 image = axis.imshow(shown, vmin=-4, vmax=0, cmap="magma", interpolation="nearest")
             axis.set_xticks([])
             axis.set_yticks([])
-            if axes is grid[0]:
+            if row == 0:
                 axis.set_title(f"head {head}", fontsize=8)
         axes[0].set_ylabel(_safe(title), fontsize=8)
     if image is not None and not binary:

@@ -11,10 +11,10 @@ import torch
 from saobp.lab.plan import Trained
 from saobp.training.runs import RunFolder, environment
 
-RATES = {"tiny": 12e6, "micro": 8e6, "mini": 3.2e6, "small": 1.6e6, "medium": 1.0e6}
+RATES = {"tiny": 12e6, "micro": 8e6, "mini": 4.2e6, "small": 2.0e6, "medium": 1.2e6}
 """Tokens a second of a large GPU with plain attention, before anything was measured."""
 CPU_SHARE = 1 / 300
-COMPILING = 30.0
+COMPILING = 20.0
 """Seconds of compiling on a GPU at the beginning of a run of a new kind."""
 PREPARING = 5.0
 """Seconds before the clock of a run starts and after it stops."""

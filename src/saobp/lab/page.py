@@ -54,6 +54,7 @@ class Page:
         self.claims: list[Claim] = []
         self.figures: dict[str, Figure] = {}
         self.lines: list[list[str]] = []
+        self.is_filled = False
 
     def say(self, paragraph: str) -> None:
         self.blocks.append(paragraph)
@@ -64,6 +65,7 @@ class Page:
     def figure(self, name: str, figure: Figure, caption: str) -> None:
         file = f"{self.scale.name}-{name}"
         self.figures[file] = figure
+        self.is_filled = True
         self.blocks.append(f"![{caption}]({file}.svg)\n\n{caption}")
 
     def compare(
@@ -87,7 +89,12 @@ class Page:
         """
         paper = paper or {}
         gains: dict[str, Gain | None] = {}
-        for method in methods or list(values):
+        rows = methods or list(values)
+        if any(values.values()):
+            self.is_filled = True
+        else:
+            self.lines.append([measure, "every method", "", "not run", *[""] * (len(HEADERS) - 4)])
+        for method in rows:
             own = values.get(method, {})
             is_base = method == base
             gain = (
@@ -98,8 +105,8 @@ class Page:
             their_gain = None if theirs is None or is_base or base not in paper else theirs - paper[base]
             found = spread(own.values())
             shown = None if partial else theirs
-            self.lines.append(
-                [
+            if any(values.values()):
+                line = [
                     f"{measure} *" if partial else measure,
                     METHODS[method].title,
                     "" if shown is None else f"{shown:.{digits}f}",
@@ -109,9 +116,9 @@ class Page:
                     gain_in_words(gain, digits),
                     "" if is_base else verdict_in_words(gain, found),
                 ]
-            )
+                self.lines.append(line)
             if method in claims and their_gain is not None:
-                status = claim_status(their_gain, gain, higher_is_better=higher_is_better)
+                status = claim_status(their_gain, gain)
                 pair = f"{METHODS[method].title} against {METHODS[base].title}"
                 words = f"{pair}, {measure}: the paper has {their_gain:+.{digits}f}"
                 self.claims.append(Claim(words, status, gain_in_words(gain, digits) or "no runs"))
@@ -157,8 +164,9 @@ class Page:
             "missing": list(missing),
             "claims": [asdict(claim) for claim in self.claims],
         }
-        for file, content in ((f"{name}.json", outcome), (f"{name}-runs.json", records)):
-            (folder / file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (folder / f"{name}.json").write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+        lines = ",\n".join(json.dumps(record) for record in records)
+        (folder / f"{name}-runs.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
         return [page]
 
     def _claim_table(self) -> list[str]:

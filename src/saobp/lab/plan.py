@@ -9,10 +9,12 @@ from pathlib import Path
 
 from saobp.lab.experiments import Experiment
 from saobp.lab.methods import METHODS, Method, method_name
-from saobp.lab.scales import Scale, first_seeds
+from saobp.lab.scales import SEEDS, Scale, first_seeds
 from saobp.training.recipes import PretrainRecipe
 
 FAMILIES = ("bert", "gpt2")
+SMOKE_SEEDS = 2
+"""Unless the command says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Plan:
 
     def models_of(self, experiment: Experiment) -> list[Trained]:
         """What one experiment trains, in the order of its tables."""
-        seeds = first_seeds(self.seeds or experiment.seeds)
+        most = SMOKE_SEEDS if self.scale.name == "smoke" else len(SEEDS)
+        seeds = first_seeds(self.seeds or min(experiment.seeds, most))
         found = [
             self.model(family, key, seed)
             for family in FAMILIES
@@ -112,9 +115,7 @@ class Plan:
             for task in experiment.tasks
         ]
         kept = {one.name: one for one in asked if fnmatch(one.name, self.only)}
-        return sorted(
-            kept.values(), key=lambda one: (first_seeds(5).index(one.model.seed), one.model.method.tier)
-        )
+        return sorted(kept.values(), key=lambda one: (SEEDS.index(one.model.seed), one.model.method.tier))
 
     def measured(self) -> list[Measured]:
         """All measurements."""
@@ -138,6 +139,6 @@ class Plan:
     @staticmethod
     def _order(model: Trained) -> tuple[int, int, int]:
         """A further seed of a main method is worth as much as the first of a lesser one."""
-        place = first_seeds(5).index(model.seed)
+        place = SEEDS.index(model.seed)
         tier = model.method.tier + (3 if model.elsewhere else 0)
         return place + tier, tier, place

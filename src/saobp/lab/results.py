@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +95,7 @@ class Results:
             for elsewhere in (None, *self.experiment.corpora):
                 for model in self.models(family, elsewhere):
                     run = self.run(model)
-                    found.append({"run": model.name, "kind": "pretrain", **run.record, "result": run.result})
+                    found.append(_recorded(model.name, "pretrain", run))
                     found += self._later_records(model)
         return found
 
@@ -102,8 +104,7 @@ class Results:
         for task in self.experiment.tasks if model.elsewhere is None else ():
             run = RunFolder(Tuned(model, task).folder(self.runs) / f"seed-{model.seed}")
             if run.is_finished:
-                name = Tuned(model, task).name
-                found.append({"run": name, "kind": "finetune", **run.record, "result": run.result})
+                found.append(_recorded(Tuned(model, task).name, "finetune", run))
         for measure in self.experiment.measures if model.elsewhere is None else ():
             taken = self.measured(model, measure)
             if taken is not None:
@@ -118,3 +119,10 @@ class Results:
         names = [model.name for model in one.trained() if not self.run(model).is_finished]
         names += [t.name for t in one.tuned() if not (t.folder(self.runs) / "result.json").exists()]
         return names + [m.name for m in one.measured() if not m.file(self.runs).exists()]
+
+
+def _recorded(name: str, kind: str, run: RunFolder) -> dict[str, Any]:
+    """The record and result of a run, with folders in its command by their last part alone."""
+    record = run.record
+    words = (re.sub(r"(^|=)[~/].*/", r"\1", word) for word in shlex.split(record.get("command", "")))
+    return {"run": name, "kind": kind, **record, "command": shlex.join(words), "result": run.result}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from scipy import stats
 
 CONFIDENCE = 0.95
@@ -31,8 +31,13 @@ def spread(values: Iterable[float]) -> Spread | None:
     found = list(values)
     if not found:
         return None
-    deviation = statistics.stdev(found) if len(found) > 1 else None
-    return Spread(math.fsum(found) / len(found), deviation, len(found))
+    deviation = _deviation(found) if len(found) > 1 else None
+    return Spread(float(np.mean(found)), deviation, len(found))
+
+
+def _deviation(values: list[float]) -> float:
+    """NaN where a run diverged and left no number."""
+    return float(np.std(values, ddof=1))
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,10 @@ def paired_gain(
     if not seeds:
         return None
     differences = [method[seed] - base[seed] for seed in seeds]
-    count, mean = len(seeds), math.fsum(differences) / len(seeds)
+    count, mean = len(seeds), float(np.mean(differences))
     if count == 1:
         return Gain(mean, None, None, 1, "undecided")
-    error = statistics.stdev(differences) / math.sqrt(count)
+    error = _deviation(differences) / math.sqrt(count)
     reach = float(stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1)) * error
     low, high = mean - reach, mean + reach
     return Gain(mean, low, high, count, _verdict(low, high, count, higher_is_better))
@@ -82,7 +87,7 @@ def _verdict(low: float, high: float, pairs: int, higher_is_better: bool) -> Ver
 Status = Literal["reproduces", "does not reproduce", "could not be decided", "not run"]
 
 
-def claim_status(paper: float, gain: Gain | None, *, higher_is_better: bool = True) -> Status:
+def claim_status(paper: float, gain: Gain | None) -> Status:
     """Whether a difference that the paper reports is seen here too.
 
     ``paper``: its difference, method less base; one of zero claims that there is none.
@@ -91,5 +96,6 @@ def claim_status(paper: float, gain: Gain | None, *, higher_is_better: bool = Tr
         return "not run"
     if gain.verdict == "undecided":
         return "could not be decided"
-    wanted = "no gain" if paper == 0 else "gain" if (paper > 0) == higher_is_better else "loss"
-    return "reproduces" if gain.verdict == wanted else "does not reproduce"
+    seen = 0.0 if gain.verdict == "no gain" else math.copysign(1.0, gain.difference)
+    claimed = math.copysign(1.0, paper) if paper else 0.0
+    return "reproduces" if seen == claimed else "does not reproduce"

@@ -17,6 +17,8 @@ from saobp.training.files import read_json
 
 STORY = "story.md"
 """A page that someone wrote; where it lies in a results folder, the overview opens with it."""
+LISTED = 3
+"""Claims that were not run and are named in the overview; more are counted."""
 SECTIONS: dict[Status, str] = {
     "reproduces": "What reproduces",
     "does not reproduce": "What does not reproduce",
@@ -25,7 +27,7 @@ SECTIONS: dict[Status, str] = {
 
 
 def tabulate(plan: Plan, runs: Path, out: Path) -> list[Path]:
-    """Write the pages of the plan's experiments that have any run, and the overview."""
+    """Write the pages of the plan's experiments that have anything to show, and the overview."""
     written = []
     for experiment in plan.experiments:
         results = Results(plan, experiment, runs)
@@ -33,7 +35,8 @@ def tabulate(plan: Plan, runs: Path, out: Path) -> list[Path]:
         if records:
             page = Page(experiment, plan.scale)
             PAGES[experiment.name](results, page)
-            written += page.write(out, records, results.missing())
+            if page.is_filled:
+                written += page.write(out, records, results.missing())
     return [*written, write_overview(out)]
 
 
@@ -73,7 +76,7 @@ def _overview(outcomes: list[dict[str, Any]]) -> Iterable[str]:
         [_link(one), claim["words"], ANSWERS.get(claim["status"], claim["status"]), claim["detail"]]
         for one in serious
         for claim in one["claims"]
-        if one["kind"] == "question"
+        if one["kind"] == "question" and claim["status"] != "not run"
     ]
     yield "## Answers to the questions"
     yield (
@@ -99,7 +102,8 @@ def _not_run(outcomes: list[dict[str, Any]]) -> str:
     for one in outcomes:
         skipped = [claim["words"] for claim in one["claims"] if claim["status"] == "not run"]
         if skipped and one["scale"] != "smoke":
-            lines.append(f"- {_link(one)}: {'; '.join(skipped)}")
+            words = "; ".join(skipped) if len(skipped) <= LISTED else f"{len(skipped)} claims of the page"
+            lines.append(f"- {_link(one)}: {words}")
     return "\n".join(lines) if lines else "Nothing was left out."
 
 

@@ -26,7 +26,7 @@ from saobp.refinement import Refinement
 Method = Literal["exact", "sampled"]
 
 PLAIN = Refinement("none")
-WORKING_BYTES = 192 * 2**20
+WORKING_BYTES = 384 * 2**20
 """Memory for the heads that are worked on together; at least one head is."""
 MAPS_HELD = 8
 """Maps that one head needs at the peak of the exact method, roughly."""

@@ -117,8 +117,11 @@ class Contestant:
         self.trainer.train()
         return self.watch.seconds * 1000 / self.watch.steps
 
-    def idle_share(self, steps: int = PROFILED) -> float | None:
-        """Share of the time in which no kernel ran; None without a GPU."""
+    def idle_share(self, milliseconds: float, steps: int = PROFILED) -> float | None:
+        """Share of an ordinary step of so many milliseconds in which no kernel runs; None without a GPU.
+
+        Kernels are traced in steps of their own, because tracing slows launches down and makes the GPU wait.
+        """
         if not torch.cuda.is_available():
             return None
         self.watch.trace = True
@@ -132,20 +135,17 @@ class Contestant:
             if event.device_type == torch.autograd.DeviceType.CUDA
             and not getattr(event, "is_user_annotation", False)
         ]
-        return idle_between(spans)
+        return max(0.0, 1 - covered_by(spans) / 1000 / steps / milliseconds)
 
 
-def idle_between(spans: Sequence[tuple[float, float]]) -> float | None:
-    """Share of the time from the first start to the last end that no span covers."""
-    if not spans:
-        return None
-    ordered = sorted(spans)
-    first, reached = ordered[0]
-    covered = reached - first
-    for start, end in ordered[1:]:
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return 1 - covered / (reached - first) if reached > first else 0.0
+def covered_by(spans: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of spans."""
+    covered = reached = 0.0
+    for start, end in sorted(spans):
+        begin = max(start, reached) if covered else start
+        covered += max(0.0, end - begin)
+        reached = max(reached, end) if covered else end
+    return covered
 
 
 @contextmanager
@@ -249,7 +249,8 @@ def pretraining_speed(
         "collator in worker processes, dropout 0.1; transformers-0: the same without dropout. plain, high: "
         "the recipe of this project (head at predicted positions only, bfloat16 copies of the weights, "
         "vocabulary rounded up to a multiple of 64, masks drawn on the device, no dropout unless the name "
-        f"says so). Idle: share of the time of {PROFILED} steps in which no kernel ran."
+        "says so). Idle: share of a step in which no kernel runs; the kernels' time is that of "
+        f"{PROFILED} traced steps."
     )
     start = time.monotonic()
     for name in names:
@@ -312,7 +313,7 @@ def _row(
                 if other in timings:
                     cells[f"{version} / {other}"] = timings[other].over(timings[version])
         for version in ours:
-            idle = ready[version].idle_share()
+            idle = ready[version].idle_share(timings[version].median)
             if idle is not None:
                 cells[f"{version} idle %"] = 100 * idle
         say(f"{name}: {cells}")

@@ -8,8 +8,10 @@ import numpy as np
 
 from saobp.lab.experiments import Experiment
 from saobp.lab.methods import METHODS
+from saobp.lab.page import Page, gain_in_words
 from saobp.lab.plan import Trained
 from saobp.lab.results import Results, Values
+from saobp.lab.statistics import claim_status, paired_gain
 from saobp.metrics.correlation import pearson
 from saobp.metrics.health import CROSS_LAYER
 
@@ -97,6 +99,23 @@ def correlation_in_words(points: Sequence[Mapping[str, float]], statistic: str) 
     except ValueError:
         return f"none ({len(pairs)} points)"
     return f"{found.r:+.2f} (p = {found.p:.2g}, {found.checkpoints} points)"
+
+
+def correlation_of(points: Sequence[Mapping[str, float]], statistic: str) -> float | None:
+    """Pearson's r over the points of one run, where there is one."""
+    pairs = [(point[statistic], point["score"]) for point in points if statistic in point]
+    try:
+        return pearson([x for x, _ in pairs], [y for _, y in pairs]).r
+    except ValueError:
+        return None
+
+
+def claim_correlation(page: Page, words: str, paper: float, found: Sequence[float | None]) -> None:
+    """A claim about the sign of a correlation, decided over runs: the interval of their mean r."""
+    known = {number: r for number, r in enumerate(found) if r is not None}
+    gain = paired_gain(known, dict.fromkeys(known, 0.0))
+    detail = gain_in_words(gain, 2) or "no runs"
+    page.claim(f"{words}: the paper has r = {paper:+.2f}", claim_status(paper, gain), f"mean r {detail}")
 
 
 def has_any(values: Values) -> bool:

@@ -9,7 +9,9 @@ from saobp.lab.page import Page
 from saobp.lab.pages.common import (
     by_layer,
     checkpoints,
+    claim_correlation,
     correlation_in_words,
+    correlation_of,
     epochs,
     last_layer_by_head,
     methods_of,
@@ -68,6 +70,7 @@ def gtd_graph(results: Results, page: Page) -> None:
     rows, notes = [], {}
     for measure, theirs in (("clustering", "+0.70"), ("betweenness", "-0.43")):
         everything: list[tuple[float, float]] = []
+        by_run: list[float | None] = []
         for model in results.models():
             taken = results.measured(model, "race-middle")
             if taken is None:
@@ -76,14 +79,17 @@ def gtd_graph(results: Results, page: Page) -> None:
             series[measure].setdefault(model.method.title, []).extend(points)
             everything += points
             rows.append([measure, model.name, theirs, _r(points)])
+            by_run.append(correlation_of([{"gtd": x, "score": y} for x, y in points], "gtd"))
+        if by_run:
+            claim_correlation(page, f"GTD against {measure}", float(theirs), by_run)
         notes[measure] = f"r = {_r(everything)}; the paper: {theirs}"
     if not rows:
         page.say(NOTHING)
         return
     page.table(("measure", "run", "paper, r", "ours, r (p, pairs)"), rows)
     page.say(
-        "A point is a pair of a RACE-Middle text and a head, 1,500 of them a model, drawn evenly. Graphs: an "
-        "edge where the symmetrised weight exceeds 1e-4, on 40 tokens drawn from the text."
+        "A point is a pair of a RACE-Middle text and a head, up to 1,500 of them a model, drawn evenly. "
+        "Graphs: an edge where the symmetrised weight exceeds 1e-4, on 40 tokens drawn from the text."
     )
     page.figure("points", scatter_with_margins(series, "GTD", notes), "GTD against CC and BC.")
 

@@ -11,7 +11,9 @@ from saobp.lab.page import Page
 from saobp.lab.pages.common import (
     BUDGET,
     checkpoints,
+    claim_correlation,
     correlation_in_words,
+    correlation_of,
     epochs,
     has_any,
     mean_of,
@@ -223,15 +225,10 @@ def gtd_correlation(results: Results, page: Page) -> None:
     mini = results.plan.scale.size == "mini"
     rows = []
     for score, column in columns.items():
+        by_run = {model: _points_of(results, model, score) for model in results.models()}
         for key in methods_of(results.experiment):
-            models = [model for model in results.models() if model.method.key == key]
-            points = [
-                point
-                for model in models
-                for point in (
-                    checkpoints(results, model) if score == "perplexity" else epochs(results, model, score)
-                )
-            ]
+            points = [point for model, own in by_run.items() if model.method.key == key for point in own]
+            page.is_filled = page.is_filled or bool(points)
             rows.append(
                 [
                     score,
@@ -242,7 +239,14 @@ def gtd_correlation(results: Results, page: Page) -> None:
                     correlation_in_words(points, CROSS_LAYER) if points else "not run",
                 ]
             )
+        if mini:
+            single = [correlation_of(own, "gtd") for own in by_run.values()]
+            claim_correlation(page, f"GTD follows {score}", float(paper["single"][column]), single)
     page.table(("score", "method", "paper, single", "ours, single", "paper, across", "ours, across"), rows)
+
+
+def _points_of(results: Results, model: Trained, score: str) -> list[dict[str, float]]:
+    return checkpoints(results, model) if score == "perplexity" else epochs(results, model, score)
 
 
 def sparsity(results: Results, page: Page) -> None:

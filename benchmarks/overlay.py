@@ -1,0 +1,113 @@
+"""Do the kernels learn what the specification learns? The same training by both, loss by loss.
+
+python benchmarks/overlay.py                       on a GPU: 300 steps of BERT-mini, in bfloat16
+TRITON_INTERPRET=1 python benchmarks/overlay.py --size tiny --steps 3 --batch 2        in Triton's interpreter
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import matplotlib.pyplot as plt
+import torch
+
+from saobp import Refinement
+from saobp.benchmarking.machine import machine
+from saobp.benchmarking.table import Table
+from saobp.quickstart.prose import read_prose
+from saobp.quickstart.story import Texts, prepare
+from saobp.training.objectives import objective_of
+from saobp.training.pretrain import new_model
+from saobp.training.recipes import PretrainRecipe, fast, tiny, with_steps
+from saobp.training.stream import Share
+
+
+@contextmanager
+def kernels(used: bool) -> Iterator[None]:
+    """All refined attention by the kernels, or none of it."""
+    with mock.patch.object(sys.modules["saobp.attention"], "kernels_apply", return_value=used):
+        yield
+
+
+def losses(recipe: PretrainRecipe, texts: Texts, device: torch.device, used: bool) -> list[float]:
+    """Loss of each step."""
+    model = new_model(recipe, texts.tokenizer).to(device).train()
+    objective = objective_of(recipe.family, texts.tokenizer, recipe.masked_share)
+    share = Share(recipe, 0, 1, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=recipe.betas)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-2, total_iters=recipe.warmup_steps)
+    found = []
+    with kernels(used):
+        for step in range(recipe.steps):
+            batch = share.batch(texts.train, recipe.seed, step, 0)
+            loss = objective(model, batch["input_ids"], batch["seeds"], recipe.precision)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            warm_up.step()
+            found.append(loss.item())
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", default="mini")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--refinement", default="high:0.2")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    given = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made = tiny("bert") if given.size == "tiny" else fast("bert", given.size)
+    recipe = replace(
+        with_steps(made, given.steps),
+        batch_size=given.batch,
+        refinement=Refinement.of(given.refinement),
+        precision="bf16" if device.type == "cuda" else "fp32",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        texts = prepare(read_prose(), Path(folder, "text"), recipe.length, lambda *_: None)
+        curves = {
+            "reference": losses(recipe, texts, device, False),
+            "fused": losses(recipe, texts, device, True),
+            "reference, other seed": losses(replace(recipe, seed=recipe.seed + 1), texts, device, False),
+        }
+    table = Table(
+        "overlay", f"BERT-{given.size}, {given.refinement}: losses by both paths", machine(device.type)
+    )
+    table.notes.append(
+        f"{given.steps} steps of {given.batch} x {recipe.length} tokens of Python's documentation, "
+        f"{recipe.precision}. Difference: largest and mean distance of a curve from the reference's."
+    )
+    for name, curve in curves.items():
+        apart = [abs(one - other) for one, other in zip(curve, curves["reference"], strict=True)]
+        table.rows.append(
+            {
+                "path": name,
+                "first loss": curve[0],
+                "last loss": curve[-1],
+                "largest difference": max(apart),
+                "mean difference": sum(apart) / len(apart),
+            }
+        )
+    print(table.markdown())
+    table.write(given.out)
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for (name, curve), style in zip(curves.items(), ("-", "--", ":"), strict=True):
+        axes.plot(range(1, len(curve) + 1), curve, style, label=name)
+    axes.set(xlabel="step", ylabel="loss, nats")
+    axes.legend()
+    figure.savefig(given.out / "overlay.png", dpi=140)
+
+
+if __name__ == "__main__":
+    main()

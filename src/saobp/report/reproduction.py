@@ -1,0 +1,36 @@
+"""The page of a reproduction: what was claimed, what was found, and the runs behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from saobp.report.page import Table, write_report
+
+MOST_RUNS = 8
+"""Runs that one page still tells apart by colour."""
+
+
+def write_reproduction(runs: Sequence[Path], results: Path, targets: Sequence[str], scale: str) -> Path:
+    """``report-SCALE.html`` in the results folder, from the outcomes of some targets and their first runs."""
+    tables = []
+    for target in targets:
+        file = results / target / f"{scale}.json"
+        if not file.exists():
+            continue
+        outcome = json.loads(file.read_text(encoding="utf-8"))
+        claims = [claim for claim in outcome["claims"] if claim["status"] != "not run"]
+        left_out = len(outcome["claims"]) - len(claims)
+        notes = [f"{outcome['runs']} runs behind it, {len(outcome['missing'])} missing."]
+        if left_out:
+            notes.append(f"{left_out} further claims were not run.")
+        rows = [[claim["words"], claim["status"], claim["detail"]] for claim in claims]
+        if rows:
+            columns = ("claim", "here", "our difference [95 % interval]")
+            tables.append(Table(outcome["title"], columns, rows, " ".join(notes)))
+    shown = list(runs[:MOST_RUNS])
+    title = f"Reproduction, {scale} scale"
+    if len(runs) > MOST_RUNS:
+        title += f": the first {MOST_RUNS} of {len(runs)} runs"
+    return write_report(shown, results / f"report-{scale}.html", title=title, tables=tables)

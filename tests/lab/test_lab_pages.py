@@ -1,0 +1,156 @@
+"""Pages from numbers that are planted: verdicts, partial tasks, what is missing, the overview."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from saobp.lab import EXPERIMENTS, choose_experiments, get_scale
+from saobp.lab.page import Page
+from saobp.lab.plan import Measured, Plan, Tuned
+from saobp.lab.tabulate import tabulate, write_overview
+from saobp.testing.runs import make_run, record, write_json
+
+MINI = get_scale("mini")
+SHIFT = {"original": 0.0, "high": -0.05, "low": 0.1, "elemmul": 0.0}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Three seeds of the paper's four factors; SQuAD is partial, Low was never fine-tuned."""
+    folder = tmp_path / "runs"
+    plan = Plan(choose_experiments("gtd,tasks"), MINI, 3)
+    for model in plan.trained():
+        run = make_run(model.folder(folder), seed=model.seed, layers=2, heads=3)
+        write_json(run / "recipe.json", {"kind": "pretrain", **model.recipe.to_dict()})
+        noise = np.random.default_rng(model.seed).normal(0, 0.3)
+        result = {
+            "eval_perplexity": 30 + noise + 20 * SHIFT[model.method.key],
+            "tokens_per_second": 1e6,
+            "seconds": 80.0,
+            "strengths": None,
+        }
+        write_json(run / "result.json", result)
+    for one in plan.tuned():
+        if one.model.method.key == "low":
+            continue
+        own = one.folder(folder)
+        (own / f"seed-{one.model.seed}").mkdir(parents=True)
+        score = 60 + one.model.seed - 30 * SHIFT[one.model.method.key]
+        partial = one.task == "squad"
+        result = {"task": one.task, "metric": "accuracy", "last": {"mean": score}, "partial": partial}
+        write_json(own / "result.json", result)
+        write_json(own / f"seed-{one.model.seed}" / "result.json", result)
+        write_json(own / f"seed-{one.model.seed}" / "record.json", record(one.model.seed, seconds=5.0))
+    for measured in plan.measured():
+        path = measured.file(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        gtd = 0.7 - SHIFT[measured.model.method.key] + measured.model.seed / 1000
+        layers = {name: [[gtd, gtd], [gtd, gtd]] for name in ("gtd", "indirect_entropy", "clustering")}
+        layers |= {
+            name: [[gtd, gtd], [gtd, gtd]] for name in ("betweenness", "attention_entropy", "sparsity")
+        }
+        points = [{"layer": 0, "gtd": x, "clustering": x * x, "betweenness": -x} for x in (0.1, 0.4, 0.7)]
+        write_json(path, {"layers": layers, "cross_layer_gtd": [gtd], "points": points, "seconds": 1.0})
+    return folder
+
+
+def _written(runs: Path, out: Path, target: str) -> tuple[str, dict]:  # type: ignore[type-arg]
+    tabulate(Plan(choose_experiments(target), MINI, 3), runs, out)
+    folder = out / target
+    return (folder / "mini.md").read_text(), json.loads((folder / "mini.json").read_text())
+
+
+def test_paper_ours_and_difference_stand_side_by_side(runs: Path, tmp_path: Path) -> None:
+    page, outcome = _written(runs, tmp_path / "results", "gtd")
+    line = next(line for line in page.splitlines() if line.startswith("| GTD | High |"))
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[2:6] == ["0.780", "0.765 ± 0.023 (3)", "-0.015", "+0.030"]
+    assert cells[6].startswith("+0.050 [")
+    assert cells[7] == "gain"
+    said = {claim["words"].split(":")[0]: claim["status"] for claim in outcome["claims"]}
+    assert said["High against Original, GTD"] == "reproduces"
+    assert said["Low against Original, GTD"] == "does not reproduce"
+    assert said["Low against Original, accuracy"] == "not run"
+    for name in ("mini-measures.svg", "mini-measures.png", "mini-runs.json"):
+        assert (tmp_path / "results" / "gtd" / name).stat().st_size > 0
+
+
+def test_records_name_no_place_of_the_machine(runs: Path, tmp_path: Path) -> None:
+    name = "bert-mini-original-seed42"
+    written = json.loads((runs / name / "record.json").read_text())
+    command = "saobp reproduce gtd --runs /some/where/runs --tokens=/else/where/tokens --minutes 9"
+    write_json(runs / name / "record.json", {**written, "command": command})
+    _written(runs, tmp_path / "results", "gtd")
+    records = json.loads((tmp_path / "results" / "gtd" / "mini-runs.json").read_text())
+    own = next(record for record in records if record["run"] == name)
+    assert own["command"] == "saobp reproduce gtd --runs runs --tokens=tokens --minutes 9"
+    assert {"commit", "seed", "data", "environment", "seconds", "result"} <= set(own)
+
+
+def test_scores_of_partial_tasks_never_stand_beside_the_paper_s(runs: Path, tmp_path: Path) -> None:
+    page, _ = _written(runs, tmp_path / "results", "tasks")
+    squad = [line for line in page.splitlines() if line.startswith("| squad * |")]
+    assert len(squad) == 4
+    assert not any("24.07" in line or "19.22" in line for line in squad)
+    assert any("28.06" in line for line in page.splitlines() if line.startswith("| hellaswag |"))
+    assert "Only a part of the training rows" in page
+
+
+def test_correlations_are_decided_over_runs(runs: Path, tmp_path: Path) -> None:
+    """In the made-up runs GTD falls while perplexity falls: the opposite of the paper's sign."""
+    page, outcome = _written(runs, tmp_path / "results", "gtd-correlation")
+    said = {claim["words"]: claim["status"] for claim in outcome["claims"]}
+    assert said["GTD follows perplexity: the paper has r = -0.97"] == "does not reproduce"
+    assert said["GTD follows sst2: the paper has r = +0.92"] == "not run"
+    assert "| perplexity | Original | -0.97 | +" in page
+
+
+def test_what_was_not_run_is_listed(runs: Path, tmp_path: Path) -> None:
+    page, outcome = _written(runs, tmp_path / "results", "tasks")
+    assert any(line.startswith("| hellaswag | Low |") and "not run" in line for line in page.splitlines())
+    assert "bert-mini-low-0.2-seed42-cola" in outcome["missing"]
+    assert "Not run: " in page
+
+
+def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    empty = write_overview(out).read_text()
+    assert "- mini: everything" in empty
+    assert "Nothing so far." in empty
+    tabulate(Plan(choose_experiments("gtd,glue"), MINI, 3), runs, out)
+    (out / "story.md").write_text("Once upon a time.\n")
+    page = write_overview(out).read_text()
+    assert page.index("Once upon a time.") < page.index("## What reproduces")
+    reproduced = page[page.index("## What reproduces") : page.index("## What does not")]
+    assert "High against Original, GTD: the paper has +0.030" in reproduced
+    left_out = page[page.index("## What was not run") :]
+    assert "- small: everything" in left_out
+    assert "decoders" in left_out
+    assert "gtd" not in left_out.split("- mini: ")[1].split("\n")[0].split(", ")
+
+
+def test_pages_of_nothing_are_not_written(tmp_path: Path) -> None:
+    tabulate(Plan(choose_experiments("all"), MINI), tmp_path / "none", tmp_path / "results")
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["README.md"]
+
+
+def test_every_page_copes_with_runs_alone(runs: Path, tmp_path: Path) -> None:
+    """Pretraining is there, the rest mostly not: pages say so, and none of them fails."""
+    written = tabulate(Plan(choose_experiments("all"), MINI, 3), runs, tmp_path / "results")
+    assert {path.parent.name for path in written[:-1]} >= {"gtd", "cost", "learned", "layers", "gtd-graph"}
+
+
+def test_smoke_pages_say_that_they_mean_nothing(tmp_path: Path) -> None:
+    page = Page(EXPERIMENTS["gtd"], get_scale("smoke"))
+    page.write(tmp_path, [], [])
+    assert "say nothing about any method" in (tmp_path / "gtd" / "smoke.md").read_text()
+
+
+def test_folders_of_work_are_named(tmp_path: Path) -> None:
+    model = Plan([], MINI).model("bert", "high", 42)
+    assert Tuned(model, "cola").folder(tmp_path) == tmp_path / "tasks" / model.name / "cola"
+    assert Measured(model, "maps").file(tmp_path) == tmp_path / "measured" / model.name / "maps.json"
