@@ -95,7 +95,7 @@ class PretrainTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.flops_per_token = 6 * sum(p.numel() for p in model.parameters())
-        self.health_log = HealthLog(lambda logs, _: self.log(logs))
+        self.health_log = HealthLog(lambda logs, _: self.log(logs), untrained=True)
         self.clock = Clock()
         self._last_checkpoint: int | None = None
 
