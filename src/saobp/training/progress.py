@@ -58,7 +58,7 @@ def above_the_bar(say: Callable[[str], object]) -> Callable[[str], None]:
 
 @contextmanager
 def plain_sentences(say: Callable[[str], object]) -> Iterator[None]:
-    """Meanwhile warnings, and what the package logs, go to ``say`` as sentences without a place in the source.
+    """Meanwhile warnings and what the package logs go to ``say`` as sentences, without a place in the source.
 
     Announcements of libraries about their own future are left out. A program that has set up logging of its
     own keeps it.

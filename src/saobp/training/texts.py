@@ -152,8 +152,8 @@ def _check_origin(beside: Path, raw: list[str], data_dir: str | Path | None) -> 
     other = [name for name in raw if origin and origin.get(name) != open_corpus(name, data_dir).checksum]
     if other:
         raise ValueError(
-            f"{beside} was learned from other texts than {', '.join(other)} as they are now: use it all the same "
-            f"by --tokenizer {beside}, or name another folder by --tokens"
+            f"{beside} was learned from other texts than {', '.join(other)} as they are now: use it all "
+            f"the same by --tokenizer {beside}, or name another folder by --tokens"
         )
 
 
