@@ -21,7 +21,7 @@ from saobp.data import (
     train_vocabulary,
 )
 from saobp.data.tokens import DESCRIPTION, Progress
-from saobp.data.vocabulary import tokenizer_checksum
+from saobp.data.vocabulary import save_tokenizer, tokenizer_checksum
 from saobp.data.writing import only_one, replacing
 
 KINDS = {"bert": "wordpiece", "modernbert": "wordpiece", "gpt2": "bpe"}
@@ -141,7 +141,7 @@ def _leave_tokenizer(
         found = train_vocabulary(texts, vocabulary, KINDS[family])
         origin = {name: corpus.checksum for name, corpus in corpora.items()}
     with replacing(beside) as new:
-        found.save_pretrained(new)
+        save_tokenizer(found, new)
         if origin:
             (new / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
 
