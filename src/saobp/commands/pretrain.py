@@ -23,7 +23,7 @@ EXPLANATION = """\
   saobp pretrain --size mini --refinement high --corpus books.txt --out runs/high
   saobp pretrain --size mini --corpus wikipedia_en:0.6,imdb_reviews:0.4 --data-dir data --out runs/plain
   saobp pretrain --recipe tiny --corpus books.txt --vocabulary 1024 --out runs/trial      on a laptop
-  accelerate launch -m saobp pretrain ...                                                 on many GPUs
+  accelerate launch --num_processes 4 -m saobp pretrain ...                               on four GPUs
 
 [bold]saobp pretrain --help[/] lists the options."""
 
