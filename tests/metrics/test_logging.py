@@ -107,6 +107,20 @@ def test_plain_loop_logs_and_warns_once_per_change(caplog: pytest.LogCaptureFixt
     assert not any("at step 1:" in line for line in lines)
 
 
+def test_heads_of_an_untrained_model_are_warned_of_once_they_were_healthy(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = tiny_model("bert"), tiny_batch()
+    send = HealthLog(lambda *_: None, untrained=True)
+    verdicts = iter(["diffuse", "localised", "healthy", "borderline", "localised", "localised", "undefined"])
+    with caplog.at_level(logging.WARNING, "saobp"), torch.no_grad(), saobp.probe(model) as health:
+        for step, word in enumerate(verdicts):
+            monkeypatch.setattr("saobp.metrics.health.verdict", lambda *_, word=word, **__: word)
+            model(**batch)
+            send(health, step)
+    assert [record.message.split(":")[0][-1] for record in caplog.records] == ["4", "6"]
+
+
 def test_verdicts_follow_the_ranges() -> None:
     words = {0.3: "localised", 0.55: "borderline", 0.7: "healthy", 0.82: "borderline", 0.9: "diffuse"}
     for value, word in words.items():

@@ -31,6 +31,7 @@ def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prose, "read_prose", lambda progress: progress(1.0) or TEXTS)
     monkeypatch.setattr(story, "VOCABULARY", 150)
     monkeypatch.setattr(story, "FEWEST_STEPS", 2)
+    monkeypatch.setattr(story, "TRIAL_SECONDS", 0.0)
 
 
 def run(out: Path, **options: object) -> tuple[Path, str]:
@@ -102,6 +103,9 @@ def test_a_slow_machine_takes_fewer_steps(tmp_path: Path) -> None:
 
 def test_prose_is_read_from_python_itself() -> None:
     sentences = " ".join(["A sentence with words."] * 5)
-    blocks = ["Short.", sentences.replace(". ", ".\n"), "   indented " + "word " * 30, "a ::= b " * 20]
+    code = "   if x == 1: y[0] = f(x, 'a=%s' % 2) + {'b': [1, 2, 3]}"
+    blocks = ["Short.", "  " + sentences.replace(". ", ".\n  "), code, "a ::= b " * 20, ">>> " + sentences]
     assert list(prose.paragraphs("\n\n".join(blocks))) == [sentences]
     assert any(prose.docstrings(Path(prose.__file__)))
+    assert (len.__doc__ or "") in prose.compiled_docstrings()
+    assert (str.split.__doc__ or "") in prose.compiled_docstrings()

@@ -52,10 +52,11 @@ def test_a_batch_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_distributed_launch(tmp_path: Path) -> None:
+def test_accelerate_launch(tmp_path: Path) -> None:
+    """As documented: without a GPU, two processes on CPUs."""
     (tmp_path / "prose.txt").write_text(prose(400))
     asked = "--corpus prose.txt --recipe tiny --vocabulary 60 --steps 20 --held-out 0.1 --refinement high:0.2"
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     source = str(Path(saobp.__file__).parents[1])
     for name, before in (("one", []), ("two", launch)):
         subprocess.run(

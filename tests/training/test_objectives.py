@@ -120,17 +120,22 @@ def test_bfloat16_copies_give_gradients_near_those_of_float32(family: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("family", "refinement", "precision"),
-    [("bert", "high:0.2", "fp32"), ("bert", "high:learned", "bf16"), ("gpt2", None, "bf16")],
+    ("family", "refinement", "precision", "backend"),
+    [
+        ("bert", "high:0.2", "fp32", "eager"),
+        ("bert", "high:learned", "bf16", "aot_eager"),
+        ("gpt2", None, "bf16", "eager"),
+    ],
 )
-def test_a_step_is_one_graph(family: str, refinement: str | None, precision: str) -> None:
+def test_a_step_is_one_graph(family: str, refinement: str | None, precision: str, backend: str) -> None:
+    """The graph of the backward pass is taken too for the one that has everything."""
     model = small(family, refinement, dropout=0.0)
     ids, seeds = batch()
     objective = MaskedLM(100, 4, SPECIAL) if family == "bert" else CausalLM()
     torch._dynamo.reset()
     whole = torch.compile(
         lambda ids, seeds: objective(model, ids, seeds, precision),
-        backend="aot_eager",
+        backend=backend,
         fullgraph=True,
         dynamic=False,
     )

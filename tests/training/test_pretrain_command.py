@@ -121,3 +121,16 @@ def test_many_learners_of_one_tokenizer_mix_up_is_refused(folder: Path) -> None:
     mixed = run(*QUICK, "--corpus", "prose.txt", "--tokenizer", "tokens/tokenizer-bert-80", "--out", "c")
     assert mixed.exit_code == 1
     assert "come from another tokenizer" in said(mixed)
+
+
+def test_a_vocabulary_is_not_taken_for_one_of_other_texts(folder: Path) -> None:
+    assert run(*QUICK, "--corpus", "prose.txt", "--vocabulary", "60", "--out", "a").exit_code == 0
+    assert run(*QUICK, "--corpus", "prose.txt", "--vocabulary", "60", "--out", "again").exit_code == 0
+    other = run(*QUICK, "--corpus", "more.txt", "--vocabulary", "60", "--out", "b")
+    assert other.exit_code == 1
+    assert "tokens/tokenizer-bert-60 was learned from other texts than more.txt" in said(other)
+    (folder / "prose.txt").write_text("The cat sleeps under the old house.\n\n" * 200)
+    changed = run(*QUICK, "--corpus", "prose.txt", "--vocabulary", "60", "--out", "c")
+    assert "other texts than prose.txt" in said(changed)
+    meant = run(*QUICK, "--corpus", "prose.txt", "--tokenizer", "tokens/tokenizer-bert-60", "--out", "d")
+    assert meant.exit_code == 0

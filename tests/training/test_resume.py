@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from saobp.testing.training import forked, small_recipe, train_small
 from saobp.training import files, trainer
@@ -144,7 +145,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     said: list[str] = []
     train_small(small_recipe(steps=8), tmp_path, say=said.append)
     assert said == [
-        "The checkpoint of step 4 could not be written ([Errno 28] No space left on device); the last good "
+        "The checkpoint of step 4 could not be written (the disk is full); the last good "
         "one is of step 2, and the run goes on."
     ]
     assert seen == [[2], [2], [2, 6], [2, 6]]
@@ -168,3 +169,19 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(FinishedRunError, match=r"its result is in .*result\.json"):
             train_small(recipe, tmp_path, resume=resume)
     assert (tmp_path / "result.json").read_text() == before
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_sentence_and_the_run_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+        with pytest.raises(RunError, match="model, because the disk is full"):
+            train_small(small_recipe(steps=3, checkpoint_steps=100), tmp_path)
+    run = RunFolder(tmp_path)
+    assert (run.is_finished, run.record["status"]) == (False, "failed")
+    train_small(small_recipe(steps=3, checkpoint_steps=100), tmp_path, resume=True)
+    assert run.is_finished

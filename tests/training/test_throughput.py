@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from saobp.training.throughput import covered_by
 
@@ -23,8 +24,18 @@ def benchmark() -> ModuleType:
 
 
 def test_every_version_is_timed(
-    benchmark: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    benchmark: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With graphs captured but no code generated for them, which takes most of a minute on a CPU."""
+    original = torch.compile
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, **options: original(function, **{**options, "backend": "eager", "mode": None}),
+    )
     arguments = "--sizes tiny --device cpu --seconds 0.02 --turns 1 --versions transformers,high-0.1"
     benchmark.main([*arguments.split(), "--out", str(tmp_path)])
     printed = capsys.readouterr().out

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import tomllib
 from pathlib import Path
 
 import torch
@@ -52,6 +53,11 @@ def commit() -> str:
 
 
 def version(package: str) -> str:
+    """The version of a package; this one's from its source tree where that is what runs."""
+    if package == "saobp":
+        project = Path(__file__).parents[3] / "pyproject.toml"
+        if project.exists():
+            return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

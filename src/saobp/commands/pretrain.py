@@ -23,7 +23,7 @@ EXPLANATION = """\
   saobp pretrain --size mini --refinement high --corpus books.txt --out runs/high
   saobp pretrain --size mini --corpus wikipedia_en:0.6,imdb_reviews:0.4 --data-dir data --out runs/plain
   saobp pretrain --recipe tiny --corpus books.txt --vocabulary 1024 --out runs/trial      on a laptop
-  accelerate launch -m saobp pretrain ...                                                 on many GPUs
+  accelerate launch --num_processes 4 -m saobp pretrain ...                               on four GPUs
 
 [bold]saobp pretrain --help[/] lists the options."""
 
@@ -72,6 +72,7 @@ def pretrain(
             return
         RunFolder(out).check_free(resume)
         from saobp.training.pretrain import pretrain as train
+        from saobp.training.progress import above_the_bar, plain_sentences
         from saobp.training.texts import find_texts
 
         with ExitStack() as stack:
@@ -92,16 +93,17 @@ def pretrain(
             f"{', '.join(texts.train.stores)}; {resolved.steps:,} steps of {resolved.batch_size} rows "
             f"are {resolved.steps * resolved.batch_size / len(texts.train):.2f} epochs."
         )
-        result = train(
-            resolved,
-            out,
-            train=texts.train,
-            validation=texts.validation,
-            tokenizer=texts.tokenizer,
-            resume=resume,
-            report_to=report_to,
-            say=say,
-        )
+        with plain_sentences(above_the_bar(say)):
+            result = train(
+                resolved,
+                out,
+                train=texts.train,
+                validation=texts.validation,
+                tokenizer=texts.tokenizer,
+                resume=resume,
+                report_to=report_to,
+                say=say,
+            )
     except (ValueError, TypeError, OSError) as problem:
         say(str(problem), "red")
         raise typer.Exit(1) from None

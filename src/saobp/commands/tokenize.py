@@ -60,15 +60,24 @@ def obtain_tokenizer(
     if not name.startswith("train:"):
         found = load_tokenizer(name, data_dir)
         if name in ("bert", "gpt2"):
-            found.save_pretrained(out / f"tokenizer-{name}")
+            _leave(found, out / f"tokenizer-{name}")
         return found
     size = name.removeprefix("train:")
     if not size.isdecimal():
         raise ValueError(f"a tokenizer to train is written train:SIZE, as in train:8192, not {name!r}")
     opened = [open_corpus(corpus, data_dir) for corpus in corpora]
     trained = train_vocabulary((text for one in opened for text in one.documents()), int(size))
-    trained.save_pretrained(out / f"tokenizer-{size}")
+    _leave(trained, out / f"tokenizer-{size}")
     return trained
+
+
+def _leave(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the tokenizer's folder whole or not at all."""
+    from saobp.data.vocabulary import save_tokenizer
+    from saobp.data.writing import only_one, replacing
+
+    with only_one(folder), replacing(folder) as new:
+        save_tokenizer(tokenizer, new)
 
 
 def with_bars(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PADDING, UNKNOWN, START, SEPARATOR, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 END_OF_TEXT = "<|endoftext|>"
@@ -42,6 +42,16 @@ def load_tokenizer(name: str | Path, data_dir: str | Path | None = None) -> PreT
             "saobp needs to tokenise whole corpora"
         )
     return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write a tokenizer's files; what keeps it from being written, such as a full disk, is an OSError."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as problem:  # the tokenizers library raises nothing more specific
+        raise OSError(f"the tokenizer could not be written: {problem}") from None
 
 
 def train_vocabulary(

@@ -40,11 +40,20 @@ class HealthLog:
     """Sends health to a tracker and warns of heads that leave the healthy range.
 
     ``log`` takes a dict of numbers and the step: ``accelerator.log``, ``wandb.log`` and ``trackio.log`` do.
+    ``untrained`` says that the model starts from random weights, whose attention is diffuse: then only heads
+    that were in the healthy range can leave it.
     """
 
-    def __init__(self, log: Callable[[dict[str, float], int], Any], prefix: str = "health") -> None:
-        self.log, self.prefix = log, prefix
+    def __init__(
+        self,
+        log: Callable[[dict[str, float], int], Any],
+        prefix: str = "health",
+        *,
+        untrained: bool = False,
+    ) -> None:
+        self.log, self.prefix, self.untrained = log, prefix, untrained
         self._before: dict[tuple[str, int], Verdict] = {}
+        self._healthy: set[tuple[str, int]] = set()
 
     def __call__(self, health: Health, step: int) -> None:
         """Sum over processes, log, warn, and start afresh; all processes of a run must call it together."""
@@ -62,8 +71,11 @@ class HealthLog:
         left = [
             head
             for head in heads
-            if head.verdict in ALARMING and self._before.get((head.name, head.head)) != head.verdict
+            if head.verdict in ALARMING
+            and self._before.get((head.name, head.head)) != head.verdict
+            and (not self.untrained or head.verdict == "undefined" or (head.name, head.head) in self._healthy)
         ]
+        self._healthy |= {(head.name, head.head) for head in heads if head.verdict == "healthy"}
         self._before = {(head.name, head.head): head.verdict for head in heads}
         if not left:
             return ""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import random
 import re
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-LEAST_CHARACTERS = 80
-LEAST_LETTERS = 0.85
-NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+LEAST_CHARACTERS = 40
+LEAST_LETTERS = 0.8
+NOT_READ = {"site-packages", "dist-packages", "test", "tests", "lib2to3"}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -22,7 +24,7 @@ def read_prose(progress: Callable[[float], object] = lambda _: None) -> list[str
     sources = sorted(
         path for path in Path(sysconfig.get_path("stdlib")).rglob("*.py") if not NOT_READ & set(path.parts)
     )
-    for text in topics.values():
+    for text in (*topics.values(), *compiled_docstrings()):
         found |= dict.fromkeys(paragraphs(text))
     for place, source in enumerate(sources, 1):
         for text in docstrings(source):
@@ -44,15 +46,27 @@ def docstrings(source: Path) -> Iterator[str]:
             yield text
 
 
+def compiled_docstrings() -> Iterator[str]:
+    """Docstrings of the modules that are built into the interpreter, which have no source to parse."""
+    for name in sorted(sys.builtin_module_names):
+        owner = importlib.import_module(name)
+        members = [owner, *vars(owner).values()]
+        for member in (
+            *members,
+            *(part for one in members if type(one) is type for part in vars(one).values()),
+        ):
+            if isinstance(text := getattr(member, "__doc__", None), str):
+                yield text
+
+
 def paragraphs(text: str) -> Iterator[str]:
-    """Paragraphs that read like prose: not indented, not grammar or a session, mostly letters."""
+    """Paragraphs that read like prose: not grammar or a session, mostly letters."""
     for block in re.split(r"\n\s*\n", text):
         words = " ".join(block.split())
         letters = sum(character.isalpha() or character == " " for character in words)
         if (
             len(words) >= LEAST_CHARACTERS
             and letters >= LEAST_LETTERS * len(words)
-            and not block.startswith("   ")
             and "::=" not in words
             and ">>>" not in words
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -15,6 +16,8 @@ MANIFEST = "manifest.json"
 """Name of the list of checksums inside a folder that is written whole."""
 UNFINISHED = ".unfinished-"
 """How the name of something half written begins."""
+FULL_DISK = ("os error 28", "unexpected pos")
+"""What safetensors and tokenizers, and torch, say where a disk is full."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -97,6 +100,13 @@ def flaw(folder: Path) -> str | None:
         if found != expected:
             return f"{name} is not what was written"
     return None
+
+
+def reason(problem: BaseException) -> str:
+    """Why something could not be written; libraries have their own words for a full disk."""
+    words = str(problem)
+    full = getattr(problem, "errno", None) == errno.ENOSPC or any(sign in words for sign in FULL_DISK)
+    return "the disk is full" if full else words
 
 
 def clear_unfinished(folder: Path) -> None:

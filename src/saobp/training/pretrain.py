@@ -17,7 +17,7 @@ from transformers.utils import logging as hf_logging
 import saobp
 from saobp.training.models import build_model
 from saobp.training.objectives import objective_of
-from saobp.training.progress import ProgressBar
+from saobp.training.progress import ProgressBar, above_the_bar
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.runs import RunError, RunFolder
 from saobp.training.step import loss_as_forward
@@ -75,7 +75,7 @@ def pretrain(
     )
     if args.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    tell = say if args.process_index == 0 else (lambda _: None)
+    tell = above_the_bar(say) if args.process_index == 0 else (lambda _: None)
     start = run.last_good_checkpoint(tell)
     if args.process_index == 0:
         run.rewind(start or 0)

@@ -1,7 +1,11 @@
-"""One line that shows how far a run is."""
+"""One line that shows how far a run is, and sentences that do not tear it."""
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -41,6 +45,46 @@ class ProgressBar(TrainerCallback):
             self.bar.close()
             self.bar = None
 
-    def say(self, sentence: str) -> None:
-        """Print without tearing the bar."""
-        tqdm.write(sentence)
+
+def above_the_bar(say: Callable[[str], object]) -> Callable[[str], None]:
+    """``say`` with the bar out of the way meanwhile."""
+
+    def speak(sentence: str) -> None:
+        with tqdm.external_write_mode():
+            say(sentence)
+
+    return speak
+
+
+@contextmanager
+def plain_sentences(say: Callable[[str], object]) -> Iterator[None]:
+    """Meanwhile warnings and what the package logs go to ``say`` as sentences, without a place in the source.
+
+    Announcements of libraries about their own future are left out. A program that has set up logging of its
+    own keeps it.
+    """
+    logger = logging.getLogger("saobp")
+    handler = _Saying(say)
+    show, own = warnings.showwarning, not logger.hasHandlers()
+
+    def speak(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if not issubclass(category, (FutureWarning, DeprecationWarning, PendingDeprecationWarning)):
+            say(f"Note: {message}")
+
+    warnings.showwarning = speak
+    if own:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+        logger.removeHandler(handler)
+
+
+class _Saying(logging.Handler):
+    def __init__(self, say: Callable[[str], object]) -> None:
+        super().__init__(logging.WARNING)
+        self.say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.say(f"Note: {record.getMessage()}")

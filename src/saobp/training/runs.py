@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.benchmarking.machine import commit, processor, version
+from saobp.data.vocabulary import save_tokenizer
 from saobp.training.files import (
     UNFINISHED,
     append_line,
@@ -38,6 +40,7 @@ from saobp.training.files import (
     keep_lines_up_to,
     read_json,
     read_lines,
+    reason,
     whole_folder,
     write_json,
 )
@@ -215,10 +218,16 @@ class RunFolder:
         weights: dict[str, Tensor] | None = None,
     ) -> None:
         """The model and its tokenizer; ``weights`` are given where the model's own are sharded."""
-        with whole_folder(self.model) as folder:
-            model.save_pretrained(folder, state_dict=weights)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+        try:
+            with whole_folder(self.model) as folder:
+                model.save_pretrained(folder, state_dict=weights)
+                if tokenizer is not None:
+                    save_tokenizer(tokenizer, folder)
+        except (OSError, SafetensorError) as problem:
+            raise RunError(
+                f"the model could not be written to {self.model}, because {reason(problem)}: make room, then "
+                "go on with the run"
+            ) from None
 
     def finish(self, result: Mapping[str, Any], *, seconds: float) -> None:
         """Write the result, last of all, and drop the checkpoints that it makes superfluous."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +21,12 @@ from saobp.data import (
     train_vocabulary,
 )
 from saobp.data.tokens import DESCRIPTION, Progress
-from saobp.data.vocabulary import tokenizer_checksum
+from saobp.data.vocabulary import save_tokenizer, tokenizer_checksum
+from saobp.data.writing import only_one, replacing
 
 KINDS = {"bert": "wordpiece", "modernbert": "wordpiece", "gpt2": "bpe"}
+ORIGIN = "learned_from.json"
+"""In the folder of a learned vocabulary: the names and checksums of its texts."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+$")
 """What a dataset on the hub is called."""
 
@@ -112,18 +116,49 @@ def find_tokenizer(
         raise ValueError("give a tokenizer or the size of a vocabulary to learn, not both")
     if tokenizer is not None:
         return load_tokenizer(tokenizer, data_dir)
-    if beside.is_dir():
-        return load_tokenizer(str(beside))
-    if vocabulary is None:
-        found = load_tokenizer("gpt2" if family == "gpt2" else "bert", data_dir)
-    else:
-        if not raw:
+    if not beside.is_dir():
+        if vocabulary is not None and not raw:
             raise ValueError("a vocabulary is learned from text, and no text was named by --corpus")
-        texts = (document for name in raw for document in open_corpus(name, data_dir).documents())
+        if not raw:
+            return _family_tokenizer(family, data_dir)
+        with only_one(beside):
+            if not beside.is_dir():
+                _leave_tokenizer(beside, family, raw, data_dir, vocabulary)
+    if vocabulary is not None:
+        _check_origin(beside, raw, data_dir)
+    return load_tokenizer(str(beside))
+
+
+def _leave_tokenizer(
+    beside: Path, family: str, raw: list[str], data_dir: str | Path | None, vocabulary: int | None
+) -> None:
+    """Write the family's tokenizer, or one learned from the texts together with their names and checksums."""
+    if vocabulary is None:
+        found, origin = _family_tokenizer(family, data_dir), {}
+    else:
+        corpora = {name: open_corpus(name, data_dir) for name in raw}
+        texts = (document for corpus in corpora.values() for document in corpus.documents())
         found = train_vocabulary(texts, vocabulary, KINDS[family])
-    if raw:
-        found.save_pretrained(beside)
-    return found
+        origin = {name: corpus.checksum for name, corpus in corpora.items()}
+    with replacing(beside) as new:
+        save_tokenizer(found, new)
+        if origin:
+            (new / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
+
+
+def _check_origin(beside: Path, raw: list[str], data_dir: str | Path | None) -> None:
+    """Refuse a vocabulary that was learned from other texts than these."""
+    origin = json.loads((beside / ORIGIN).read_text()) if (beside / ORIGIN).exists() else {}
+    other = [name for name in raw if origin and origin.get(name) != open_corpus(name, data_dir).checksum]
+    if other:
+        raise ValueError(
+            f"{beside} was learned from other texts than {', '.join(other)} as they are now: use it all "
+            f"the same by --tokenizer {beside}, or name another folder by --tokens"
+        )
+
+
+def _family_tokenizer(family: str, data_dir: str | Path | None) -> PreTrainedTokenizerFast:
+    return load_tokenizer("gpt2" if family == "gpt2" else "bert", data_dir)
 
 
 def stores_in(folder: Path) -> list[TokenStore]:

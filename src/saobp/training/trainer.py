@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import shutil
 import time
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from saobp.metrics.health import CROSS_LAYER
 from saobp.metrics.logging import HealthLog
 from saobp.metrics.probe import Recorder
-from saobp.training.files import UNFINISHED, read_json, seal, write_json
+from saobp.training.files import UNFINISHED, read_json, reason, seal, write_json
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.runs import RunError, RunFolder
 from saobp.training.stream import Batch, Rows, Share, TrainingStream, held_out_batches
@@ -95,7 +96,7 @@ class PretrainTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.flops_per_token = 6 * sum(p.numel() for p in model.parameters())
-        self.health_log = HealthLog(lambda logs, _: self.log(logs))
+        self.health_log = HealthLog(lambda logs, _: self.log(logs), untrained=True)
         self.clock = Clock()
         self._last_checkpoint: int | None = None
 
@@ -224,7 +225,7 @@ class PretrainTrainer(Trainer):
             step = self.state.global_step
             final = self.run.checkpoint_path(step)
             folder = final.with_name(f"{UNFINISHED}{final.name}")
-            problem = self._written(folder)
+            problem: Exception | None = self._written(folder)
             main = self.is_world_process_zero()
             if problem is None and main:
                 try:
@@ -234,10 +235,12 @@ class PretrainTrainer(Trainer):
                     problem = error
             if problem is not None and main:
                 shutil.rmtree(folder, ignore_errors=True)
+                words, problem = reason(problem), None
+                gc.collect()  # a file that is half written and still open takes its place on the disk
                 good = self._last_checkpoint
                 last = "there is none before it" if good is None else f"the last good one is of step {good}"
                 self.say(
-                    f"The checkpoint of step {step} could not be written ({problem}); {last}, and the run "
+                    f"The checkpoint of step {step} could not be written ({words}); {last}, and the run "
                     "goes on."
                 )
             elif problem is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from saobp.data.tasks import TaskSpec
 from saobp.metrics.health import CROSS_LAYER
+from saobp.training.files import reason
 from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.finetune.rows import EpochBatches, LengthBatches, Rows
@@ -141,7 +143,9 @@ class TaskTrainer(Trainer):
                 self._save_rng_state(str(folder))
                 self.state.save_to_json(str(folder / "trainer_state.json"))
         except (OSError, RuntimeError, SafetensorError) as problem:
-            self.say(f"The checkpoint of step {step} could not be written ({problem}); the run goes on.")
+            words = reason(problem)
+            self.say(f"The checkpoint of step {step} could not be written ({words}); the run goes on.")
+            gc.collect()
         self.last_checkpoint = time.monotonic()
 
 
