@@ -20,6 +20,7 @@ from saobp.metrics.verdict import largest_entropy, verdict
 from saobp.report import PAGE_BYTES, Table, explorer_data, read_runs, write_explorer, write_report
 from saobp.report.budget import MOMENTS, POINTS, fitted, thinned
 from saobp.report.curves import read_curves
+from saobp.report.reproduction import write_reproduction
 from saobp.report.runs import refinement_words
 from saobp.report.script import joined_script
 from saobp.report.words import summary
@@ -349,3 +350,24 @@ def test_the_command_writes_beside_a_single_run_and_refuses_in_a_sentence(tmp_pa
     refused = CliRunner().invoke(app, ["report", str(tmp_path / "empty"), "--format", "svg"])
     assert refused.exit_code == 1
     assert "there is nothing to draw" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "status"),
+    [("table", ["claim", "here"], "reproduces"), ("question", ["is it so?", "answer"], "yes")],
+)
+def test_a_reproduction_shows_its_claims(tmp_path: Path, kind: str, columns: list[str], status: str) -> None:
+    claims = [
+        {"words": "A beats B", "status": "reproduces", "detail": "+1.0"},
+        {"words": "C beats B", "status": "not run", "detail": ""},
+    ]
+    (tmp_path / "glue").mkdir()
+    outcome = {"title": "GLUE", "kind": kind, "runs": 2, "missing": ["x"], "claims": claims}
+    (tmp_path / "glue" / "smoke.json").write_text(json.dumps(outcome))
+    runs = [make_run(tmp_path / f"run{place}", steps=20) for place in range(9)]
+    page = page_of(write_reproduction(runs, tmp_path, ["glue", "nowhere"], "smoke"))
+    (table,) = page["tables"]
+    assert (table["columns"][:2], table["rows"]) == (columns, [["A beats B", status, "+1.0"]])
+    assert "1 further claims were not run" in table["note"]
+    assert "its numbers say nothing" in table["note"]
+    assert page["title"].endswith("the first 8 of 9 runs")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from saobp.lab.page import ANSWERS
 from saobp.report.page import Table, write_report
 
 MOST_RUNS = 8
@@ -25,9 +26,17 @@ def write_reproduction(runs: Sequence[Path], results: Path, targets: Sequence[st
         notes = [f"{outcome['runs']} runs behind it, {len(outcome['missing'])} missing."]
         if left_out:
             notes.append(f"{left_out} further claims were not run.")
-        rows = [[claim["words"], claim["status"], claim["detail"]] for claim in claims]
+        is_question = outcome["kind"] == "question"
+        answers = ANSWERS if is_question else {}
+        rows = [
+            [claim["words"], answers.get(claim["status"], claim["status"]), claim["detail"]]
+            for claim in claims
+        ]
+        if scale == "smoke":
+            notes.append("A smoke run only shows that the code runs; its numbers say nothing.")
         if rows:
-            columns = ("claim", "here", "our difference [95 % interval]")
+            first = ("is it so?", "answer") if is_question else ("claim", "here")
+            columns = (*first, "our difference [95 % interval]")
             tables.append(Table(outcome["title"], columns, rows, " ".join(notes)))
     shown = list(runs[:MOST_RUNS])
     title = f"Reproduction, {scale} scale"
