@@ -233,7 +233,7 @@ def test_mistakes_get_one_sentence(data_dir, bert, tmp_path):
     assert "unknown task 'colla'" in said("--task", "colla", *known)
     assert "seeds are whole numbers" in said("--task", "cola", "--seeds", "a", *known)
     assert "there is no model folder" in said(
-        "--task", "cola", "--data-dir", str(data_dir), "--model", "./nowhere"
+        "--task", "cola", "--data-dir", str(data_dir), "--model", "no/such/model"
     )
     RunFolder(tmp_path / "run").model.mkdir(parents=True)
     (tmp_path / "run/model/config.json").write_text("{}")

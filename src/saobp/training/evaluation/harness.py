@@ -21,6 +21,11 @@ def has_harness() -> bool:
     return importlib.util.find_spec("lm_eval") is not None
 
 
+def require_harness() -> None:
+    if not has_harness():
+        raise ValueError("--harness needs lm-evaluation-harness: pip install lm_eval")
+
+
 def harness_accuracy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -34,8 +39,7 @@ def harness_accuracy(
 
     ``every``: RACE with every question as an article of its own.
     """
-    if not has_harness():
-        raise ValueError("--harness needs lm-evaluation-harness: pip install lm_eval")
+    require_harness()
     import datasets
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.evaluator import simple_evaluate

@@ -21,7 +21,7 @@ from transformers import (
 import saobp
 from saobp.data.tasks import TASKS, Split, load_split
 from saobp.refinement import Refinement
-from saobp.training.evaluation.harness import harness_accuracy
+from saobp.training.evaluation.harness import harness_accuracy, require_harness
 from saobp.training.evaluation.perplexity import (
     POSITIONS,
     causal_perplexity,
@@ -65,6 +65,8 @@ def evaluate(
     unknown = [task for task in tasks if task not in MEASURED]
     if unknown:
         raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(MEASURED)}, or all")
+    if harness:
+        require_harness()
     override = None if refinement is None else Refinement.of(refinement)
     loaded, tokenizer, is_decoder = load_language_model(model, override)
     if not is_decoder:

@@ -44,7 +44,8 @@ def checked_folder(folder: str | Path) -> str:
         inside = path / "model"
         hint = f": give {str(inside)!r}" if (inside / "config.json").exists() else ""
         raise FileNotFoundError(f"{str(path)!r} holds no model (it has no config.json){hint}")
-    if not path.is_dir() and str(folder).startswith((".", "/", "~")):
+    named_on_hub = str(folder).count("/") <= 1 and not str(folder).startswith((".", "/", "~"))
+    if not path.is_dir() and not named_on_hub:
         raise FileNotFoundError(f"there is no model folder {str(path)!r}")
     return str(folder)
 
