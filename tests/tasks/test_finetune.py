@@ -138,6 +138,17 @@ def test_an_interrupted_seed_goes_on_and_gives_the_same_numbers(data_dir, bert, 
     assert not run.checkpoints.exists()
 
 
+def test_no_logged_loss_spans_an_epochs_end(bert, tmp_path):
+    data = write_tasks(tmp_path / "data", {"sst2": 200}, seed=3)
+    task = load_task("sst2", data)
+    finetune(bert, task, tmp_path / "run", seeds=[1], recipe=quick("sst2", epochs=2, batch=8))
+    lines = RunFolder(tmp_path / "run/seed-1").metrics()
+    logged = {line["step"] for line in lines if "loss" in line}
+    ends = {line["step"] for line in lines if "eval_accuracy" in line}
+    assert len(ends) == 2
+    assert ends < logged
+
+
 def test_a_broken_checkpoint_is_left_out_and_the_seed_starts_again(data_dir, bert, tmp_path, monkeypatch):
     task, recipe = load_task("cola", data_dir), quick("cola", epochs=2)
     options = {"seeds": [1], "recipe": recipe, "checkpoint_seconds": 0.0}

@@ -59,7 +59,7 @@ class TaskTrainer(Trainer):
             args=training_arguments(recipe, run.path, len(self.batches), seed),
             train_dataset=rows["train"],
             eval_dataset=rows["validation"],
-            callbacks=[] if progress is None else [_ProgressCallback(progress)],
+            callbacks=[_EpochLog(), *([] if progress is None else [_ProgressCallback(progress)])],
         )
         self.model_accepts_loss_kwargs = False
         self.remove_callback(PrinterCallback)
@@ -147,6 +147,14 @@ class TaskTrainer(Trainer):
             self.say(f"The checkpoint of step {step} could not be written ({words}); the run goes on.")
             gc.collect()
         self.last_checkpoint = time.monotonic()
+
+
+class _EpochLog(TrainerCallback):
+    """The mean loss is logged before a checkpoint, so that none spans two sessions of an interrupted run."""
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, state
+        control.should_log = True
 
 
 class _ProgressCallback(TrainerCallback):
