@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -32,3 +33,12 @@ def poisoned_memory() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(autouse=True)
+def log_left_as_found() -> Iterator[None]:
+    """A test or a command it runs that mutes the package's log would silence whichever test comes next."""
+    logger = logging.getLogger("saobp")
+    before = logger.level
+    yield
+    assert logger.level == before

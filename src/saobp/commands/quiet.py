@@ -1,6 +1,10 @@
-"""Less talk from Transformers, whose progress bars and load reports would break ours."""
+"""Less talk: Transformers' progress bars and load reports would break ours, and our own repeats itself."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import transformers
 
@@ -8,3 +12,15 @@ import transformers
 def quiet_transformers() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """Meanwhile the package logs errors alone; afterwards it logs as before."""
+    logger = logging.getLogger("saobp")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

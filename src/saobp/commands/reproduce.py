@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -75,6 +74,7 @@ def reproduce(
             _list(console)
             return
         assert target is not None
+        from saobp.commands.quiet import only_errors
         from saobp.lab import choose_experiments, get_scale
         from saobp.lab.clock import Deadline
         from saobp.lab.plan import Plan
@@ -95,13 +95,14 @@ def reproduce(
         _show_plan(console, chosen, places, stages)
         if not plan:
             work = _Work(chosen, places, Deadline(minutes), rounded, parse_share(share), say)
-            for one in stages:
-                if jobs > 1 and one in ("finetune", "measure"):
-                    say(f"{one}: {jobs} processes, whose words are in {places.runs / 'logs'}")
-                    _side_by_side(one, jobs, places, work.deadline)
-                    say(f"{one}: {work.count_missing(one)} left to do")
-                else:
-                    work.do(one)
+            with only_errors():
+                for one in stages:
+                    if jobs > 1 and one in ("finetune", "measure"):
+                        say(f"{one}: {jobs} processes, whose words are in {places.runs / 'logs'}")
+                        _side_by_side(one, jobs, places, work.deadline)
+                        say(f"{one}: {work.count_missing(one)} left to do")
+                    else:
+                        work.do(one)
         if pack is not None and is_whole:
             from saobp.lab.bundle import pack as packed
 
@@ -155,7 +156,6 @@ class _Work:
         from saobp.commands.quiet import quiet_transformers
 
         quiet_transformers()
-        logging.getLogger("saobp").setLevel(logging.ERROR)
         self.plan, self.places, self.deadline, self.rounded, self.say = plan, places, deadline, rounded, say
         self.share = share
         self.sources = places.sources(plan.scale)
