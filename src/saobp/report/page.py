@@ -1,27 +1,22 @@
-"""One HTML file with everything inside: data, style and script.
+"""One HTML file with everything inside: words and tables, figures for plotly, plotly itself, style and script.
 
-Curves and heat maps are drawn by the page's own few hundred lines of SVG, canvas and tables. The bundle that
-plotly's Python package ships is 4.8 MB: of the 6 MB a page may have it would leave little for scores, take a
-second to start on a phone, and still lack tables for screen readers, reading by keyboard, colours that follow
-the reader's scheme, and the live maps. A content security policy names the hashes of the one script and the
-one style, so nothing else runs and nothing is fetched, whatever the data holds.
+Words and tables are written out here, so they are there at once and without a script. A content security
+policy names the hashes of the page's script and of plotly, so nothing else runs, and forbids every request,
+whatever the data holds.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, FunctionLoader
 
 from saobp import __version__
-from saobp.metrics.figures import TITLES
+from saobp.metrics.figures import MARKS
 from saobp.metrics.gtd import BETA
 from saobp.metrics.verdict import (
     COLLAPSED_BELOW,
@@ -32,22 +27,24 @@ from saobp.metrics.verdict import (
     SINK_FROM,
 )
 from saobp.report.budget import fitted, thinned
+from saobp.report.charts import curve_figures, gtd_scale, head_figures, last_values, map_layout
+from saobp.report.library import plotly_library, source_of
 from saobp.report.runs import Run, read_runs
 from saobp.report.script import joined_script, read_asset
 from saobp.report.snapshots import VERDICTS
-from saobp.report.words import MEANINGS, fact_text, summary
+from saobp.report.tables import Table, fact_tables, head_table
+from saobp.report.words import MEANINGS, summary
 
 PAGE_BYTES = 6_000_000
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table that the caller wants at the top of the page: numbers or text, as they are to be read."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
+LIMITS = {
+    "localised": LOCALISED_BELOW,
+    "healthyFrom": HEALTHY_FROM,
+    "healthyTo": HEALTHY_TO,
+    "diffuse": DIFFUSE_ABOVE,
+    "sink": SINK_FROM,
+    "collapsed": COLLAPSED_BELOW,
+    "beta": BETA,
+}
 
 
 def write_report(
@@ -84,11 +81,24 @@ def render(
     max_bytes: int = PAGE_BYTES,
 ) -> str:
     """The page as text; ``live`` tells it that a server answers typed sentences, and its limits."""
-    data = page_data(runs, title=title, tables=tables, sample=sample, live=live)
     explorers = [(run.name, run.explorer) for run in runs if run.explorer is not None]
     if explorer is not None:
         explorers.append((str(explorer["subject"]), explorer))
-    frame = len(_filled(data).encode(errors="replace"))
+    data = script_data(thinned(runs))
+    words = {
+        "title": title or _title(runs),
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "version": __version__,
+        "runs": [{"run": run, "words": summary(run), "facts": dict(run.facts)} for run in runs],
+        "head_tables": [head_table(run) for run in runs if run.health],
+        "facts": fact_tables(runs),
+        "longest": max((len(one.values) for run in runs for own in run.curves.values() for one in own), default=0),
+        "tables": tables,
+        "sample": sample,
+        "live": live,
+        "notes": [],
+    }
+    frame = len(_filled(words, {**data, "explorers": []}, bool(explorers)).encode(errors="replace"))
     if frame > max_bytes:
         raise ValueError(
             f"a page of these {len(runs)} runs would have {frame / 1e6:.1f} MB and may have "
@@ -96,84 +106,56 @@ def render(
         )
     room = (max_bytes - frame - 20_000) // max(1, len(explorers))
     if explorers and room <= 0:
-        data["notes"].append("The scores of the explorer are left out; they would make the page too large.")
+        words["notes"] = ["The scores of the explorer are left out; they would make the page too large."]
         explorers = []
-    data["explorers"] = [{**fitted(own, room), "run": name} for name, own in explorers]
-    return _filled(data)
+    data["explorers"] = [explored(fitted(own, room), name) for name, own in explorers]
+    return _filled(words, data, bool(explorers))
 
 
-def page_data(
-    runs: Sequence[Run],
-    *,
-    title: str | None,
-    tables: Sequence[Table],
-    sample: str | None,
-    live: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Everything but the explorers, as the script reads it (``types.js`` describes it)."""
-    named = ", ".join(run.name for run in runs[:3]) + (", …" if len(runs) > 3 else "")
+def script_data(runs: Sequence[Run]) -> dict[str, Any]:
+    """Everything but the explorers that the script reads (``types.js`` describes it)."""
     return {
-        "title": title or (f"Attention report: {named}" if runs else "Attention explorer"),
-        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "version": __version__,
-        "runs": [_run(run) for run in thinned(runs)],
-        "tables": [
-            {
-                "title": own.title,
-                "columns": list(own.columns),
-                "rows": [list(row) for row in own.rows],
-                "note": own.note,
-            }
-            for own in tables
-        ],
-        "sample": sample,
-        "notes": [],
-        "live": live,
-        "explorers": [],
-        "titles": TITLES,
+        "curves": curve_figures(runs),
+        "heads": head_figures(runs) if any(run.health for run in runs) else None,
+        "gtd": gtd_scale(),
         "verdicts": list(VERDICTS),
+        "marks": MARKS,
         "meanings": MEANINGS,
-        "limits": {
-            "localised": LOCALISED_BELOW,
-            "healthyFrom": HEALTHY_FROM,
-            "healthyTo": HEALTHY_TO,
-            "diffuse": DIFFUSE_ABOVE,
-            "sink": SINK_FROM,
-            "collapsed": COLLAPSED_BELOW,
-            "beta": BETA,
-        },
+        "limits": LIMITS,
     }
 
 
-def _run(run: Run) -> dict[str, Any]:
-    return {
-        "name": run.name,
-        "kind": run.kind,
-        "words": summary(run),
-        "problems": run.problems,
-        "curves": {name: [one.to_dict() for one in series] for name, series in run.curves.items()},
-        "health": [snapshot.to_dict() for snapshot in run.health],
-        "facts": _texts(run.facts),
-        "recipe": _texts(run.recipe),
-        "result": _texts(run.result),
-    }
+def explored(explorer: dict[str, Any], run: str) -> dict[str, Any]:
+    """An explorer as the script reads it: with its name, and the layout of the map of all its heads."""
+    return {**explorer, "run": run, "layout": map_layout(explorer["sentences"][0]["scores"])}
 
 
-def _texts(facts: Sequence[tuple[str, Any]]) -> list[list[str]]:
-    return [[name, fact_text(value)] for name, value in facts]
+def _title(runs: Sequence[Run]) -> str:
+    named = ", ".join(run.name for run in runs[:3]) + (", …" if len(runs) > 3 else "")
+    return f"Attention report: {named}" if runs else "Attention explorer"
 
 
-def _filled(data: dict[str, Any]) -> str:
-    style, script = read_asset("style.css"), joined_script()
-    connect = "'self'" if data["live"] else "'none'"
+def _filled(words: dict[str, Any], data: dict[str, Any], has_explorer: bool) -> str:
+    script, library = joined_script(), plotly_library()
+    connect = "'self'" if words["live"] else "'none'"
     policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        f"default-src 'none'; script-src {source_of(script.encode())} {library.source}; "
+        "style-src 'unsafe-inline'; img-src data: blob:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    return (
-        Environment(autoescape=True, keep_trailing_newline=True)
-        .from_string(read_asset("template.html"))
-        .render(title=data["title"], policy=policy, style=style, script=script, data=_embedded(data))
+    pages = Environment(autoescape=True, loader=FunctionLoader(read_asset), trim_blocks=True, lstrip_blocks=True)
+    pages.filters["last_values"] = last_values
+    return pages.get_template("template.html").render(
+        **words,
+        curves=data["curves"],
+        heads=data["heads"],
+        limits=LIMITS,
+        has_explorer=has_explorer or bool(words["live"]),
+        policy=policy,
+        style=read_asset("style.css"),
+        script=script,
+        library=library.packed,
+        data=_embedded({**data, "live": words["live"]}),
     )
 
 
@@ -181,7 +163,3 @@ def _embedded(data: dict[str, Any]) -> str:
     """JSON that cannot end the script element it stands in."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

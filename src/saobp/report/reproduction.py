@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from saobp.lab.page import ANSWERS
-from saobp.report.page import Table, write_report
+from saobp.report.page import write_report
+from saobp.report.tables import Table
 
 MOST_RUNS = 8
 """Runs that one page still tells apart by colour."""

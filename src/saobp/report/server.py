@@ -17,7 +17,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from saobp.report.page import render
+from saobp.report.page import explored, render
 
 ADDRESS = "127.0.0.1"
 NAMES = (ADDRESS, "localhost")
@@ -48,7 +48,7 @@ def make_server(
         if len(text) > characters:
             raise ValueError(f"the sentence has {len(text)} characters: at most {characters} are taken")
         with turn:
-            return {**answer(text), "run": subject}
+            return explored(answer(text), subject)
 
     handler = type("Handler", (_Handler,), {"page": page, "look": staticmethod(look)})
     return _Server((ADDRESS, port), handler)

@@ -48,16 +48,13 @@ class Snapshot:
         return self.heads * (1 + len(self.statistics) + len(self.errors) + (self.strengths is not None))
 
     def to_dict(self) -> dict[str, Any]:
-        """For the page: rounded to what can be seen, verdicts as places in VERDICTS."""
+        """For the page: rounded to what can be seen, verdicts as places in VERDICTS, strengths among the values."""
+        grids = {**self.statistics, **({} if self.strengths is None else {"strengths": self.strengths})}
         return {
             "step": self.step,
-            "layers": self.layers,
-            "statistics": {name: _rounded(grid) for name, grid in self.statistics.items()},
-            "errors": {name: _rounded(grid) for name, grid in self.errors.items()},
-            "strengths": None if self.strengths is None else _rounded(self.strengths),
+            "values": {name: _rounded(grid) for name, grid in grids.items()},
             "verdicts": [[VERDICTS.index(word) for word in row] for row in self.verdicts],
-            "largest": self.largest_entropy,
-            "across": {str(layer): round(value, 4) for layer, value in self.across.items()},
+            "across": [[layer, round(value, 4)] for layer, value in self.across.items()],
         }
 
     def diagnosis(self, subject: str) -> Diagnosis:

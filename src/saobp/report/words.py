@@ -86,6 +86,17 @@ def _named(places: Sequence[tuple[int, int]]) -> str:
     )
 
 
+def shown(value: float | None, digits: int = 3) -> str:
+    """A number in a table: fixed digits near one, few significant ones for others, a dash for none."""
+    if value is None:
+        return "–"
+    size = abs(value)
+    if value and size < 10**-digits:
+        return f"{value:.1e}"
+    text = f"{value:.3g}" if size >= 1e5 else f"{value:,.0f}" if size >= 1000 else f"{value:.{digits}f}"
+    return text.replace("-", "−")
+
+
 def fact_text(value: Any) -> str:
     """A fact as it stands in a table."""
     if isinstance(value, bool) or value is None:

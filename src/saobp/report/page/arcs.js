@@ -12,7 +12,6 @@ const PAPER = 640;
 
 /**
  * @typedef {object} ArcView
- * @property {HTMLElement} element
  * @property {(tokens: string[]) => void} setTokens
  * @property {(before: Float64Array, after: Float64Array, chosen: number | null) => void} show
  */
@@ -22,24 +21,9 @@ const PAPER = 640;
  * @returns {ArcView}
  */
 export function arcView(choose) {
-  const above = draw("svg", { class: "arcs", height: HEIGHT_OF_ARCS, "aria-hidden": "true" });
-  const below = draw("svg", { class: "arcs refined", height: HEIGHT_OF_ARCS, "aria-hidden": "true" });
-  const line = make("div", {
-    class: "tokens",
-    role: "toolbar",
-    "aria-label": "Tokens of the sentence. Press one to see only its arcs; arrow keys move.",
-  });
-  const inner = make("div", { class: "arc-sheet" }, above, line, below);
-  const element = make(
-    "div",
-    {
-      class: "scroll arc-scroll",
-      tabindex: 0,
-      role: "region",
-      "aria-label": "Arcs between tokens, softmax above, refined below",
-    },
-    inner,
-  );
+  const [above, below] = /** @type {any} */ (document.querySelectorAll(".arcs"));
+  const line = /** @type {any} */ (document.querySelector(".tokens"));
+  const sheet = /** @type {HTMLElement} */ (document.querySelector(".arc-sheet"));
   const view = {
     middles: /** @type {number[]} */ ([]),
     chosen: /** @type {number | null} */ (null),
@@ -56,16 +40,10 @@ export function arcView(choose) {
     next.focus();
   });
   return {
-    element,
     setTokens(tokens) {
       const widths = tokenWidths(tokens);
-      const ends = widths.map(
-        (
-          (sum) => (/** @type {number} */ width) =>
-            (sum += width)
-        )(0),
-      );
-      view.middles = ends.map((end, place) => end - widths[place] / 2);
+      let width = 0;
+      view.middles = widths.map((own) => (width += own) - own / 2);
       line.replaceChildren(
         ...tokens.map((token, place) =>
           make(
@@ -84,9 +62,8 @@ export function arcView(choose) {
       [...line.children].forEach((button, place) => {
         button.style.width = `${widths[place]}px`;
       });
-      const width = ends[ends.length - 1];
-      for (const sheet of [above, below]) sheet.setAttribute("width", String(width));
-      inner.style.setProperty("--print-zoom", String(Math.min(1, PAPER / width)));
+      for (const half of [above, below]) half.setAttribute("width", String(width));
+      sheet.style.setProperty("--print-zoom", String(Math.min(1, PAPER / width)));
     },
     show(before, after, chosen) {
       view.chosen = chosen;

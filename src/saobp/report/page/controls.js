@@ -1,14 +1,7 @@
-/** What the reader can set in the explorer, and how a head is refined by it. */
-import { labelled, make, picker } from "./dom.js";
+/** How the reader wants a head to be refined. */
+import { byId } from "./dom.js";
 import { PLAIN } from "./refinement.js";
 
-const FACTORS = /** @type {[string, string][]} */ ([
-  ["potts", "high / low, by sign of λ"],
-  ["listing", "high- / low-listing, by sign of λ"],
-  ["elemmul", "elemmul"],
-  ["elemmul-prior", "elemmul-prior"],
-  ["none", "none (softmax)"],
-]);
 const OF_LIBRARY = /** @type {Record<string, string>} */ ({
   high: "potts",
   low: "potts",
@@ -19,9 +12,6 @@ const OF_LIBRARY = /** @type {Record<string, string>} */ ({
   none: "none",
 });
 const WITH_STRENGTH = ["potts", "listing"];
-const SLIDER_REACH = 4;
-const STRONGEST = 16;
-const FIRST_STRENGTH = 1;
 
 /**
  * How a model's own attention is refined at one head; null if its factor is not one that the page knows.
@@ -45,144 +35,68 @@ export function ownSetting(explorer, layer, head) {
  * @returns {string}
  */
 export function settingWords({ factor, strength, steps, damping }) {
-  const words = [];
+  if (factor === "none") return "not at all";
+  const words = [factor];
   if (WITH_STRENGTH.includes(factor)) {
-    const name = strength < 0 ? "low" : "high";
-    words.push(
-      factor === "listing" ? `${name}-listing` : name,
-      `λ = ${Number(Math.abs(strength).toFixed(3))}`,
-    );
-  } else {
-    words.push(factor === "none" ? "not at all" : factor);
+    words[0] = `${strength < 0 ? "low" : "high"}${factor === "listing" ? "-listing" : ""}`;
+    words.push(`λ = ${Number(Math.abs(strength).toFixed(3))}`);
   }
-  if (steps > 1 && factor !== "none") words.push(`${steps} steps`);
-  if (steps > 1 && damping > 0 && factor !== "none") words.push(`damping ${damping}`);
+  if (steps > 1) words.push(`${steps} steps`);
+  if (steps > 1 && damping > 0) words.push(`damping ${damping}`);
   return words.join(", ");
 }
 
-/**
- * @typedef {object} Controls
- * @property {HTMLElement[]} elements
- * @property {() => import("./types.js").Setting} setting
- * @property {(setting: import("./types.js").Setting) => void} set
- */
+/** The controls of the explorer; `setting` is what they say. */
+export class Controls {
+  /** @param {() => void} change */
+  constructor(change) {
+    this.change = change;
+    this.setting = { factor: "potts", strength: 1, steps: 1, damping: 0 };
+    const { setting } = this;
+    this.listen("factor", "change", (value) => (setting.factor = value));
+    this.listen("strength", "input", (value) => (setting.strength = Number(value)));
+    this.listen("strength-exact", "change", (value, control) => {
+      setting.strength = Math.max(control.min, Math.min(control.max, Number(value) || 0));
+    });
+    this.listen("steps", "input", (value) => (setting.steps = Number(value)));
+    this.listen("damping", "input", (value) => (setting.damping = Number(value)));
+    this.arrange();
+  }
 
-/**
- * @param {(setting: import("./types.js").Setting) => void} change
- * @returns {Controls}
- */
-export function refinementControls(change) {
-  /** @type {import("./types.js").Setting} */
-  const setting = { factor: "potts", strength: FIRST_STRENGTH, steps: 1, damping: 0 };
-  const told = () => {
-    arrange();
-    change({ ...setting });
-  };
-  const factor = picker(FACTORS, setting.factor, (value) => {
-    setting.factor = value;
-    told();
-  });
-  const strength = make("input", {
-    type: "range",
-    id: "strength",
-    min: -SLIDER_REACH,
-    max: SLIDER_REACH,
-    step: 0.05,
-    value: FIRST_STRENGTH,
-    "aria-label": "λ (strength)",
-    oninput: () => {
-      setting.strength = Number(strength.value);
-      exact.value = strength.value;
-      told();
-    },
-  });
-  const exact = make("input", {
-    type: "number",
-    id: "strength-exact",
-    min: -STRONGEST,
-    max: STRONGEST,
-    step: 0.05,
-    value: FIRST_STRENGTH,
-    "aria-label": "λ as a number",
-    onchange: () => {
-      setting.strength = Math.max(-STRONGEST, Math.min(STRONGEST, Number(exact.value) || 0));
-      exact.value = strength.value = String(setting.strength);
-      told();
-    },
-  });
-  const steps = slider("steps", 1, 8, 1, (value) => {
-    setting.steps = value;
-    told();
-  });
-  const damping = slider("damping", 0, 0.95, 0.05, (value) => {
-    setting.damping = value;
-    told();
-  });
-  const sign = make("span", { class: "sign", role: "status" });
-  const arrange = () => {
-    const hasStrength = WITH_STRENGTH.includes(setting.factor);
-    strength.disabled = exact.disabled = !hasStrength;
-    steps.input.disabled = setting.factor === "none";
-    damping.input.disabled = setting.factor === "none" || setting.steps === 1;
-    sign.textContent = !hasStrength
-      ? "has no λ"
-      : setting.strength > 0
-        ? "high: rows repel"
-        : setting.strength < 0
-          ? "low: rows attract"
-          : "softmax";
-  };
-  arrange();
-  return {
-    elements: [
-      labelled("Factor", factor),
-      make(
-        "div",
-        { class: "control wide" },
-        make("span", { class: "control-name" }, "λ"),
-        strength,
-        exact,
-        sign,
-      ),
-      steps.element,
-      damping.element,
-    ],
-    setting: () => ({ ...setting }),
-    set(wanted) {
-      Object.assign(setting, wanted);
-      factor.value = setting.factor;
-      strength.value = exact.value = String(setting.strength);
-      steps.set(setting.steps);
-      damping.set(setting.damping);
-      told();
-    },
-  };
-}
+  /**
+   * @param {string} id
+   * @param {string} event
+   * @param {(value: string, control: any) => void} take
+   */
+  listen(id, event, take) {
+    const control = byId(id);
+    control.addEventListener(event, () => {
+      take(control.value, control);
+      this.arrange();
+      this.change();
+    });
+  }
 
-/**
- * @param {string} name
- * @param {number} low
- * @param {number} high
- * @param {number} step
- * @param {(value: number) => void} change
- */
-function slider(name, low, high, step, change) {
-  const said = make("output", {}, String(low));
-  const input = make("input", {
-    type: "range",
-    id: name,
-    min: low,
-    max: high,
-    step,
-    value: low,
-    oninput: () => {
-      said.textContent = input.value;
-      change(Number(input.value));
-    },
-  });
-  const set = (/** @type {number} */ value) => {
-    input.value = String(value);
-    said.textContent = String(value);
-  };
-  return { element: labelled(name[0].toUpperCase() + name.slice(1), input, said), input, set };
+  /** @param {import("./types.js").Setting} wanted */
+  set(wanted) {
+    Object.assign(this.setting, wanted);
+    this.arrange();
+    this.change();
+  }
+
+  /** Every control shows the setting, and those that have no say are off. */
+  arrange() {
+    const { factor, strength, steps } = this.setting;
+    const hasStrength = WITH_STRENGTH.includes(factor);
+    for (const [name, value] of Object.entries(this.setting)) byId(name).value = String(value);
+    byId("strength-exact").value = String(strength);
+    for (const output of document.querySelectorAll("#explorer output"))
+      output.textContent = byId(output.getAttribute("for") ?? "").value;
+    byId("strength").disabled = byId("strength-exact").disabled = !hasStrength;
+    byId("steps").disabled = factor === "none";
+    byId("damping").disabled = factor === "none" || steps === 1;
+    const sign = strength > 0 ? "high: rows repel" : strength < 0 ? "low: rows attract" : "softmax";
+    const said = /** @type {HTMLElement} */ (document.querySelector(".sign"));
+    said.textContent = hasStrength ? sign : "has no λ";
+  }
 }

@@ -8,6 +8,15 @@ const SVG = "http://www.w3.org/2000/svg";
  */
 
 /**
+ * An element of the page, which its template wrote.
+ * @param {string} id
+ * @returns {any}
+ */
+export function byId(id) {
+  return document.getElementById(id);
+}
+
+/**
  * An HTML element. A function under a name like `onclick` listens; true sets an empty attribute.
  * @param {string} tag
  * @param {Attributes} [attributes]
@@ -15,18 +24,17 @@ const SVG = "http://www.w3.org/2000/svg";
  * @returns {any}
  */
 export function make(tag, attributes = {}, ...children) {
-  return filled(document.createElement(tag), attributes, children);
+  return completed(document.createElement(tag), attributes, children);
 }
 
 /**
  * An SVG element, as `make`.
  * @param {string} tag
  * @param {Attributes} [attributes]
- * @param {...(Child | Child[])} children
  * @returns {any}
  */
-export function draw(tag, attributes = {}, ...children) {
-  return filled(document.createElementNS(SVG, tag), attributes, children);
+export function draw(tag, attributes = {}) {
+  return completed(document.createElementNS(SVG, tag), attributes, []);
 }
 
 /**
@@ -34,47 +42,26 @@ export function draw(tag, attributes = {}, ...children) {
  * @param {Attributes} attributes
  * @param {(Child | Child[])[]} children
  */
-function filled(element, attributes, children) {
+function completed(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") element.addEventListener(name.slice(2), value);
-    else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined)
-      element.setAttribute(name, String(value));
+      element.setAttribute(name, value === true ? "" : String(value));
   }
-  for (const child of children.flat()) {
-    if (child !== null && child !== undefined) element.append(child instanceof Node ? child : String(child));
-  }
+  const there = children.flat().filter((child) => child !== null && child !== undefined);
+  element.append(...there.map((child) => (child instanceof Node ? child : String(child))));
   return element;
 }
 
-let controlsMade = 0;
-
 /**
- * A control with a label, which is its name for screen readers too.
- * @param {string} text
- * @param {HTMLElement} control
- * @param {...Child} rest
- * @returns {HTMLElement}
+ * Fill a drop-down list.
+ * @param {HTMLSelectElement} list
+ * @param {[number, string][]} choices  value and text
+ * @param {number} value
  */
-export function labelled(text, control, ...rest) {
-  controlsMade += 1;
-  control.id ||= `control-${controlsMade}`;
-  const label = make("label", { class: "control-name", for: control.id }, text);
-  return make("div", { class: "control" }, label, control, ...rest);
-}
-
-/**
- * A drop-down list of names.
- * @param {[string, string][]} choices  value and text
- * @param {string} value
- * @param {(value: string) => void} choose
- * @returns {HTMLSelectElement}
- */
-export function picker(choices, value, choose) {
-  const element = make("select", { onchange: () => choose(element.value) });
-  for (const [own, text] of choices) element.append(make("option", { value: own }, text));
-  element.value = value;
-  return element;
+export function fillList(list, choices, value) {
+  list.replaceChildren(...choices.map(([own, text]) => make("option", { value: own }, text)));
+  list.value = String(value);
 }
 
 /**
@@ -85,6 +72,9 @@ export function picker(choices, value, choose) {
  * @returns {HTMLElement}
  */
 export function table(caption, columns, rows) {
+  const head = columns.map((name) => (name ? make("th", { scope: "col" }, name) : make("td")));
+  const cell = (/** @type {Child | Child[]} */ content, /** @type {number} */ place) =>
+    place ? make("td", {}, content) : make("th", { scope: "row" }, content);
   return make(
     "div",
     { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
@@ -92,43 +82,22 @@ export function table(caption, columns, rows) {
       "table",
       {},
       make("caption", { class: "quiet" }, caption),
-      make(
-        "thead",
-        {},
-        make(
-          "tr",
-          {},
-          columns.map((name) => (name ? make("th", { scope: "col" }, name) : make("td"))),
-        ),
-      ),
+      make("thead", {}, make("tr", {}, head)),
       make(
         "tbody",
         {},
-        rows.map((row) =>
-          make(
-            "tr",
-            {},
-            row.map((cell, place) => (place ? make("td", {}, cell) : make("th", { scope: "row" }, cell))),
-          ),
-        ),
+        rows.map((row) => make("tr", {}, row.map(cell))),
       ),
     ),
   );
 }
 
 /**
- * A folded part that is filled when it is first opened, and for print.
- * @param {string} text
- * @param {() => Node} fill
- * @returns {HTMLDetailsElement}
+ * Call back with the value of a control, if the page has it, whenever it changes.
+ * @param {string} id
+ * @param {(value: string) => void} change
  */
-export function folded(text, fill) {
-  const body = make("div", { class: "folded" });
-  const element = make(
-    "details",
-    { ontoggle: () => element.open && !body.firstChild && body.append(fill()) },
-    make("summary", {}, text),
-    body,
-  );
-  return element;
+export function onInput(id, change) {
+  const control = byId(id);
+  control?.addEventListener("input", () => change(control.value));
 }

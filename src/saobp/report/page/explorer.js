@@ -1,11 +1,11 @@
 /** The explorer: a sentence, a layer, a head; its attention, and the same attention refined. */
 import { arcView } from "./arcs.js";
-import { ownSetting, refinementControls, settingWords } from "./controls.js";
-import { folded, labelled, make, picker, table } from "./dom.js";
-import { headNumbers } from "./figures.js";
+import { Controls, ownSetting, settingWords } from "./controls.js";
+import { byId, fillList, make, onInput, table } from "./dom.js";
 import { mapView } from "./map.js";
-import { counted, shown } from "./numbers.js";
-import { overview } from "./overview.js";
+import { headNumbers } from "./measured.js";
+import { shown } from "./numbers.js";
+import { Overview } from "./overview.js";
 import { pathView } from "./paths.js";
 import { priorOf, refine } from "./refinement.js";
 import { decodeHead } from "./scores.js";
@@ -19,30 +19,26 @@ export class ExplorerView {
   /** @param {import("./types.js").PageData} data */
   constructor(data) {
     this.data = data;
-    this.model = 0;
-    this.sentence = 0;
-    this.layer = 0;
-    this.head = 0;
+    this.model = this.sentence = this.layer = this.head = 0;
     /** @type {number | null} */
     this.token = null;
-    this.from = 0;
-    this.to = 0;
+    this.from = this.to = 0;
     this.second = "refined";
     this.length = 0;
     this.isDue = false;
-    this.isNewHead = true;
-    this.isNewSetting = true;
+    this.isNewHead = this.isNewSetting = true;
     this.prior = priorOf(new Float64Array(0), 0, false);
     this.refined = this.prior.rows;
     /** @type {Float64Array | null} made when it is looked at */
     this.difference = null;
-    this.controls = refinementControls(() => {
+    this.readout = /** @type {HTMLElement} */ (document.querySelector(".explorer .readout"));
+    this.controls = new Controls(() => {
       this.isNewSetting = true;
       this.schedule();
     });
-    const look = (/** @type {number} */ row, /** @type {number} */ key, /** @type {boolean} */ isClick) =>
-      this.look(row, key, isClick);
-    this.maps = [mapView(look), mapView(look)];
+    this.maps = [...document.querySelectorAll(".map-panel")].map((panel) =>
+      mapView(panel, (row, key, isClick) => this.look(row, key, isClick)),
+    );
     this.arcs = arcView((token) => {
       this.token = token;
       this.schedule();
@@ -52,71 +48,37 @@ export class ExplorerView {
       this.schedule();
     });
     this.numbers = headNumbers(data);
-    this.overview = overview(data.limits, (layer, head) => {
+    this.overview = new Overview(data, (layer, head) => {
       [this.layer, this.head] = [layer, head];
       this.chooseHead();
     });
-    this.choice = make("div", { class: "controls" });
-    this.notes = make("div", {});
-    this.readout = make(
-      "p",
-      { class: "readout", role: "status" },
-      "Point at a map, or use the arrow keys in it, to read single weights.",
-    );
-    this.rowTable = make("div", {});
-    onThemeChange(() => this.length && this.paint(this.shownSentence.tokens));
+    onThemeChange(() => this.length && this.paint());
+    this.listen();
+    this.chooseModel();
   }
 
-  /** @returns {HTMLElement} */
-  element() {
-    const own = make(
-      "button",
-      { type: "button", id: "own", onclick: () => this.useOwn() },
-      "As the model has it",
-    );
-    const second = labelled(
-      "Second map",
-      picker(
-        [
-          ["refined", "refined"],
-          ["difference", "refined − softmax"],
-        ],
-        "refined",
-        (value) => {
-          this.second = value;
-          this.schedule();
-        },
-      ),
-    );
-    const body = make(
-      "div",
-      { class: "explorer" },
-      this.choice,
-      make("div", { class: "controls panel sticky" }, this.controls.elements, own, second),
-      make(
-        "div",
-        { class: "side-by-side" },
-        this.maps.map((view) => view.element),
-        make("div", { class: "stack" }, this.numbers.element, this.readout),
-      ),
-      make(
-        "figure",
-        { class: "panel" },
-        make("figcaption", {}, make("h3", {}, "Arcs: softmax above, refined below")),
-        this.arcs.element,
-        make(
-          "p",
-          { class: "note" },
-          "An arc joins a token to one that it looks at; the wider, the more. " +
-            "Press a token to see its arcs alone. Weights below 0.02 are not drawn.",
-        ),
-      ),
-      make("div", { class: "bottom" }, this.overview.element, this.paths.element),
-      folded("Weights of the chosen token as a table", () => this.rowTable),
-      this.notes,
-    );
-    this.chooseModel();
-    return body;
+  listen() {
+    onInput("model", (value) => {
+      this.model = Number(value);
+      this.chooseModel();
+    });
+    onInput("sentence", (value) => {
+      this.sentence = Number(value);
+      this.chooseSentence();
+    });
+    onInput("layer", (value) => {
+      this.layer = Number(value);
+      this.chooseHead();
+    });
+    onInput("head", (value) => {
+      this.head = Number(value);
+      this.chooseHead();
+    });
+    onInput("second", (value) => {
+      this.second = value;
+      this.schedule();
+    });
+    byId("own").addEventListener("click", () => this.useOwn());
   }
 
   get explorer() {
@@ -127,27 +89,24 @@ export class ExplorerView {
     return this.explorer.sentences[this.sentence];
   }
 
-  /** Show another model; the first head that the page holds is chosen. */
-  chooseModel() {
-    this.sentence = Math.min(this.sentence, this.explorer.sentences.length - 1);
+  /** @param {import("./types.js").Sentence[]} sentences  typed in just now: shown first */
+  add(sentences) {
+    this.explorer.sentences.unshift(...sentences);
+    this.sentence = 0;
     this.chooseSentence();
-    if (this.explorer.refinement !== null) this.useOwn();
-    const left = this.explorer.left_out;
-    this.notes.replaceChildren(left.length ? make("p", { class: "note" }, left.join(" ")) : "");
+  }
+
+  /** Show another model, at first as it is. */
+  chooseModel() {
+    const { sentences, refinement, left_out: left } = this.explorer;
+    this.sentence = Math.min(this.sentence, sentences.length - 1);
+    this.chooseSentence();
+    if (refinement !== null) this.useOwn();
+    byId("left-out").replaceChildren(left.length ? make("p", { class: "note" }, left.join(" ")) : "");
   }
 
   chooseSentence() {
-    const { scores, tokens } = this.shownSentence;
-    if (!scores[this.layer]?.[this.head]) {
-      this.layer = Math.max(
-        0,
-        scores.findIndex((row) => row.some((head) => head !== null)),
-      );
-      this.head = Math.max(
-        0,
-        scores[this.layer].findIndex((head) => head !== null),
-      );
-    }
+    const { tokens } = this.shownSentence;
     this.token = null;
     [this.from, this.to] = [tokens.length - 1, 0];
     this.arcs.setTokens(tokens);
@@ -156,80 +115,36 @@ export class ExplorerView {
     this.chooseHead();
   }
 
+  /** Where the page does not hold the chosen head, the first that it holds is shown. */
   chooseHead() {
+    const { scores } = this.shownSentence;
+    const isThere = (/** @type {unknown} */ head) => head !== null;
+    if (!scores[this.layer]?.some(isThere)) this.layer = scores.findIndex((row) => row.some(isThere));
+    if (!scores[this.layer][this.head]) this.head = scores[this.layer].findIndex(isThere);
     this.isNewHead = true;
-    this.fillChoice();
+    this.fillLists();
     this.schedule();
   }
 
   /** The lists to choose from; heads that are not in the page are not listed. */
-  fillChoice() {
+  fillLists() {
     const { scores } = this.shownSentence;
+    const { explorers } = this.data;
     const places = (/** @type {unknown[]} */ list) =>
-      list.flatMap((entry, place) =>
-        entry ? [/** @type {[string, string]} */ ([String(place), String(place)])] : [],
-      );
-    const layers = places(scores.map((row) => row.some((head) => head !== null)));
-    if (!scores[this.layer][this.head])
-      this.head = Math.max(
-        0,
-        scores[this.layer].findIndex((head) => head !== null),
-      );
-    const focused = document.activeElement?.closest("[data-choice]")?.getAttribute("data-choice");
-    const choices = [
-      this.data.explorers.length > 1
-        ? this.pick(
-            "Model",
-            "model",
-            this.data.explorers.map((own, place) => [String(place), own.run]),
-            this.model,
-            (value) => {
-              this.model = value;
-              this.chooseModel();
-            },
-          )
-        : null,
-      this.pick(
-        "Sentence",
-        "sentence",
-        this.explorer.sentences.map((own, place) => [
-          String(place),
-          `${short(own.text)} (${counted(own.tokens.length, "token")})`,
-        ]),
-        this.sentence,
-        (value) => {
-          this.sentence = value;
-          this.chooseSentence();
-        },
-      ),
-      this.pick("Layer", "layer", layers, this.layer, (value) => {
-        this.layer = value;
-        this.chooseHead();
-      }),
-      this.pick("Head", "head", places(scores[this.layer]), this.head, (value) => {
-        this.head = value;
-        this.chooseHead();
-      }),
-    ];
-    this.choice.replaceChildren(...choices.filter((choice) => choice !== null));
-    if (focused) this.choice.querySelector(`[data-choice="${focused}"] select`)?.focus();
-  }
-
-  /**
-   * @param {string} name
-   * @param {string} key
-   * @param {[string, string][]} choices
-   * @param {number} value
-   * @param {(value: number) => void} choose
-   */
-  pick(name, key, choices, value, choose) {
-    const element = labelled(
-      name,
-      picker(choices, String(value), (text) => choose(Number(text))),
+      list.flatMap((entry, place) => (entry ? [/** @type {[number, string]} */ ([place, String(place)])] : []));
+    byId("model").parentElement.hidden = explorers.length < 2;
+    fillList(
+      byId("model"),
+      explorers.map((own, place) => [place, own.run]),
+      this.model,
     );
-    element.dataset.choice = key;
-    if (key === "sentence") element.classList.add("grow");
-    return element;
+    fillList(
+      byId("sentence"),
+      this.explorer.sentences.map(({ text, tokens }, place) => [place, `${short(text)} (${tokens.length} tokens)`]),
+      this.sentence,
+    );
+    fillList(byId("layer"), places(scores.map((row) => row.some((head) => head !== null))), this.layer);
+    fillList(byId("head"), places(scores[this.layer]), this.head);
   }
 
   useOwn() {
@@ -269,56 +184,38 @@ export class ExplorerView {
   }
 
   update() {
-    const { tokens, scores } = this.shownSentence;
-    const stored = scores[this.layer][this.head];
+    const { explorer, shownSentence: sentence, layer, head, isNewHead, isNewSetting } = this;
+    const { setting } = this.controls;
+    const stored = sentence.scores[layer][head];
     if (!stored) return;
-    this.length = tokens.length;
-    if (this.isNewHead) {
-      this.prior = priorOf(decodeHead(stored, this.length), this.length, this.explorer.in_order[this.layer]);
-    }
-    if (this.isNewHead || this.isNewSetting) {
-      this.refined = refine(this.prior, this.controls.setting());
+    this.length = sentence.tokens.length;
+    if (isNewHead) this.prior = priorOf(decodeHead(stored, this.length), this.length, explorer.in_order[layer]);
+    if (isNewHead || isNewSetting) {
+      this.refined = refine(this.prior, setting);
       this.difference = null;
-      this.numbers.name(`Layer ${this.layer}, head ${this.head} (entropies in nats)`);
-      this.numbers.update(
-        this.prior.rows,
-        this.refined,
-        this.length,
-        largestEntropy(this.prior.logs, this.length),
-        this.isNewHead,
-      );
-      this.overview.update(
-        this.explorer,
-        this.shownSentence,
-        this.controls.setting(),
-        [this.layer, this.head],
-        this.isNewSetting,
-      );
+      const { rows, logs } = this.prior;
+      const name = `Layer ${layer}, head ${head} (entropies in nats)`;
+      this.numbers.update(name, rows, this.refined, this.length, largestEntropy(logs, this.length), isNewHead);
+      this.overview.update({ explorer, sentence, setting, chosen: [layer, head] }, isNewSetting);
     }
     this.isNewHead = this.isNewSetting = false;
-    this.paint(tokens);
+    this.paint();
   }
 
-  /** @param {string[]} tokens */
-  paint(tokens) {
-    const most = Math.max(largest(this.prior.rows), largest(this.refined));
-    this.maps[0].show("Softmax", this.prior.rows, tokens, most, false);
+  paint() {
+    const { tokens } = this.shownSentence;
+    const { rows } = this.prior;
+    const most = Math.max(largest(rows), largest(this.refined));
+    this.maps[0].show("Softmax", rows, tokens, most, false);
     if (this.second === "difference") {
-      const softmax = this.prior.rows;
-      this.difference ??= this.refined.map((value, i) => value - softmax[i]);
+      this.difference ??= this.refined.map((value, i) => value - rows[i]);
       this.maps[1].show("Refined − softmax", this.difference, tokens, largest(this.difference), true);
     } else {
-      this.maps[1].show(
-        `Refined: ${settingWords(this.controls.setting())}`,
-        this.refined,
-        tokens,
-        most,
-        false,
-      );
+      this.maps[1].show(`Refined: ${settingWords(this.controls.setting)}`, this.refined, tokens, most, false);
     }
-    this.arcs.show(this.prior.rows, this.refined, this.token);
-    this.paths.show(this.prior.rows, this.refined, this.from, this.to);
-    this.rowTable.replaceChildren(this.weights(tokens));
+    this.arcs.show(rows, this.refined, this.token);
+    this.paths.show(rows, this.refined, this.from, this.to);
+    byId("weights").replaceChildren(this.weights(tokens));
   }
 
   /** @param {string[]} tokens */
@@ -343,9 +240,7 @@ export class ExplorerView {
 
 /** @param {Float64Array} values */
 function largest(values) {
-  let most = 0;
-  for (let i = 0; i < values.length; i += 1) if (Math.abs(values[i]) > most) most = Math.abs(values[i]);
-  return most;
+  return values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
 }
 
 /** @param {string} text */

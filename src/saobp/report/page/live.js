@@ -1,25 +1,12 @@
 /** A sentence typed in, run through the model that `saobp explore` serves. */
-import { make } from "./dom.js";
 
-/**
- * @param {{ characters: number, tokens: number, subject: string }} live
- * @param {(explorer: import("./types.js").Explorer) => void} found
- * @returns {HTMLElement}
- */
-export function liveForm(live, found) {
-  const text = make("textarea", {
-    rows: 2,
-    maxlength: live.characters,
-    required: true,
-    placeholder: "Type a sentence",
-    "aria-label": "Sentence",
-  });
-  const button = make("button", { type: "submit" }, "Look at its attention");
-  const said = make(
-    "p",
-    { class: "note", role: "status" },
-    `Up to ${live.tokens} tokens; longer sentences are cut.`,
-  );
+/** @param {(explorer: import("./types.js").Explorer) => void} found */
+export function startLive(found) {
+  const form = document.querySelector("form.live");
+  if (!form) return;
+  const text = /** @type {HTMLTextAreaElement} */ (form.querySelector("textarea"));
+  const button = /** @type {HTMLButtonElement} */ (form.querySelector("button"));
+  const said = /** @type {HTMLElement} */ (form.querySelector(".note"));
   const ask = async () => {
     button.disabled = true;
     said.textContent = "running the model …";
@@ -38,22 +25,13 @@ export function liveForm(live, found) {
     }
     button.disabled = false;
   };
-  text.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    ask();
+  });
+  text.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey) return;
     event.preventDefault();
     if (text.value.trim()) ask();
   });
-  return make(
-    "form",
-    {
-      class: "live",
-      onsubmit: (/** @type {Event} */ event) => {
-        event.preventDefault();
-        ask();
-      },
-    },
-    text,
-    button,
-    said,
-  );
 }

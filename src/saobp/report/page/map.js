@@ -1,6 +1,5 @@
 /** An attention map on a canvas: queries down, keys across, read with pointer or arrow keys. */
 import { mapColours } from "./colours.js";
-import { make } from "./dom.js";
 import { shown } from "./numbers.js";
 import { isDark } from "./theme.js";
 
@@ -12,19 +11,19 @@ const LARGEST = 460;
  * @typedef {{ rows: Float64Array, key: string, sheet: HTMLCanvasElement }} Drawn
  *
  * @typedef {object} MapView
- * @property {HTMLElement} element
  * @property {(name: string, rows: Float64Array, tokens: string[], most: number, isSigned: boolean) => void} show
  * @property {(row: number, key: number) => void} point
  */
 
 /**
+ * @param {Element} panel
  * @param {(row: number, key: number, isClick: boolean) => void} look  told where the reader points
  * @returns {MapView}
  */
-export function mapView(look) {
-  const canvas = make("canvas", { class: "map", tabindex: 0, role: "img" });
-  const title = make("h3", {});
-  const legend = make("p", { class: "note" });
+export function mapView(panel, look) {
+  const [title, canvas, legend] = /** @type {any[]} */ (
+    ["h3", "canvas", "p"].map((tag) => panel.querySelector(tag))
+  );
   const view = {
     canvas,
     rows: new Float64Array(0),
@@ -63,13 +62,11 @@ export function mapView(look) {
     const last = view.tokens.length - 1;
     tell([clamp(row + move[0], last), clamp(key + move[1], last)], event.key === "Enter");
   });
-  const element = make("figure", { class: "panel map-panel" }, make("figcaption", {}, title), canvas, legend);
   new ResizeObserver(([entry]) => {
     view.room = entry.contentRect.width;
     paintMap(view);
-  }).observe(element);
+  }).observe(panel);
   return {
-    element,
     show(name, rows, tokens, most, isSigned) {
       title.textContent = name;
       const colours = isSigned ? "orange is more, blue less, up to" : "full colour at";
@@ -131,7 +128,7 @@ function picture(view) {
   const { rows, tokens, most, isSigned, drawn } = view;
   const key = [most, isSigned, isDark()].join();
   if (drawn && drawn.rows === rows && drawn.key === key) return drawn.sheet;
-  const colours = new Uint32Array(mapColours(isDark(), isSigned).buffer);
+  const colours = mapColours(isDark(), isSigned);
   const image = new ImageData(tokens.length, tokens.length);
   const pixels = new Uint32Array(image.data.buffer);
   for (let i = 0; i < rows.length; i += 1) {

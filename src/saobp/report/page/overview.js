@@ -1,13 +1,16 @@
 /** All heads of the model on the chosen sentence under the chosen refinement, measured as time allows. */
 import { Background } from "./background.js";
-import { make } from "./dom.js";
-import { heatMap, scaleBar } from "./heatmap.js";
+import { Chart } from "./charts.js";
+import { byId } from "./dom.js";
+import { heatMap } from "./heads.js";
 import { shown, signed } from "./numbers.js";
 import { PLAIN, priorOf, refine } from "./refinement.js";
 import { decodeHead } from "./scores.js";
 import { largestEntropy, measuring, verdictOf } from "./statistics.js";
 
 const LIVE_UP_TO = 128;
+const ABOUT_INPUTS =
+  "Each head is refined on the scores the model had; in a model, layers above a refined one would see other inputs.";
 
 /**
  * @typedef {object} Looked  what is looked at now
@@ -16,100 +19,98 @@ const LIVE_UP_TO = 128;
  * @property {import("./types.js").Setting} setting
  * @property {[number, number]} chosen  layer and head
  *
- * @typedef {{ numbers: import("./types.js").Numbers, verdict: string }} Measured
- * @typedef {(Measured | null)[][]} MeasuredGrid
+ * @typedef {{ gtd: number, verdict: string }} Measured
+ * @typedef {(Measured | null)[][]} MeasuredGrid  null where a head's scores are not in the page
  */
 
-/**
- * @param {import("./types.js").Limits} limits
- * @param {(layer: number, head: number) => void} choose
- */
-export function overview(limits, choose) {
-  const body = make("div", {});
-  const words = make("p", { class: "note", role: "status" });
-  const start = make("button", { type: "button", onclick: () => measure() }, "Measure all heads");
-  const element = make(
-    "div",
-    { class: "panel overview" },
-    make("h3", {}, "GTD of every head on this sentence, refined by these settings"),
-    body,
-    words,
-    start,
-  );
-  const worker = new Background();
-  /** @type {Looked | null} */
-  let now = null;
-  /** @type {WeakMap<import("./types.js").Sentence, MeasuredGrid>} softmax is measured once */
-  const plain = new WeakMap();
-  /** @type {MeasuredGrid} */
-  let refined = [];
+/** The heat map of all heads; a press on one chooses it. */
+export class Overview {
+  /**
+   * @param {import("./types.js").PageData} data
+   * @param {(layer: number, head: number) => void} choose
+   */
+  constructor(data, choose) {
+    this.data = data;
+    this.chart = new Chart("overview", choose);
+    this.words = this.chart.part(".note");
+    this.start = byId("measure");
+    this.start.addEventListener("click", () => this.measure());
+    this.worker = new Background();
+    /** @type {WeakMap<import("./types.js").Sentence, MeasuredGrid>} softmax is measured once */
+    this.plain = new WeakMap();
+    /** @type {MeasuredGrid} */
+    this.refined = [];
+    /** @type {Looked | null} */
+    this.now = null;
+  }
 
-  const measure = () => {
-    if (now === null) return;
-    const { explorer, sentence, setting } = now;
-    start.hidden = true;
-    words.textContent = "measuring …";
-    worker.run(measureAll(explorer, sentence, setting, plain, limits), (result) => {
-      refined = result;
-      paint();
+  /**
+   * @param {Looked} now
+   * @param {boolean} isNew  whether numbers must be measured again, not only another head marked
+   */
+  update(now, isNew) {
+    const isOther = this.now?.sentence !== now.sentence;
+    const isShort = now.sentence.tokens.length <= LIVE_UP_TO;
+    this.now = now;
+    if (isNew) this.worker.stop();
+    if (isNew && (isOther || !isShort)) this.refined = [];
+    if (isOther || !isNew || !isShort) this.paint();
+    if (!isNew) return;
+    this.start.hidden = isShort;
+    if (isShort) this.measure();
+    else
+      this.words.textContent = `With ${now.sentence.tokens.length} tokens this takes a while, so it waits to be asked.`;
+  }
+
+  measure() {
+    if (this.now === null) return;
+    const { explorer, sentence, setting } = this.now;
+    this.start.hidden = true;
+    this.words.textContent = "measuring …";
+    this.worker.run(measureAll(explorer, sentence, { ...setting }, this.plain, this.data.limits), (result) => {
+      this.refined = result;
+      this.paint();
     });
-  };
-  const paint = () => {
-    if (now === null) return;
-    const { explorer, sentence, chosen } = now;
-    const before = plain.get(sentence);
-    const cells = sentence.scores.map((row, layer) =>
-      row.map((scores, head) =>
-        scores === null
-          ? absent(layer, head)
-          : cellOf(layer, head, before?.[layer]?.[head], refined[layer]?.[head]),
-      ),
+  }
+
+  paint() {
+    if (this.now === null) return;
+    const { explorer, sentence, chosen } = this.now;
+    const [before, after] = [this.plain.get(sentence) ?? [], this.refined];
+    const every = (/** @type {(layer: number, head: number) => any} */ cell) =>
+      sentence.scores.map((row, layer) => row.map((_, head) => cell(layer, head)));
+    const verdicts = every((layer, head) => after[layer]?.[head]?.verdict ?? "");
+    const trace = heatMap(
+      this.data.gtd,
+      every((layer, head) => after[layer]?.[head]?.gtd ?? null),
+      verdicts,
+      this.data.marks,
     );
-    body.replaceChildren(
-      heatMap(cells, {
-        caption: "GTD of every head, layers down, heads across; press one to look at it",
-        statistic: "gtd",
-        range: [0, 1],
-        layers: explorer.layers,
-        choose,
-        chosen,
-      }),
-      scaleBar("gtd", [0, 1], limits),
+    const customdata = every((layer, head) =>
+      sentence.scores[layer][head] === null
+        ? "its scores are not in this page"
+        : change(before[layer]?.[head], after[layer]?.[head]),
     );
-    if (before && refined.length)
-      words.textContent =
-        `Healthy heads: ${healthy(before)} by softmax, ${healthy(refined)} refined. ` +
-        "Each head is refined on the scores the model had; in a model, layers above a refined one would see other inputs.";
-  };
-  return {
-    element,
-    /**
-     * @param {import("./types.js").Explorer} explorer
-     * @param {import("./types.js").Sentence} sentence
-     * @param {import("./types.js").Setting} setting
-     * @param {[number, number]} chosen
-     * @param {boolean} isNew  whether numbers must be measured again, not only another head marked
-     */
-    update(explorer, sentence, setting, chosen, isNew) {
-      const isOther = now?.sentence !== sentence;
-      now = { explorer, sentence, setting, chosen };
-      if (!isNew) {
-        paint();
-        return;
-      }
-      worker.stop();
-      if (isOther) refined = [];
-      if (sentence.tokens.length <= LIVE_UP_TO) {
-        if (isOther) paint();
-        measure();
-        return;
-      }
-      refined = [];
-      start.hidden = false;
-      words.textContent = `With ${sentence.tokens.length} tokens this takes a while, so it waits to be asked.`;
-      paint();
-    },
-  };
+    const [layer, head] = chosen;
+    const mark = {
+      type: "rect",
+      x0: head - 0.5,
+      x1: head + 0.5,
+      y0: layer - 0.5,
+      y1: layer + 0.5,
+      fillcolor: "rgba(0,0,0,0)",
+      line: { width: 3 },
+      layer: "above",
+    };
+    this.chart.show({
+      title: "GTD of every head on this sentence, refined by these settings",
+      label: `GTD of every head, layers down, heads across; layer ${layer}, head ${head} is chosen. The table below holds it.`,
+      data: [{ ...trace, customdata }],
+      layout: { ...explorer.layout, shapes: [mark] },
+    });
+    if (before.length && after.length)
+      this.words.textContent = `Healthy heads: ${healthy(before)} by softmax, ${healthy(after)} refined. ${ABOUT_INPUTS}`;
+  }
 }
 
 /**
@@ -149,7 +150,8 @@ function* measureWith(explorer, sentence, setting, limits) {
       }
       const prior = priorOf(decodeHead(head, length), length, explorer.in_order[layer]);
       const numbers = yield* measuring(refine(prior, setting), length, limits.beta);
-      grid[layer].push({ numbers, verdict: verdictOf(numbers, largestEntropy(prior.logs, length), limits) });
+      const verdict = verdictOf(numbers, largestEntropy(prior.logs, length), limits);
+      grid[layer].push({ gtd: numbers.gtd, verdict });
       yield;
     }
   }
@@ -157,36 +159,12 @@ function* measureWith(explorer, sentence, setting, limits) {
 }
 
 /**
- * @param {number} layer
- * @param {number} head
  * @param {Measured | null | undefined} before
  * @param {Measured | null | undefined} after
  */
-function cellOf(layer, head, before, after) {
-  const place = `layer ${layer}, head ${head}`;
-  if (!before || !after) return { value: null, verdict: "", words: place };
-  const [old, now] = [before.numbers.gtd, after.numbers.gtd];
-  return {
-    value: now,
-    verdict: after.verdict,
-    words:
-      `${place}: GTD ${shown(old)} (${before.verdict}) by softmax, ` +
-      `${shown(now)} (${after.verdict}) refined, ${signed(now - old)}`,
-  };
-}
-
-/**
- * A head whose scores did not fit into the page.
- * @param {number} layer
- * @param {number} head
- */
-function absent(layer, head) {
-  return {
-    value: null,
-    verdict: "",
-    words: `layer ${layer}, head ${head}: its scores are not in this page`,
-    isAbsent: true,
-  };
+function change(before, after) {
+  if (!before || !after) return "";
+  return `${after.verdict}; by softmax ${shown(before.gtd)}, ${before.verdict}; change ${signed(after.gtd - before.gtd)}`;
 }
 
 /** @param {MeasuredGrid} grid */

@@ -1,5 +1,5 @@
 /** Paths of two hops between two tokens: what the key tells the query by way of a third. */
-import { labelled, make, table } from "./dom.js";
+import { byId, fillList, make, table } from "./dom.js";
 import { shown } from "./numbers.js";
 
 const LISTED = 6;
@@ -18,40 +18,37 @@ export function twoHops(rows, length, from, to) {
   return { direct: rows[from * length + to], total, via };
 }
 
-/**
- * @param {(from: number, to: number) => void} choose
- * @returns {{ element: HTMLElement, setTokens: (tokens: string[]) => void,
- *   show: (before: Float64Array, after: Float64Array, from: number, to: number) => void }}
- */
+/** @param {(from: number, to: number) => void} choose */
 export function pathView(choose) {
-  const [from, to] = [make("select", { onchange: () => told() }), make("select", { onchange: () => told() })];
+  const [from, to] = [byId("from"), byId("to")];
   const told = () => choose(Number(from.value), Number(to.value));
-  const body = make("div", {});
+  for (const list of [from, to]) list.addEventListener("change", told);
   /** @type {string[]} */
   let known = [];
-  const element = make(
-    "div",
-    { class: "panel" },
-    make("h3", {}, "Two-hop paths"),
-    make("div", { class: "controls" }, labelled("From", from), labelled("to", to)),
-    body,
-  );
   return {
-    element,
+    /** @param {string[]} tokens */
     setTokens(tokens) {
       known = tokens;
-      for (const select of [from, to])
-        select.replaceChildren(
-          ...tokens.map((token, place) => make("option", { value: place }, `${place}: ${token}`)),
+      for (const list of [from, to])
+        fillList(
+          list,
+          tokens.map((token, place) => [place, `${place}: ${token}`]),
+          0,
         );
     },
+    /**
+     * @param {Float64Array} before
+     * @param {Float64Array} after
+     * @param {number} row
+     * @param {number} key
+     */
     show(before, after, row, key) {
       [from.value, to.value] = [String(row), String(key)];
       const [old, now] = [twoHops(before, known.length, row, key), twoHops(after, known.length, row, key)];
       const best = Array.from(now.via.keys())
         .sort((a, b) => Math.max(now.via[b], old.via[b]) - Math.max(now.via[a], old.via[a]))
         .slice(0, LISTED);
-      body.replaceChildren(
+      byId("path-table").replaceChildren(
         table(
           `Paths from ${known[row]} to ${known[key]}`,
           ["path", "softmax", "refined"],

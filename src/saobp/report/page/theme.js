@@ -1,64 +1,53 @@
 /** Light or dark: the reader's scheme, unless the button says otherwise. Print is always light. */
-import { make } from "./dom.js";
 
 const KEY = "saobp-theme";
 const CHOICES = ["auto", "light", "dark"];
 /** @type {Set<() => void>} */
 const listeners = new Set();
+let chosen = "auto";
+let printing = false;
 
 /** @returns {boolean} */
 export function isDark() {
-  const chosen = document.documentElement.dataset.theme ?? "auto";
-  return chosen === "auto" ? matchMedia("(prefers-color-scheme: dark)").matches : chosen === "dark";
+  if (printing || chosen === "light") return false;
+  return chosen === "dark" || matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+/** @returns {boolean} */
+export function isPrinting() {
+  return printing;
 }
 
 /**
- * What is painted on a canvas must be painted again.
+ * What is painted or drawn by a library must be made again.
  * @param {() => void} listener
  */
 export function onThemeChange(listener) {
   listeners.add(listener);
 }
 
-/** @returns {HTMLElement} */
-export function themeButton() {
-  const button = make("button", {
-    type: "button",
-    class: "theme",
-    onclick: () => {
-      const next = CHOICES[(CHOICES.indexOf(chosen()) + 1) % CHOICES.length];
-      apply(next);
-      remember(next);
-      name();
-    },
-  });
-  const name = () => {
-    button.textContent = `Colours: ${chosen()}`;
+export function startTheme() {
+  const button = /** @type {HTMLButtonElement} */ (document.querySelector(".theme"));
+  const apply = () => {
+    document.documentElement.dataset.theme = printing ? "light" : chosen;
+    button.textContent = `Colours: ${chosen}`;
+    for (const listener of listeners) listener();
   };
-  apply(remembered());
-  name();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", tell);
-  let before = "auto";
-  addEventListener("beforeprint", () => {
-    before = chosen();
-    apply("light");
+  const print = (/** @type {boolean} */ isOn) => {
+    printing = isOn;
+    apply();
+  };
+  chosen = remembered();
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    chosen = CHOICES[(CHOICES.indexOf(chosen) + 1) % CHOICES.length];
+    remember(chosen);
+    apply();
   });
-  addEventListener("afterprint", () => apply(before));
-  return button;
-}
-
-function chosen() {
-  return document.documentElement.dataset.theme ?? "auto";
-}
-
-/** @param {string} choice */
-function apply(choice) {
-  document.documentElement.dataset.theme = choice;
-  tell();
-}
-
-function tell() {
-  for (const listener of listeners) listener();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", apply);
+  addEventListener("beforeprint", () => print(true));
+  addEventListener("afterprint", () => print(false));
+  apply();
 }
 
 /** A page from disk may be refused storage; then the choice lasts as long as the page. */

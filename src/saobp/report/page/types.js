@@ -5,32 +5,30 @@
  * @typedef {"gtd" | "indirect_entropy" | "attention_entropy" | "sink_mass"} Statistic
  * @typedef {Record<Statistic, number>} Numbers
  *
- * @typedef {object} Series
- * @property {string} of  the seed, in a run with several
- * @property {Record<string, (number | null)[]>} axes  by step, tokens or seconds
- * @property {(number | null)[]} values
- * @property {number | null} thinned  how many points there were, if not all are here
+ * @typedef {object} Figure  for plotly: see charts.py
+ * @property {string} [id]
+ * @property {string} title
+ * @property {string} [label]  for screen readers
+ * @property {any[]} data  lines carry { run, place, name } in their meta
+ * @property {any} layout
+ * @property {Record<string, (number | null)[][]>} [x]  places of each line on other axes
+ * @property {boolean} [isLog]
  *
- * @typedef {object} Snapshot
+ * @typedef {object} Moment  all heads at a moment of training
  * @property {number | null} step
- * @property {string[]} layers
- * @property {Record<string, Grid>} statistics
- * @property {Record<string, Grid>} errors
- * @property {Grid | null} strengths
+ * @property {Record<string, Grid>} values  by statistic
  * @property {number[][]} verdicts  places in PageData.verdicts
- * @property {number | null} largest  entropy of rows that are even over all they may see
- * @property {Record<string, number>} across  cross-layer GTD by layer
+ * @property {[number, number][]} across  layer and cross-layer GTD
  *
- * @typedef {object} Run
- * @property {string} name
- * @property {string} kind
- * @property {string[]} words
- * @property {string[]} problems
- * @property {Record<string, Series[]>} curves
- * @property {Snapshot[]} health
- * @property {[string, string][]} facts
- * @property {[string, string][]} recipe
- * @property {[string, string][]} result
+ * @typedef {{ name: string, place: number, layout: any, moments: Moment[] }} HeadRun
+ *
+ * @typedef {object} Heads
+ * @property {number[]} steps
+ * @property {Record<string, string>} titles  by statistic
+ * @property {Record<string, any>} scales  heat maps without values
+ * @property {Record<string, Figure>} layers  lines without values
+ * @property {Figure | null} across
+ * @property {HeadRun[]} runs
  *
  * @typedef {{ step: number, triangle: boolean, codes: string }} StoredHead
  *
@@ -48,6 +46,7 @@
  * @property {(number[] | null)[]} strengths  the model's own, negative for low
  * @property {Sentence[]} sentences
  * @property {string[]} left_out
+ * @property {any} layout  of the heat map of all heads
  *
  * @typedef {object} Limits
  * @property {number} localised
@@ -59,17 +58,12 @@
  * @property {number} beta
  *
  * @typedef {object} PageData
- * @property {string} title
- * @property {string} made
- * @property {string} version
- * @property {Run[]} runs
- * @property {{ title: string, columns: string[], rows: string[][], note: string }[]} tables
- * @property {string | null} sample
- * @property {string[]} notes
- * @property {{ characters: number, tokens: number, subject: string } | null} live
+ * @property {Figure[]} curves
+ * @property {Heads | null} heads
+ * @property {any} gtd  the scale of GTD
  * @property {Explorer[]} explorers
- * @property {Record<string, string>} titles
  * @property {string[]} verdicts
+ * @property {Record<string, string>} marks
  * @property {Record<string, string>} meanings
  * @property {Limits} limits
  *

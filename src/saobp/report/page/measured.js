@@ -12,58 +12,44 @@ const STATISTIC_NAMES = /** @type {[import("./types.js").Statistic, string][]} *
   ["sink_mass", "sink mass"],
 ]);
 
-/**
- * @param {import("./types.js").PageData} data
- */
+/** @param {import("./types.js").PageData} data */
 export function headNumbers(data) {
-  const body = make("div", {});
-  const title = make("h3", {});
-  const element = make("div", { class: "panel numbers", "aria-live": "polite" }, title, body);
+  const element = /** @type {HTMLElement} */ (document.querySelector(".numbers"));
+  const [title, body] = element.children;
   const worker = new Background();
   /** @type {import("./types.js").Numbers | null} */
   let before = null;
-  const show = (
-    /** @type {import("./types.js").Numbers} */ old,
-    /** @type {import("./types.js").Numbers} */ now,
-    /** @type {number} */ largest,
-  ) => {
-    const words = [old, now].map((numbers) => verdictOf(numbers, largest, data.limits));
-    const rows = STATISTIC_NAMES.map(([name, title]) => [
-      title,
+  /**
+   * @param {import("./types.js").Numbers} old
+   * @param {import("./types.js").Numbers} now
+   * @param {number} largest
+   */
+  const show = (old, now, largest) => {
+    const rows = STATISTIC_NAMES.map(([name, words]) => [
+      words,
       number(name, "before", old[name]),
       number(name, "after", now[name]),
       signed(now[name] - old[name]),
     ]);
-    body.replaceChildren(
-      table(
-        "Statistics of this head",
-        ["", "softmax", "refined", "change"],
-        [
-          ...rows,
-          [
-            "verdict",
-            ...words.map((word) => make("span", { class: `tag ${word}`, title: data.meanings[word] }, word)),
-            "",
-          ],
-        ],
-      ),
-    );
+    const verdicts = [old, now].map((numbers) => {
+      const word = verdictOf(numbers, largest, data.limits);
+      return make("span", { class: `tag ${word}`, title: data.meanings[word] }, word);
+    });
+    const columns = ["", "softmax", "refined", "change"];
+    body.replaceChildren(table("Statistics of this head", columns, [...rows, ["verdict", ...verdicts, ""]]));
     element.removeAttribute("aria-busy");
   };
   return {
-    element,
-    /** @param {string} text */
-    name(text) {
-      title.textContent = text;
-    },
     /**
+     * @param {string} name
      * @param {Float64Array} plain
      * @param {Float64Array} refined
      * @param {number} length
      * @param {number} largest
      * @param {boolean} isNewHead
      */
-    update(plain, refined, length, largest, isNewHead) {
+    update(name, plain, refined, length, largest, isNewHead) {
+      title.textContent = name;
       if (isNewHead) before = null;
       const work = bothMeasured(plain, refined, length, data.limits.beta, before);
       const done = (/** @type {import("./types.js").Numbers[]} */ [old, now]) => {

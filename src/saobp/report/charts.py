@@ -1,0 +1,343 @@
+"""Curves and heat maps of the page, described for plotly.
+
+A figure is plotly's ``data`` and ``layout``, checked by plotly as it is made. Colours that follow the reader's
+scheme are left out: a trace names its run in ``meta``, and the page's script puts the colours in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from saobp.metrics.figures import TITLES
+from saobp.metrics.verdict import (
+    COLLAPSED_BELOW,
+    DIFFUSE_ABOVE,
+    HEALTHY_FROM,
+    HEALTHY_TO,
+    LOCALISED_BELOW,
+    SINK_FROM,
+)
+from saobp.report.curves import AXES, Series
+from saobp.report.library import PlotlyMissing
+from saobp.report.runs import Run
+from saobp.report.snapshots import Snapshot
+from saobp.report.words import shown
+
+Figure = dict[str, Any]
+NAMES = {
+    "loss": "Training loss",
+    "eval_loss": "Validation loss",
+    "eval_perplexity": "Validation perplexity",
+    "eval_accuracy": "Validation accuracy",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm",
+}
+FIRST = ("loss", "eval_loss", "eval_perplexity", "eval_accuracy")
+DASHES = ("solid", "dash", "dot", "dashdot")
+COLOURS_OF_RUNS = 8
+DOTS_UP_TO = 16
+NUMBERS_UP_TO = 16
+LAYER_TICKS = 12
+HEIGHT, ROW_HEIGHT = 230, 24
+STRENGTHS = "strengths"
+
+GTD_SCALE = (
+    (0.0, "#8c2d19"),
+    (LOCALISED_BELOW, "#f0c9a8"),
+    (HEALTHY_FROM, "#d3e8cd"),
+    (HEALTHY_TO, "#d3e8cd"),
+    (DIFFUSE_ABOVE, "#b9cfe6"),
+    (1.0, "#1d4477"),
+)
+"""Brown is localised, green healthy, blue diffuse: the stops of the figures for papers."""
+AMOUNT_SCALE = ((0.0, "#f7f3e8"), (0.35, "#e9c46a"), (0.7, "#c05f3c"), (1.0, "#4a1530"))
+SIGNED_SCALE = ((0.0, "#1d4477"), (0.5, "#f4f4f0"), (1.0, "#a3361b"))
+
+
+def title_of(statistic: str) -> str:
+    """A statistic as a reader would call it."""
+    if statistic == STRENGTHS:
+        return "learned strength (λ)"
+    return TITLES.get(statistic, statistic.replace("_", " "))
+
+
+def curve_figures(runs: Sequence[Run]) -> list[Figure]:
+    """Every logged quantity of all runs, then the mean of every statistic over training.
+
+    ``x`` holds the places of each trace on the other axes that a reader may choose, ``isLog`` whether the
+    vertical axis starts out logarithmic.
+    """
+    found = dict.fromkeys(name for run in runs for name in run.curves)
+    return [*(_quantity(name, runs) for name in sorted(found, key=_rank)), *_means(runs)]
+
+
+def _rank(name: str) -> int:
+    if name in FIRST:
+        return FIRST.index(name)
+    return 30 if name == "learning_rate" else 10 if name.startswith("eval_") else 20
+
+
+def _quantity(name: str, runs: Sequence[Run]) -> Figure:
+    lines = [(place, run, series) for place, run in enumerate(runs) for series in run.curves.get(name, [])]
+    title = NAMES.get(name) or _capital(name.replace("eval_", "validation ", 1).replace("_", " "))
+    traces = [
+        _line(
+            f"{run.name}, {series.of}" if series.of else run.name,
+            place,
+            series.axes.get("step", []),
+            series.values,
+            faint=bool(series.of),
+        )
+        for place, run, series in lines
+    ]
+    return {
+        **_figure(f"curve-{name}", title, traces, _layout("step")),
+        "x": {axis: [_places(series, axis) for _, _, series in lines] for axis in AXES[1:]},
+        "isLog": name.endswith("perplexity"),
+    }
+
+
+def _places(series: Series, axis: str) -> list[float | None]:
+    return series.axes.get(axis, [None] * len(series.values))
+
+
+def _means(runs: Sequence[Run]) -> list[Figure]:
+    """How the mean over all heads goes, for runs that were measured more than once."""
+    measured = [(place, run) for place, run in enumerate(runs) if len(run.health) > 1]
+    figures = []
+    for name in dict.fromkeys(name for _, run in measured for name in run.health[0].statistics):
+        traces = [
+            _line(
+                run.name,
+                place,
+                [moment.step for moment in run.health],
+                [_mean(_cells(moment, name)) for moment in run.health],
+            )
+            for place, run in measured
+        ]
+        title = f"{_capital(title_of(name))}, mean of all heads"
+        figures.append(_figure(f"mean-{name}", title, traces, _layout("step", healthy=name == "gtd")))
+    return figures
+
+
+def head_figures(runs: Sequence[Run]) -> dict[str, Any]:
+    """What the section of heads needs: scales and layer curves by statistic, and the grids of every moment."""
+    measured = [(place, run) for place, run in enumerate(runs) if run.health]
+    names = list(dict.fromkeys(name for _, run in measured for name in run.health[0].statistics))
+    if any(moment.strengths for _, run in measured for moment in run.health):
+        names.append(STRENGTHS)
+    return {
+        "steps": sorted({moment.step or 0 for _, run in measured for moment in run.health}),
+        "titles": {name: title_of(name) for name in names},
+        "scales": {name: _scale_of(name, [run for _, run in measured]) for name in names},
+        "layers": {name: _layer_figure(name, measured) for name in names},
+        "across": _across_figure(measured) if any(run.health[-1].across for _, run in measured) else None,
+        "runs": [
+            {
+                "name": run.name,
+                "place": place,
+                "layout": map_layout(run.health[-1].verdicts),
+                "moments": [moment.to_dict() for moment in run.health],
+            }
+            for place, run in measured
+        ],
+    }
+
+
+def _layer_figure(statistic: str, runs: Sequence[tuple[int, Run]]) -> Figure:
+    """Without values, which depend on the chosen step."""
+    title = f"{_capital(title_of(statistic))} by layer, mean of its heads"
+    traces = [_line(run.name, place, [], []) for place, run in runs]
+    return _figure("layers", title, traces, _layout("layer", healthy=statistic == "gtd", layers=_depth(runs)))
+
+
+def _across_figure(runs: Sequence[tuple[int, Run]]) -> Figure:
+    traces = [_line(run.name, place, [], []) for place, run in runs]
+    return _figure("across", TITLES["cross_layer_gtd"], traces, _layout("layer", healthy=True, layers=_depth(runs)))
+
+
+def _depth(runs: Sequence[tuple[int, Run]]) -> int:
+    return max(len(run.health[-1].verdicts) for _, run in runs)
+
+
+def _line(
+    name: str,
+    place: int,
+    x: Sequence[float | None],
+    y: Sequence[float | None],
+    *,
+    faint: bool = False,
+) -> dict[str, Any]:
+    graphs = _graph_objects()
+    return graphs.Scatter(
+        name=_as_text(name),
+        x=list(x),
+        y=[None if value is None else float(f"{value:.6g}") for value in y],
+        mode="lines+markers" if len(y) <= DOTS_UP_TO else "lines",
+        line={
+            "width": 1.2 if faint else 1.8,
+            "dash": DASHES[place // COLOURS_OF_RUNS % len(DASHES)],
+        },
+        marker={"size": 5},
+        opacity=0.8 if faint else 1,
+        connectgaps=True,
+        meta={"run": place % COLOURS_OF_RUNS, "place": place, "name": name},
+    ).to_plotly_json()
+
+
+def _layout(across: str, *, healthy: bool = False, layers: int = 0) -> dict[str, Any]:
+    """One chart of lines; ``healthy`` fixes the axis to 0..1 and marks the healthy range of GTD."""
+    graphs = _graph_objects()
+    layout = graphs.Layout(
+        height=HEIGHT,
+        margin={"l": 46, "r": 12, "t": 8, "b": 38},
+        showlegend=False,
+        hovermode="x unified",
+        xaxis={"title": {"text": across, "standoff": 6}, "showgrid": False},
+        yaxis={"nticks": 6},
+    )
+    if layers:
+        layout.xaxis.dtick = -(-layers // LAYER_TICKS)
+    if healthy:
+        layout.yaxis.range = [0, 1]
+        layout.shapes = [
+            {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": HEALTHY_FROM, "y1": HEALTHY_TO}
+        ]
+        layout.annotations = [
+            {
+                "text": f"healthy {HEALTHY_FROM:g}–{HEALTHY_TO:g}",
+                "xref": "paper",
+                "x": 0.99,
+                "xanchor": "right",
+                "y": HEALTHY_FROM,
+                "yanchor": "top",
+                "showarrow": False,
+            }
+        ]
+    return layout.to_plotly_json()
+
+
+def gtd_scale() -> dict[str, Any]:
+    """The heat map of GTD without its values, with the ranges that have a name beside it."""
+    ticks = [
+        (LOCALISED_BELOW / 2, f"localised<br>below {LOCALISED_BELOW:g}"),
+        ((HEALTHY_FROM + HEALTHY_TO) / 2, f"<b>healthy</b><br>{HEALTHY_FROM:g}–{HEALTHY_TO:g}"),
+        ((1 + DIFFUSE_ABOVE) / 2, f"diffuse<br>above {DIFFUSE_ABOVE:g}"),
+    ]
+    return _heat_map("gtd", (0.0, 1.0), GTD_SCALE, ticks)
+
+
+def _scale_of(statistic: str, runs: Sequence[Run]) -> dict[str, Any]:
+    """One scale for all runs and moments, so that maps can be compared."""
+    if statistic == "gtd":
+        return gtd_scale()
+    values = [v for run in runs for moment in run.health for v in _cells(moment, statistic) if v is not None]
+    most = max((abs(value) for value in values), default=0.0) or 1.0
+    if statistic == STRENGTHS:
+        ticks = [(-most, f"low {most:.2g}"), (0.0, "0"), (most, f"high {most:.2g}")]
+        return _heat_map(statistic, (-most, most), SIGNED_SCALE, ticks)
+    ticks = [(0.0, "0"), (most, shown(most, 2))]
+    if statistic == "sink_mass" and most > SINK_FROM:
+        ticks.insert(1, (SINK_FROM, f"{SINK_FROM:g}<br>sink above"))
+    largest = max((moment.largest_entropy or 0.0 for run in runs for moment in run.health), default=0.0)
+    if statistic == "attention_entropy" and 0 < COLLAPSED_BELOW * largest < most:
+        limit = COLLAPSED_BELOW * largest
+        ticks.insert(1, (limit, f"{shown(limit, 2)}<br>localised below"))
+    return _heat_map(statistic, (0.0, most), AMOUNT_SCALE, ticks)
+
+
+def _heat_map(
+    statistic: str,
+    extent: tuple[float, float],
+    colours: Sequence[tuple[float, str]],
+    ticks: Sequence[tuple[float, str]],
+) -> dict[str, Any]:
+    return (
+        _graph_objects()
+        .Heatmap(
+            zmin=extent[0],
+            zmax=extent[1],
+            colorscale=[list(stop) for stop in colours],
+            colorbar={
+                "tickvals": [value for value, _ in ticks],
+                "ticktext": [text for _, text in ticks],
+                "thickness": 10,
+                "outlinewidth": 0,
+                "len": 1,
+                "y": 0.5,
+                "x": 1.01,
+                "xpad": 4,
+                "ypad": 0,
+            },
+            xgap=2,
+            ygap=2,
+            hoverongaps=False,
+            hovertemplate=f"layer %{{y}}, head %{{x}}<br>{_as_text(title_of(statistic))} %{{z:.3f}}"
+            "<br>%{customdata}<extra></extra>",
+        )
+        .to_plotly_json()
+    )
+
+
+def map_layout(rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Layers down, heads across; numbers stand in the cells of ``rows`` where there is room for them."""
+    heads = max(map(len, rows))
+    axis = {"fixedrange": True, "showgrid": False, "zeroline": False, "ticks": ""}
+    layout = _graph_objects().Layout(
+        height=46 + max(138, ROW_HEIGHT * len(rows)),
+        margin={"l": 34, "r": 82, "t": 6, "b": 38},
+        dragmode=False,
+        xaxis={
+            **axis,
+            "title": {"text": "head", "standoff": 4},
+            "dtick": 1 if heads <= NUMBERS_UP_TO else 4,
+            "range": [-0.5, heads - 0.5],
+        },
+        yaxis={
+            **axis,
+            "title": {"text": "layer", "standoff": 4},
+            "dtick": 1 if len(rows) <= 24 else 4,
+            "range": [len(rows) - 0.5, -0.5],
+        },
+    )
+    return layout.to_plotly_json()
+
+
+def last_values(figure: Figure) -> list[tuple[int, str, str]]:
+    """Colour, name and last value of each line, to be read below the chart."""
+    ends = [(trace["meta"], [v for v in trace["y"] if v is not None]) for trace in figure["data"]]
+    return [(meta["run"], meta["name"], shown(values[-1])) for meta, values in ends if values]
+
+
+def _figure(name: str, title: str, traces: list[dict[str, Any]], layout: dict[str, Any]) -> Figure:
+    return {"id": name, "title": title, "data": traces, "layout": layout}
+
+
+def _cells(moment: Snapshot, statistic: str) -> list[float | None]:
+    grid = moment.strengths if statistic == STRENGTHS else moment.statistics.get(statistic)
+    return [value for row in grid or [] for value in row]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def _as_text(words: str) -> str:
+    """Words that plotly shows as they are: it reads a few tags, and placeholders with a per cent sign."""
+    return escape(words, quote=False).replace("%", "&#37;")
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _graph_objects() -> Any:
+    """Plotly's own classes, which refuse an attribute that plotly does not have."""
+    try:
+        import plotly.graph_objects
+    except ModuleNotFoundError:
+        raise PlotlyMissing from None
+    return plotly.graph_objects

@@ -1,0 +1,234 @@
+/** Charts: figures that Python described, drawn by plotly near the view, in the colours of the page. */
+import { make, table } from "./dom.js";
+import { loadPlotly } from "./library.js";
+import { shown } from "./numbers.js";
+import { isPrinting, onThemeChange } from "./theme.js";
+
+const NEAR = "600px 0px";
+const TABLE_ROWS = 40;
+/** Pixels that one of two columns of printed charts has. */
+const PRINTED_COLUMN = 310;
+const CONFIG = {
+  displaylogo: false,
+  responsive: true,
+  modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+};
+const STEPS = /** @type {Record<string, number>} */ ({
+  ArrowLeft: -1,
+  ArrowRight: 1,
+  PageDown: 10,
+  PageUp: -10,
+  Home: -Infinity,
+  End: Infinity,
+});
+
+/** @type {any} */
+let plotly = null;
+/** @type {Set<Chart>} */
+const all = new Set();
+const observer = new IntersectionObserver(
+  (entries) => {
+    for (const entry of entries) {
+      for (const chart of all) if (chart.plot === entry.target) chart.near(entry.isIntersecting);
+    }
+  },
+  { rootMargin: NEAR },
+);
+
+/** One panel of the page with its title, its plot and its table. */
+export class Chart {
+  /**
+   * @param {string} id
+   * @param {((layer: number, head: number) => void) | null} [press]  told which cell of a heat map is pressed
+   */
+  constructor(id, press = null) {
+    this.press = press;
+    const element = /** @type {HTMLElement} */ (document.querySelector(`[data-chart="${CSS.escape(id)}"]`));
+    this.element = element;
+    this.title = this.part(".chart-title");
+    this.plot = this.part(".plot");
+    this.empty = this.part(".empty");
+    this.details = /** @type {HTMLDetailsElement} */ (this.part("details"));
+    /** @type {import("./types.js").Figure | null} */
+    this.figure = null;
+    this.isNear = false;
+    this.isDue = false;
+    this.place = -1;
+    this.details.addEventListener("toggle", () => this.fillTable());
+    this.plot.addEventListener("keydown", (event) => this.read(event));
+    all.add(this);
+    observer.observe(this.plot);
+  }
+
+  /**
+   * @param {string} selector
+   * @returns {HTMLElement}
+   */
+  part(selector) {
+    return /** @type {HTMLElement} */ (this.element.querySelector(selector));
+  }
+
+  /**
+   * Show a figure, or a sentence on why there is none.
+   * @param {import("./types.js").Figure | null} figure
+   * @param {string} [why]
+   */
+  show(figure, why = "") {
+    this.figure = figure;
+    this.plot.hidden = this.details.hidden = figure === null;
+    this.empty.hidden = figure !== null;
+    this.empty.textContent = why;
+    if (figure === null) return;
+    this.title.textContent = figure.title;
+    if (figure.label) this.plot.setAttribute("aria-label", figure.label);
+    this.plot.style.height = `${figure.layout.height}px`;
+    this.place = -1;
+    this.isDue = true;
+    this.draw();
+    this.fillTable();
+  }
+
+  /** @param {boolean} isNear */
+  near(isNear) {
+    this.isNear = isNear;
+    this.draw();
+  }
+
+  draw() {
+    if (!plotly || !this.figure || !this.isDue || !(this.isNear || isPrinting())) return;
+    this.isDue = false;
+    const { data, layout } = this.figure;
+    const size = isPrinting() ? { width: PRINTED_COLUMN } : { autosize: true };
+    const drag = matchMedia("(pointer: coarse)").matches ? { dragmode: false } : {};
+    const own = { ...layout, ...size, ...drag, template: template() };
+    plotly.react(this.plot, data.map(coloured), own, CONFIG);
+    if (!this.press) return;
+    const { press } = this;
+    this.press = null;
+    /** @type {any} */ (this.plot).on("plotly_click", (/** @type {any} */ { points: [{ x, y }] }) => press(y, x));
+  }
+
+  /**
+   * Arrow keys read the lines of a chart at one place after the other.
+   * @param {KeyboardEvent} event
+   */
+  read(event) {
+    const step = STEPS[event.key];
+    const lines = this.figure?.data.filter((trace) => trace.y.length) ?? [];
+    const readout = this.element.querySelector(".readout");
+    if (step === undefined || !lines.length || !readout) return;
+    event.preventDefault();
+    const places = placesOf(lines);
+    const start = this.place < 0 && step < 0 ? places.length : this.place;
+    this.place = Math.max(0, Math.min(places.length - 1, start + step));
+    const x = places[this.place];
+    const here = lines.flatMap((line, curve) => {
+      const point = line.x.indexOf(x);
+      return point < 0 || line.y[point] === null ? [] : [{ line, curve, point }];
+    });
+    readout.textContent =
+      `${this.figure?.layout.xaxis.title.text} ${x.toLocaleString("en")}: ` +
+      here.map(({ line, point }) => `${line.meta.name} ${shown(line.y[point])}`).join(", ");
+    plotly?.Fx.hover(
+      this.plot,
+      here.map(({ curve, point }) => ({ curveNumber: curve, pointNumber: point })),
+    );
+  }
+
+  fillTable() {
+    if (!this.details.open || !this.figure) return;
+    const { data } = this.figure;
+    const filled = data[0]?.type === "heatmap" ? gridTable(this.figure) : lineTable(this.figure);
+    this.details.querySelector(".folded")?.replaceChildren(filled);
+  }
+}
+
+/** Unpack the library, then draw what is near the view, and everything again when colours change. */
+export async function startCharts() {
+  onThemeChange(() => {
+    for (const chart of all) {
+      chart.isDue = true;
+      chart.draw();
+    }
+  });
+  plotly = await loadPlotly();
+  for (const chart of all) chart.draw();
+  document.documentElement.dataset.charts = plotly ? "ready" : "none";
+}
+
+/**
+ * @param {string} name
+ * @returns {string}
+ */
+function css(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/** @param {any} trace */
+function coloured(trace) {
+  return trace.meta ? { ...trace, line: { ...trace.line, color: css(`--run-${trace.meta.run}`) } } : trace;
+}
+
+/** Everything of a layout that follows the colours of the page. */
+function template() {
+  const [ink, soft, line, panel, accent] = ["--ink", "--soft", "--line", "--panel", "--accent"].map(css);
+  const axis = { gridcolor: line, linecolor: soft, tickcolor: line, zeroline: false };
+  const clear = "rgba(0,0,0,0)";
+  return {
+    layout: {
+      paper_bgcolor: clear,
+      plot_bgcolor: clear,
+      font: { color: soft, size: 11, family: getComputedStyle(document.body).fontFamily },
+      xaxis: { ...axis, showline: true },
+      yaxis: axis,
+      hoverlabel: { bgcolor: panel, bordercolor: line, font: { color: ink } },
+      modebar: { bgcolor: clear, color: soft, activecolor: accent },
+      shapedefaults: { fillcolor: css("--band"), line: { width: 0, color: accent }, layer: "below" },
+      annotationdefaults: { font: { color: css("--good") } },
+    },
+  };
+}
+
+/**
+ * Every place that a line has, in order.
+ * @param {any[]} lines
+ * @returns {number[]}
+ */
+function placesOf(lines) {
+  const places = new Set(lines.flatMap((line) => line.x.filter((/** @type {unknown} */ x) => x !== null)));
+  return [...places].sort((a, b) => a - b);
+}
+
+/** @param {import("./types.js").Figure} figure */
+function lineTable({ title, data, layout }) {
+  const places = placesOf(data);
+  const rows = Math.min(TABLE_ROWS, places.length);
+  const chosen = Array.from(
+    { length: rows },
+    (_, row) => places[Math.round((row * (places.length - 1)) / Math.max(1, rows - 1))],
+  );
+  const across = layout.xaxis.title.text;
+  const all = table(
+    `${title} by ${across}`,
+    [across, ...data.map((line) => line.meta.name)],
+    chosen.map((x) => [
+      x.toLocaleString("en"),
+      ...data.map((line) => (line.x.includes(x) ? shown(line.y[line.x.indexOf(x)], 4) : "")),
+    ]),
+  );
+  const words = places.length > rows ? `${rows} of ${places.length} points.` : "";
+  return make("div", {}, words ? make("p", { class: "note" }, words) : null, all);
+}
+
+/** @param {import("./types.js").Figure} figure */
+function gridTable({ title, data: [{ z, customdata }] }) {
+  const heads = Math.max(...z.map((/** @type {unknown[]} */ row) => row.length));
+  return table(
+    `${title}, layers down, heads across`,
+    ["layer", ...Array.from({ length: heads }, (_, head) => `head ${head}`)],
+    z.map((/** @type {(number | null)[]} */ row, /** @type {number} */ layer) => [
+      layer,
+      ...row.map((value, head) => `${shown(value)} ${customdata[layer][head]}`.trim()),
+    ]),
+  );
+}

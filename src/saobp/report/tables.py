@@ -1,0 +1,73 @@
+"""Tables of the page, as rows of text that the template writes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saobp.report.charts import STRENGTHS, title_of
+from saobp.report.runs import Run
+from saobp.report.words import fact_text, shown
+
+SMALLEST_ERROR = 0.0005
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that the caller wants at the top of the page: numbers or text, as they are to be read."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def fact_tables(runs: Sequence[Run]) -> list[Table]:
+    """Facts, results and recipes with the runs as columns; what no run has is left out."""
+    parts = [
+        _beside("Runs", runs, [run.facts for run in runs]),
+        _beside("Results", runs, [run.result for run in runs]),
+        _beside("The full recipe", runs, [run.recipe for run in runs]),
+    ]
+    return [part for part in parts if part.rows]
+
+
+def _beside(title: str, runs: Sequence[Run], facts: Sequence[Sequence[tuple[str, Any]]]) -> Table:
+    """Names in the order in which they first appear."""
+    having = [(run.name, dict(own)) for run, own in zip(runs, facts, strict=True) if own]
+    names = dict.fromkeys(name for own in facts for name, _ in own)
+    rows = [
+        [_readable(name), *(fact_text(own[name]) if name in own else "–" for _, own in having)]
+        for name in names
+    ]
+    return Table(title, ["", *(name for name, _ in having)], rows)
+
+
+def _readable(name: str) -> str:
+    """Names of nested fields in words; names of data, which may hold anything, stay as they are."""
+    return name if name.startswith("data: ") else name.replace(".", " › ").replace("_", " ")
+
+
+def head_table(run: Run) -> Table:
+    """Every head of a run at the last moment it was measured, with standard errors where they are known."""
+    last = run.health[-1]
+    grids = {**last.statistics, **({} if last.strengths is None else {STRENGTHS: last.strengths})}
+
+    def cell(name: str, layer: int, head: int) -> str:
+        error = last.errors[name][layer][head] if name in last.errors else None
+        text = shown(grids[name][layer][head])
+        return f"{text} ± {shown(error)}" if error is not None and error >= SMALLEST_ERROR else text
+
+    rows = [
+        [f"{layer}.{head}", last.layers[layer], word, *(cell(name, layer, head) for name in grids)]
+        for layer, words in enumerate(last.verdicts)
+        for head, word in enumerate(words)
+    ]
+    when = "" if last.step is None else f", at step {last.step:,}"
+    return Table(
+        f"Every head of {run.name}",
+        ["layer.head", "module", "verdict", *map(title_of, grids)],
+        rows,
+        f"{len(rows):,} head{'' if len(rows) == 1 else 's'}{when}.",
+    )
