@@ -68,7 +68,9 @@ def test_runs_twice_and_leaves_complete_files(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("few_texts")
 def test_own_sentence_and_learned_strengths(tmp_path: Path) -> None:
     page, _ = run(tmp_path / "out", sentence="A <b>suite</b> of $words$.", refinement="high:learned")
-    assert "A \\u003cb\\u003esuite\\u003c/b\\u003e of $words$." in page.read_text("utf-8")
+    html = page.read_text("utf-8")
+    assert "A &lt;b&gt;suite&lt;/b&gt; of $words$." in html
+    assert "A \\u003cb\\u003esuite\\u003c/b\\u003e of $words$." in html
 
 
 @pytest.mark.usefixtures("few_texts")

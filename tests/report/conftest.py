@@ -1,4 +1,4 @@
-"""Chromium for the tests that open the page, started once, and a page to open."""
+"""Chromium for the tests that open the page, started once, and pages to open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-from saobp.testing.browser import NO_CHROMIUM, Opened, chromium_path
+from saobp.metrics.sources import example_model
+from saobp.report import explorer_data, write_explorer, write_report
+from saobp.testing.browser import HOSTILE, NO_CHROMIUM, Opened, chromium_path
+from saobp.testing.models import tiny_model
+from saobp.testing.runs import make_finetune, make_run
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +47,22 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Opened]]:
     yield opened
     for context in contexts:
         context.close()
+
+
+@pytest.fixture(scope="session")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A page of two runs, an encoder and a decoder to explore, and hostile words; and the explorers' data."""
+    root = tmp_path_factory.mktemp("page")
+    high = {"factor": "high", "strength": "learned", "steps": 1, "damping": 0.0, "future": "strict"}
+    runs = [
+        make_run(root / "plain <i>run"),
+        make_run(root / "high", refinement=high),
+        make_finetune(root / "sst2"),
+    ]
+    tokenizer = example_model()[1]
+    explorers = []
+    for run, family in zip(runs, ("bert", "gpt2"), strict=False):
+        data = explorer_data(tiny_model(family), tokenizer, [HOSTILE, "a b c d e f g"], subject=family)
+        write_explorer(data, run)
+        explorers.append(data)
+    return write_report(runs, root / "report.html", title=f"Page {HOSTILE}", sample=HOSTILE), explorers

@@ -15,7 +15,7 @@ from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
 from saobp.report.codes import decode_head, encode_head
 from saobp.report.explorer import explorer_data
-from saobp.report.page import page_data
+from saobp.report.page import LIMITS
 from saobp.testing.browser import NO_NODE, PAGE_FOLDER, node_path, run_node
 from saobp.testing.models import tiny_model
 
@@ -91,8 +91,7 @@ def test_rows_and_statistics_equal_the_librarys(kind: str) -> None:
         }
         for ours, _, strength, steps, damping in SETTINGS
     ]
-    limits = page_data([], title=None, tables=(), sample=None, live=None)["limits"]
-    answers = run_node(REFINED, {"cases": cases, "limits": limits})
+    answers = run_node(REFINED, {"cases": cases, "limits": LIMITS})
     for answer, (_, factor, strength, steps, damping) in zip(answers, SETTINGS, strict=True):
         rows = refined(logs, factor, strength, steps, damping, kind == "causal")
         assert torch.tensor(answer["rows"], dtype=torch.float64).view(length, length) == pytest.approx(
@@ -126,8 +125,7 @@ def test_a_models_own_numbers_come_back_within_a_ten_thousandth(family: str) -> 
         )
         for head, strength in zip(heads, strengths, strict=True)
     ]
-    limits = page_data([], title=None, tables=(), sample=None, live=None)["limits"]
-    answers = run_node(REFINED, {"cases": cases, "limits": limits})
+    answers = run_node(REFINED, {"cases": cases, "limits": LIMITS})
     with torch.no_grad(), saobp.probe(model) as health:
         model(**tokenizer(text, return_tensors="pt", return_token_type_ids=False))
     for answer, head in zip(answers, health.heads(), strict=True):

@@ -210,7 +210,12 @@ def _write(
     sample: str,
     explorer: dict[str, Any] | None,
 ) -> None:
-    from saobp.report.diagnosis import write_diagnosis
+    from saobp.report.diagnosis import write_diagnosis, write_diagnosis_page
+    from saobp.report.library import MissingPlotlyError
 
-    written = write_diagnosis(diagnoses, out, sample, explorer)
+    written = write_diagnosis(diagnoses, out, explorer)
+    try:
+        written.append(write_diagnosis_page(diagnoses, out, sample))
+    except MissingPlotlyError as problem:
+        console.print(Text(str(problem)), soft_wrap=True)
     console.print(Text(f"wrote {', '.join(path.name for path in written)} to {out}"), soft_wrap=True)

@@ -25,6 +25,8 @@ def explore(
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
 ) -> None:
     """Serve the explorer on this machine, for sentences typed in, until Ctrl-C."""
+    from saobp.report.library import MissingPlotlyError
+
     console = Console()
     try:
         from saobp.metrics.diagnosis import CHARACTERS_PER_TOKEN
@@ -45,7 +47,7 @@ def explore(
             tokens=length,
             port=port,
         )
-    except (ValueError, TypeError, OSError) as problem:
+    except (ValueError, TypeError, OSError, MissingPlotlyError) as problem:
         console.print(Text(str(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
     address = f"http://127.0.0.1:{server.server_address[1]}/"

@@ -44,7 +44,8 @@ def quickstart(
     except (ValueError, OSError) as problem:
         console.print(Text(str(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
-    console.print(Text(f"the page: {page.resolve()}"), soft_wrap=True)
+    if page is not None:
+        console.print(Text(f"the page: {page.resolve()}"), soft_wrap=True)
 
 
 def run(
@@ -55,11 +56,12 @@ def run(
     *,
     steps: int,
     seconds: float,
-) -> Path:
-    """Read, tokenise, train twice, diagnose and write; returns the page."""
+) -> Path | None:
+    """Read, tokenise, train twice, diagnose and write; returns the page, or None where plotly is missing."""
     from saobp.commands.diagnose import show as show_heads
     from saobp.quickstart import prose, story
     from saobp.refinement import Refinement
+    from saobp.report.library import MissingPlotlyError
     from saobp.training.pretrain import pretrain
 
     asked = Refinement.parse(refinement)
@@ -98,12 +100,17 @@ def run(
         with _bars(console) as bars:
             tell = _stage(bars, "diagnosing both")
             diagnoses = story.look(runs, texts, sentences, recipe.length, tell)
-        story.write_page(runs, results, diagnoses, texts, asked, sentences[0], new / "index.html")
+        has_page = True
+        try:
+            story.write_page(runs, results, diagnoses, texts, asked, sentences[0], new / "index.html")
+        except MissingPlotlyError as problem:
+            has_page = False
+            console.print(Text(str(problem)), soft_wrap=True)
         (new / "held_out.txt").write_text("\n\n".join(texts.held_out) + "\n", encoding="utf-8")
     show_heads(console, diagnoses)
     show_numbers(console, results, diagnoses)
     console.print(Text(f"next: saobp explore {out / asked.factor / 'model'}"), soft_wrap=True)
-    return out / "index.html"
+    return out / "index.html" if has_page else None
 
 
 @contextmanager

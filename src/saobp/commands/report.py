@@ -36,6 +36,8 @@ def report(
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
 ) -> None:
     """Write a page to look at: curves, heads, verdicts, and an explorer where a run has one."""
+    from saobp.report.library import MissingPlotlyError
+
     console = Console()
     base = runs[0] if len(runs) == 1 else Path()
     try:
@@ -53,7 +55,7 @@ def report(
             from saobp.report.figures import write_figures
 
             written = write_figures(runs, out or base / "figures", form.value)
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, MissingPlotlyError) as problem:
         console.print(Text(str(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
     for path in written:

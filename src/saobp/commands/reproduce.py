@@ -202,14 +202,19 @@ class _Work:
 
     def write_page(self) -> None:
         """The page to look at: the claims, and curves and heads of the runs that are finished."""
+        from saobp.report.library import MissingPlotlyError
         from saobp.report.reproduction import write_reproduction
 
         folders = [model.folder(self.places.runs) for model in self.plan.trained()]
         finished = [folder for folder in folders if (folder / "result.json").exists()]
         if finished:
             targets = [experiment.name for experiment in self.plan.experiments]
-            page = write_reproduction(finished, self.places.out, targets, self.plan.scale.name)
-            self.say(f"the page: {page}")
+            try:
+                page = write_reproduction(finished, self.places.out, targets, self.plan.scale.name)
+            except MissingPlotlyError as problem:
+                self.say(str(problem))
+            else:
+                self.say(f"the page: {page}")
 
 
 def _side_by_side(stage: str, jobs: int, places: _Places, deadline: Deadline) -> None:

@@ -1,9 +1,18 @@
 """The page: runs and diagnoses to look at, and an explorer that refines attention in the browser."""
 
 from saobp.report.explorer import explorer_data, write_explorer
-from saobp.report.library import PlotlyMissing
+from saobp.report.library import MissingPlotlyError
 from saobp.report.page import PAGE_BYTES, write_report
 from saobp.report.runs import Run, read_runs
 from saobp.report.tables import Table
 
-__all__ = ["PAGE_BYTES", "PlotlyMissing", "Run", "Table", "explorer_data", "read_runs", "write_explorer", "write_report"]
+__all__ = [
+    "PAGE_BYTES",
+    "MissingPlotlyError",
+    "Run",
+    "Table",
+    "explorer_data",
+    "read_runs",
+    "write_explorer",
+    "write_report",
+]

@@ -1,7 +1,7 @@
 """Curves and heat maps of the page, described for plotly.
 
-A figure is plotly's ``data`` and ``layout``, checked by plotly as it is made. Colours that follow the reader's
-scheme are left out: a trace names its run in ``meta``, and the page's script puts the colours in.
+A figure is plotly's ``data`` and ``layout``, checked by plotly as it is made. Colours that follow the
+reader's scheme are left out: a trace names its run in ``meta``, and the page's script puts the colours in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from saobp.metrics.verdict import (
     SINK_FROM,
 )
 from saobp.report.curves import AXES, Series
-from saobp.report.library import PlotlyMissing
+from saobp.report.library import MissingPlotlyError
 from saobp.report.runs import Run
 from saobp.report.snapshots import Snapshot
 from saobp.report.words import shown
@@ -41,6 +41,8 @@ DOTS_UP_TO = 16
 NUMBERS_UP_TO = 16
 LAYER_TICKS = 12
 HEIGHT, ROW_HEIGHT = 230, 24
+NAME_LETTERS = 28
+"""Of a run's name, beside its value; legends and tables have all of it."""
 STRENGTHS = "strengths"
 
 GTD_SCALE = (
@@ -123,7 +125,7 @@ def _means(runs: Sequence[Run]) -> list[Figure]:
 
 
 def head_figures(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the section of heads needs: scales and layer curves by statistic, and the grids of every moment."""
+    """For the section of heads: scales and layer curves by statistic, and the grids of every moment."""
     measured = [(place, run) for place, run in enumerate(runs) if run.health]
     names = list(dict.fromkeys(name for _, run in measured for name in run.health[0].statistics))
     if any(moment.strengths for _, run in measured for moment in run.health):
@@ -155,7 +157,9 @@ def _layer_figure(statistic: str, runs: Sequence[tuple[int, Run]]) -> Figure:
 
 def _across_figure(runs: Sequence[tuple[int, Run]]) -> Figure:
     traces = [_line(run.name, place, [], []) for place, run in runs]
-    return _figure("across", TITLES["cross_layer_gtd"], traces, _layout("layer", healthy=True, layers=_depth(runs)))
+    return _figure(
+        "across", TITLES["cross_layer_gtd"], traces, _layout("layer", healthy=True, layers=_depth(runs))
+    )
 
 
 def _depth(runs: Sequence[tuple[int, Run]]) -> int:
@@ -172,7 +176,7 @@ def _line(
 ) -> dict[str, Any]:
     graphs = _graph_objects()
     return graphs.Scatter(
-        name=_as_text(name),
+        name=_as_text(name if len(name) <= NAME_LETTERS else f"{name[: NAME_LETTERS - 1]}…"),
         x=list(x),
         y=[None if value is None else float(f"{value:.6g}") for value in y],
         mode="lines+markers" if len(y) <= DOTS_UP_TO else "lines",
@@ -192,7 +196,7 @@ def _layout(across: str, *, healthy: bool = False, layers: int = 0) -> dict[str,
     graphs = _graph_objects()
     layout = graphs.Layout(
         height=HEIGHT,
-        margin={"l": 46, "r": 12, "t": 8, "b": 38},
+        margin={"l": 46, "r": 18, "t": 8, "b": 38},
         showlegend=False,
         hovermode="x unified",
         xaxis={"title": {"text": across, "standoff": 6}, "showgrid": False},
@@ -207,7 +211,7 @@ def _layout(across: str, *, healthy: bool = False, layers: int = 0) -> dict[str,
         ]
         layout.annotations = [
             {
-                "text": f"healthy {HEALTHY_FROM:g}–{HEALTHY_TO:g}",
+                "text": f"healthy, {HEALTHY_FROM:g} to {HEALTHY_TO:g}",
                 "xref": "paper",
                 "x": 0.99,
                 "xanchor": "right",
@@ -223,7 +227,7 @@ def gtd_scale() -> dict[str, Any]:
     """The heat map of GTD without its values, with the ranges that have a name beside it."""
     ticks = [
         (LOCALISED_BELOW / 2, f"localised<br>below {LOCALISED_BELOW:g}"),
-        ((HEALTHY_FROM + HEALTHY_TO) / 2, f"<b>healthy</b><br>{HEALTHY_FROM:g}–{HEALTHY_TO:g}"),
+        ((HEALTHY_FROM + HEALTHY_TO) / 2, f"<b>healthy</b><br>{HEALTHY_FROM:g} to {HEALTHY_TO:g}"),
         ((1 + DIFFUSE_ABOVE) / 2, f"diffuse<br>above {DIFFUSE_ABOVE:g}"),
     ]
     return _heat_map("gtd", (0.0, 1.0), GTD_SCALE, ticks)
@@ -339,5 +343,5 @@ def _graph_objects() -> Any:
     try:
         import plotly.graph_objects
     except ModuleNotFoundError:
-        raise PlotlyMissing from None
+        raise MissingPlotlyError from None
     return plotly.graph_objects

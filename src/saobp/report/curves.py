@@ -33,14 +33,6 @@ class Series:
         axes = {name: [values[place] for place in kept] for name, values in self.axes.items()}
         return Series(self.of, axes, [self.values[place] for place in kept], len(self.values))
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "of": self.of,
-            "axes": {name: [_short(value) for value in values] for name, values in self.axes.items()},
-            "values": [_short(value) for value in self.values],
-            "thinned": self.thinned,
-        }
-
 
 def read_curves(lines: Sequence[dict[str, Any]], of: str = "") -> dict[str, list[Series]]:
     """A curve for every quantity that ``metrics.jsonl`` holds, in the order in which they appear.
@@ -90,7 +82,3 @@ def _extremes(values: Sequence[float | None], most: int) -> list[int]:
 
 def _is_numeric(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")

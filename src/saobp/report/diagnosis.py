@@ -18,12 +18,9 @@ SAMPLE_CHARACTERS = 400
 
 
 def write_diagnosis(
-    diagnoses: Sequence[Diagnosis], folder: Path, sample: str, explorer: dict[str, Any] | None = None
+    diagnoses: Sequence[Diagnosis], folder: Path, explorer: dict[str, Any] | None = None
 ) -> list[Path]:
-    """Write everything into ``folder``; ``sample`` is the first text, shown on the page as text.
-
-    ``saobp report`` reads the folder again like that of a run.
-    """
+    """Write everything but the page into ``folder``; ``saobp report`` reads it like that of a run."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [_write_json(diagnoses, folder / "diagnosis.json"), _write_csv(diagnoses, folder / "heads.csv")]
     (folder / "explorer.json").unlink(missing_ok=True)
@@ -31,10 +28,14 @@ def write_diagnosis(
         written.append(write_explorer(explorer, folder))
     for statistic in diagnoses[0].statistics:
         written.append(save(heat_map(diagnoses, statistic), folder / f"{statistic}.png"))
-    written.append(save(layer_curves(diagnoses), folder / "layers.png"))
+    return [*written, save(layer_curves(diagnoses), folder / "layers.png")]
+
+
+def write_diagnosis_page(diagnoses: Sequence[Diagnosis], folder: Path, sample: str) -> Path:
+    """``report.html`` of a folder with a diagnosis; ``sample`` is the first text, shown as text."""
     cut = sample[:SAMPLE_CHARACTERS] + ("…" if len(sample) > SAMPLE_CHARACTERS else "")
     title = "Attention health: " + " beside ".join(one.subject for one in diagnoses)
-    return [*written, write_report([folder], folder / "report.html", title=title, sample=cut)]
+    return write_report([folder], folder / "report.html", title=title, sample=cut)
 
 
 def _write_json(diagnoses: Sequence[Diagnosis], path: Path) -> Path:

@@ -13,7 +13,7 @@ import hashlib
 from dataclasses import dataclass
 
 
-class PlotlyMissing(ImportError):
+class MissingPlotlyError(ImportError):
     """There is no plotly here, so no page can be written."""
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class Library:
 
 @functools.cache
 def plotly_library() -> Library:
-    """The library, packed once in a process. Raises :class:`PlotlyMissing`."""
+    """The library, packed once in a process. Raises :class:`MissingPlotlyError`."""
     try:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError:
-        raise PlotlyMissing from None
+        raise MissingPlotlyError from None
     script = get_plotlyjs().encode()
     return Library(base64.b64encode(gzip.compress(script, 9, mtime=0)).decode(), source_of(script))
 

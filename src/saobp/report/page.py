@@ -1,4 +1,4 @@
-"""One HTML file with everything inside: words and tables, figures for plotly, plotly itself, style and script.
+"""One HTML file with everything inside: words, tables, figures for plotly, plotly itself, style, script.
 
 Words and tables are written out here, so they are there at once and without a script. A content security
 policy names the hashes of the page's script and of plotly, so nothing else runs, and forbids every request,
@@ -84,7 +84,9 @@ def render(
     explorers = [(run.name, run.explorer) for run in runs if run.explorer is not None]
     if explorer is not None:
         explorers.append((str(explorer["subject"]), explorer))
-    data = script_data(thinned(runs))
+    drawn = thinned(runs)
+    data = script_data(drawn)
+    lengths = [one.thinned or 0 for run in drawn for own in run.curves.values() for one in own]
     words = {
         "title": title or _title(runs),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -92,7 +94,7 @@ def render(
         "runs": [{"run": run, "words": summary(run), "facts": dict(run.facts)} for run in runs],
         "head_tables": [head_table(run) for run in runs if run.health],
         "facts": fact_tables(runs),
-        "longest": max((len(one.values) for run in runs for own in run.curves.values() for one in own), default=0),
+        "longest": max(lengths, default=0),
         "tables": tables,
         "sample": sample,
         "live": live,
@@ -143,7 +145,7 @@ def _filled(words: dict[str, Any], data: dict[str, Any], has_explorer: bool) -> 
         "style-src 'unsafe-inline'; img-src data: blob:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    pages = Environment(autoescape=True, loader=FunctionLoader(read_asset), trim_blocks=True, lstrip_blocks=True)
+    pages = Environment(autoescape=True, loader=FunctionLoader(read_asset), trim_blocks=True)
     pages.filters["last_values"] = last_values
     return pages.get_template("template.html").render(
         **words,

@@ -48,7 +48,7 @@ class Snapshot:
         return self.heads * (1 + len(self.statistics) + len(self.errors) + (self.strengths is not None))
 
     def to_dict(self) -> dict[str, Any]:
-        """For the page: rounded to what can be seen, verdicts as places in VERDICTS, strengths among the values."""
+        """For the page: rounded to what can be seen, verdicts by place, strengths among the values."""
         grids = {**self.statistics, **({} if self.strengths is None else {"strengths": self.strengths})}
         return {
             "step": self.step,

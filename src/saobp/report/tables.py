@@ -8,7 +8,7 @@ from typing import Any
 
 from saobp.report.charts import STRENGTHS, title_of
 from saobp.report.runs import Run
-from saobp.report.words import fact_text, shown
+from saobp.report.words import NONE, fact_text, shown
 
 SMALLEST_ERROR = 0.0005
 
@@ -38,7 +38,7 @@ def _beside(title: str, runs: Sequence[Run], facts: Sequence[Sequence[tuple[str,
     having = [(run.name, dict(own)) for run, own in zip(runs, facts, strict=True) if own]
     names = dict.fromkeys(name for own in facts for name, _ in own)
     rows = [
-        [_readable(name), *(fact_text(own[name]) if name in own else "–" for _, own in having)]
+        [_readable(name), *(fact_text(own[name]) if name in own else NONE for _, own in having)]
         for name in names
     ]
     return Table(title, ["", *(name for name, _ in having)], rows)
@@ -46,7 +46,7 @@ def _beside(title: str, runs: Sequence[Run], facts: Sequence[Sequence[tuple[str,
 
 def _readable(name: str) -> str:
     """Names of nested fields in words; names of data, which may hold anything, stay as they are."""
-    return name if name.startswith("data: ") else name.replace(".", " › ").replace("_", " ")
+    return name if name.startswith("data: ") else name.replace(".", " · ").replace("_", " ")
 
 
 def head_table(run: Run) -> Table:

@@ -22,6 +22,8 @@ MEANINGS: dict[Verdict, str] = {
     "undefined": "a statistic is missing or not a number",
 }
 PLACES_NAMED, LAYERS_NAMED = 12, 4
+NONE = "\N{EN DASH}"
+"""In tables, where there is no number."""
 
 
 def summary(run: Run) -> list[str]:
@@ -89,12 +91,12 @@ def _named(places: Sequence[tuple[int, int]]) -> str:
 def shown(value: float | None, digits: int = 3) -> str:
     """A number in a table: fixed digits near one, few significant ones for others, a dash for none."""
     if value is None:
-        return "–"
+        return NONE
     size = abs(value)
     if value and size < 10**-digits:
         return f"{value:.1e}"
     text = f"{value:.3g}" if size >= 1e5 else f"{value:,.0f}" if size >= 1000 else f"{value:.{digits}f}"
-    return text.replace("-", "−")
+    return text.replace("-", "\N{MINUS SIGN}")
 
 
 def fact_text(value: Any) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 PAGE_FOLDER = Path(__file__).parents[1] / "report" / "page"
+HOSTILE = "<b>bold</b> </script><script>alert('x')</script> \"quoted\" שלום עולם 🙂👩‍👩‍👧 &amp; ${7*7} café"
+"""What no page may take for markup, a template or the end of a script."""
 NO_NODE = "the page's arithmetic is not checked in Node: there is no node on this machine"
 NO_CHROMIUM = (
     "the page is not opened in a browser: there is no chromium on this machine, "
@@ -70,6 +72,22 @@ class Opened:
         self.tab.goto(address)
         built = self.tab.evaluate("document.documentElement.dataset.ready")
         assert built == "true", f"the page did not build itself: {self.complaints}"
+
+    def drawn(self, chart: str) -> dict[str, Any]:
+        """Scroll to a chart, wait until plotly has drawn it, and return its traces and layout."""
+        place = f'[data-chart="{chart}"] .plot'
+        self.tab.locator(place).scroll_into_view_if_needed()
+        self.tab.locator(f"{place}.js-plotly-plot .main-svg").first.wait_for(timeout=20_000)
+        self.settle()
+        return self.tab.evaluate(
+            "(place) => { const { data, layout } = document.querySelector(place); return { data, layout }; }",
+            place,
+        )
+
+    def charts(self) -> list[str]:
+        """The names of all charts of the page that are shown."""
+        shown = self.tab.locator(".chart:not([hidden])")
+        return shown.evaluate_all("(all) => all.map((one) => one.dataset.chart)")
 
     def overflow(self) -> int:
         """Pixels by which the page is wider than the screen."""

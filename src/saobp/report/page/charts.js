@@ -26,14 +26,6 @@ const STEPS = /** @type {Record<string, number>} */ ({
 let plotly = null;
 /** @type {Set<Chart>} */
 const all = new Set();
-const observer = new IntersectionObserver(
-  (entries) => {
-    for (const entry of entries) {
-      for (const chart of all) if (chart.plot === entry.target) chart.near(entry.isIntersecting);
-    }
-  },
-  { rootMargin: NEAR },
-);
 
 /** One panel of the page with its title, its plot and its table. */
 export class Chart {
@@ -57,7 +49,11 @@ export class Chart {
     this.details.addEventListener("toggle", () => this.fillTable());
     this.plot.addEventListener("keydown", (event) => this.read(event));
     all.add(this);
-    observer.observe(this.plot);
+    const seen = (/** @type {IntersectionObserverEntry[]} */ entries) => {
+      this.isNear = entries[entries.length - 1].isIntersecting;
+      this.draw();
+    };
+    new IntersectionObserver(seen, { rootMargin: NEAR }).observe(this.plot);
   }
 
   /**
@@ -88,12 +84,6 @@ export class Chart {
     this.fillTable();
   }
 
-  /** @param {boolean} isNear */
-  near(isNear) {
-    this.isNear = isNear;
-    this.draw();
-  }
-
   draw() {
     if (!plotly || !this.figure || !this.isDue || !(this.isNear || isPrinting())) return;
     this.isDue = false;
@@ -122,17 +112,12 @@ export class Chart {
     const start = this.place < 0 && step < 0 ? places.length : this.place;
     this.place = Math.max(0, Math.min(places.length - 1, start + step));
     const x = places[this.place];
-    const here = lines.flatMap((line, curve) => {
-      const point = line.x.indexOf(x);
-      return point < 0 || line.y[point] === null ? [] : [{ line, curve, point }];
-    });
+    const here = lines.map((line) => ({ name: line.meta.name, y: line.y[line.x.indexOf(x)] ?? null }));
+    const there = here.filter(({ y }) => y !== null);
     readout.textContent =
       `${this.figure?.layout.xaxis.title.text} ${x.toLocaleString("en")}: ` +
-      here.map(({ line, point }) => `${line.meta.name} ${shown(line.y[point])}`).join(", ");
-    plotly?.Fx.hover(
-      this.plot,
-      here.map(({ curve, point }) => ({ curveNumber: curve, pointNumber: point })),
-    );
+      there.map(({ name, y }) => `${name} ${shown(y)}`).join(", ");
+    if (there.length) plotly?.Fx.hover(this.plot, { xval: x, yval: there[0].y }, "xy");
   }
 
   fillTable() {
@@ -181,7 +166,7 @@ function template() {
       font: { color: soft, size: 11, family: getComputedStyle(document.body).fontFamily },
       xaxis: { ...axis, showline: true },
       yaxis: axis,
-      hoverlabel: { bgcolor: panel, bordercolor: line, font: { color: ink } },
+      hoverlabel: { bgcolor: panel, bordercolor: line, font: { color: ink }, namelength: -1 },
       modebar: { bgcolor: clear, color: soft, activecolor: accent },
       shapedefaults: { fillcolor: css("--band"), line: { width: 0, color: accent }, layer: "below" },
       annotationdefaults: { font: { color: css("--good") } },

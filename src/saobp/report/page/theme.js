@@ -1,6 +1,5 @@
 /** Light or dark: the reader's scheme, unless the button says otherwise. Print is always light. */
 
-const KEY = "saobp-theme";
 const CHOICES = ["auto", "light", "dark"];
 /** @type {Set<() => void>} */
 const listeners = new Set();
@@ -37,34 +36,13 @@ export function startTheme() {
     printing = isOn;
     apply();
   };
-  chosen = remembered();
   button.hidden = false;
   button.addEventListener("click", () => {
     chosen = CHOICES[(CHOICES.indexOf(chosen) + 1) % CHOICES.length];
-    remember(chosen);
     apply();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", apply);
   addEventListener("beforeprint", () => print(true));
   addEventListener("afterprint", () => print(false));
   apply();
-}
-
-/** A page from disk may be refused storage; then the choice lasts as long as the page. */
-function remembered() {
-  try {
-    const kept = localStorage.getItem(KEY);
-    return kept !== null && CHOICES.includes(kept) ? kept : "auto";
-  } catch {
-    return "auto";
-  }
-}
-
-/** @param {string} choice */
-function remember(choice) {
-  try {
-    localStorage.setItem(KEY, choice);
-  } catch {
-    return;
-  }
 }
