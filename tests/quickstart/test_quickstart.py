@@ -15,6 +15,7 @@ from saobp.cli import app
 from saobp.commands import quickstart
 from saobp.metrics.sources import load_model
 from saobp.quickstart import prose, story
+from saobp.report import MissingPlotlyError
 
 TEXTS = [
     f"The basic import statement number {place} is executed in two steps, and names are bound in the local "
@@ -111,3 +112,15 @@ def test_prose_is_read_from_python_itself() -> None:
     assert any(prose.docstrings(Path(prose.__file__)))
     assert (len.__doc__ or "") in prose.compiled_docstrings()
     assert (str.split.__doc__ or "") in prose.compiled_docstrings()
+
+
+@pytest.mark.usefixtures("few_texts")
+def test_without_plotly_there_are_runs_but_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise MissingPlotlyError
+
+    monkeypatch.setattr(story, "write_page", missing)
+    page, printed = run(tmp_path / "out")
+    assert page is None
+    assert "the page needs plotly" in printed
+    assert (tmp_path / "out" / "high" / "model").is_dir()

@@ -1,4 +1,4 @@
-"""The page's charts in a real Chromium: drawn by plotly, changed by controls, printed, and without a script."""
+"""The page's charts in a real Chromium: drawn by plotly, moved by controls, printed, and without a script."""
 
 from __future__ import annotations
 

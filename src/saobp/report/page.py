@@ -7,13 +7,14 @@ whatever the data holds.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader
+from jinja2 import Environment, FunctionLoader, Template
 
 from saobp import __version__
 from saobp.metrics.figures import MARKS
@@ -145,9 +146,7 @@ def _filled(words: dict[str, Any], data: dict[str, Any], has_explorer: bool) -> 
         "style-src 'unsafe-inline'; img-src data: blob:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    pages = Environment(autoescape=True, loader=FunctionLoader(read_asset), trim_blocks=True)
-    pages.filters["last_values"] = last_values
-    return pages.get_template("template.html").render(
+    return _template().render(
         **words,
         curves=data["curves"],
         heads=data["heads"],
@@ -159,6 +158,13 @@ def _filled(words: dict[str, Any], data: dict[str, Any], has_explorer: bool) -> 
         library=library.packed,
         data=_embedded({**data, "live": words["live"]}),
     )
+
+
+@functools.cache
+def _template() -> Template:
+    pages = Environment(autoescape=True, loader=FunctionLoader(read_asset), trim_blocks=True)
+    pages.filters["last_values"] = last_values
+    return pages.get_template("template.html")
 
 
 def _embedded(data: dict[str, Any]) -> str:

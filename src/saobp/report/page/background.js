@@ -20,22 +20,11 @@ export class Background {
     this.slice = null;
   }
 
-  /**
-   * @template T
-   * @param {Generator<void, T, void>} work
-   * @param {(result: T) => void} then
-   */
-  run(work, then) {
+  /** @param {Generator<void, void, void>} work */
+  run(work) {
     this.slice = () => {
       const end = performance.now() + SLICE_MS;
-      do {
-        const { done, value } = work.next();
-        if (done) {
-          this.slice = null;
-          then(value);
-          return this.slice !== null;
-        }
-      } while (performance.now() < end);
+      while (performance.now() < end) if (work.next().done) return false;
       return true;
     };
     this.schedule();

@@ -1,5 +1,5 @@
 /** How the reader wants a head to be refined. */
-import { byId } from "./dom.js";
+import { byId, onInput } from "./dom.js";
 import { PLAIN } from "./refinement.js";
 
 const OF_LIBRARY = /** @type {Record<string, string>} */ ({
@@ -51,35 +51,22 @@ export class Controls {
   /** @param {() => void} change */
   constructor(change) {
     this.change = change;
+    /** @type {import("./types.js").Setting} */
     this.setting = { factor: "potts", strength: 1, steps: 1, damping: 0 };
-    const { setting } = this;
-    this.listen("factor", "change", (value) => (setting.factor = value));
-    this.listen("strength", "input", (value) => (setting.strength = Number(value)));
-    this.listen("strength-exact", "change", (value, control) => {
-      setting.strength = Math.max(control.min, Math.min(control.max, Number(value) || 0));
+    onInput("factor", (factor) => this.set({ ...this.setting, factor }));
+    for (const name of ["strength", "steps", "damping"])
+      onInput(name, (value) => this.set({ ...this.setting, [name]: Number(value) }));
+    const exact = byId("strength-exact");
+    exact.addEventListener("change", () => {
+      const strength = Math.max(exact.min, Math.min(exact.max, Number(exact.value) || 0));
+      this.set({ ...this.setting, strength });
     });
-    this.listen("steps", "input", (value) => (setting.steps = Number(value)));
-    this.listen("damping", "input", (value) => (setting.damping = Number(value)));
     this.arrange();
-  }
-
-  /**
-   * @param {string} id
-   * @param {string} event
-   * @param {(value: string, control: any) => void} take
-   */
-  listen(id, event, take) {
-    const control = byId(id);
-    control.addEventListener(event, () => {
-      take(control.value, control);
-      this.arrange();
-      this.change();
-    });
   }
 
   /** @param {import("./types.js").Setting} wanted */
   set(wanted) {
-    Object.assign(this.setting, wanted);
+    this.setting = wanted;
     this.arrange();
     this.change();
   }

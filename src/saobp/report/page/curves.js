@@ -5,22 +5,15 @@ import { onInput } from "./dom.js";
 /** @param {import("./types.js").Figure[]} figures */
 export function startCurves(figures) {
   const charts = figures.map((figure) => ({ figure, chart: new Chart(figure.id) }));
-  const state = { axis: "step", scale: "auto", keep: 0, hidden: new Set() };
+  const state = { axis: "step", scale: "auto", smooth: "0", hidden: new Set() };
   const refresh = () => {
     for (const { figure, chart } of charts) chart.show(arranged(figure, state));
   };
-  onInput("curve-x", (value) => {
-    state.axis = value;
-    refresh();
-  });
-  onInput("curve-y", (value) => {
-    state.scale = value;
-    refresh();
-  });
-  onInput("curve-smooth", (value) => {
-    state.keep = Number(value);
-    refresh();
-  });
+  for (const name of /** @type {const} */ (["axis", "scale", "smooth"]))
+    onInput(`curve-${name}`, (value) => {
+      state[name] = value;
+      refresh();
+    });
   for (const button of document.querySelectorAll(".legend button")) {
     button.addEventListener("click", () => {
       const place = Number(/** @type {HTMLElement} */ (button).dataset.place);
@@ -35,12 +28,12 @@ export function startCurves(figures) {
 /**
  * The figure on the chosen axis, smoothed, without the runs that are hidden.
  * @param {import("./types.js").Figure} figure
- * @param {{ axis: string, scale: string, keep: number, hidden: Set<number> }} state
+ * @param {{ axis: string, scale: string, smooth: string, hidden: Set<number> }} state
  */
-function arranged(figure, { axis, scale, keep, hidden }) {
+function arranged(figure, { axis, scale, smooth, hidden }) {
   const others = figure.x?.[axis];
   const data = figure.data
-    .map((trace, i) => ({ ...trace, x: others ? others[i] : trace.x, y: smoothed(trace.y, keep) }))
+    .map((trace, i) => ({ ...trace, x: others ? others[i] : trace.x, y: smoothed(trace.y, Number(smooth)) }))
     .filter((trace) => !hidden.has(trace.meta.place));
   const values = data.flatMap((trace) => trace.y.filter((/** @type {unknown} */ y) => y !== null));
   const [low, high] = [Math.min(...values), Math.max(...values)];

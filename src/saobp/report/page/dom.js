@@ -55,11 +55,12 @@ function completed(element, attributes, children) {
 
 /**
  * Fill a drop-down list.
- * @param {HTMLSelectElement} list
+ * @param {string} id
  * @param {[number, string][]} choices  value and text
  * @param {number} value
  */
-export function fillList(list, choices, value) {
+export function fillList(id, choices, value) {
+  const list = byId(id);
   list.replaceChildren(...choices.map(([own, text]) => make("option", { value: own }, text)));
   list.value = String(value);
 }

@@ -58,22 +58,13 @@ export class ExplorerView {
   }
 
   listen() {
-    onInput("model", (value) => {
-      this.model = Number(value);
-      this.chooseModel();
-    });
-    onInput("sentence", (value) => {
-      this.sentence = Number(value);
-      this.chooseSentence();
-    });
-    onInput("layer", (value) => {
-      this.layer = Number(value);
-      this.chooseHead();
-    });
-    onInput("head", (value) => {
-      this.head = Number(value);
-      this.chooseHead();
-    });
+    const own = /** @type {any} */ (this);
+    const lists = { model: "chooseModel", sentence: "chooseSentence", layer: "chooseHead", head: "chooseHead" };
+    for (const [id, follow] of Object.entries(lists))
+      onInput(id, (value) => {
+        own[id] = Number(value);
+        own[follow]();
+      });
     onInput("second", (value) => {
       this.second = value;
       this.schedule();
@@ -133,18 +124,11 @@ export class ExplorerView {
     const places = (/** @type {unknown[]} */ list) =>
       list.flatMap((entry, place) => (entry ? [/** @type {[number, string]} */ ([place, String(place)])] : []));
     byId("model").parentElement.hidden = explorers.length < 2;
-    fillList(
-      byId("model"),
-      explorers.map((own, place) => [place, own.run]),
-      this.model,
-    );
-    fillList(
-      byId("sentence"),
-      this.explorer.sentences.map(({ text, tokens }, place) => [place, `${short(text)} (${tokens.length} tokens)`]),
-      this.sentence,
-    );
-    fillList(byId("layer"), places(scores.map((row) => row.some((head) => head !== null))), this.layer);
-    fillList(byId("head"), places(scores[this.layer]), this.head);
+    const said = this.explorer.sentences.map(({ text, tokens }) => `${short(text)} (${tokens.length} tokens)`);
+    fillList("model", [...explorers.entries()].map(([place, own]) => [place, own.run]), this.model);
+    fillList("sentence", [...said.entries()], this.sentence);
+    fillList("layer", places(scores.map((row) => row.some((head) => head !== null))), this.layer);
+    fillList("head", places(scores[this.layer]), this.head);
   }
 
   useOwn() {

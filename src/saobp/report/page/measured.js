@@ -51,34 +51,20 @@ export function headNumbers(data) {
     update(name, plain, refined, length, largest, isNewHead) {
       title.textContent = name;
       if (isNewHead) before = null;
-      const work = bothMeasured(plain, refined, length, data.limits.beta, before);
-      const done = (/** @type {import("./types.js").Numbers[]} */ [old, now]) => {
-        before = old;
-        show(old, now, largest);
+      const { beta } = data.limits;
+      const work = function* () {
+        before ??= yield* measuring(plain, length, beta);
+        show(before, yield* measuring(refined, length, beta), largest);
       };
       worker.stop();
       if (length <= AT_ONCE_UP_TO) {
-        done(finished(work));
+        finished(work());
         return;
       }
       element.setAttribute("aria-busy", "true");
-      worker.run(work, done);
+      worker.run(work());
     },
   };
-}
-
-/**
- * @param {Float64Array} plain
- * @param {Float64Array} refined
- * @param {number} length
- * @param {number} beta
- * @param {import("./types.js").Numbers | null} known
- * @returns {Generator<void, import("./types.js").Numbers[], void>}
- */
-function* bothMeasured(plain, refined, length, beta, known) {
-  const before = known ?? (yield* measuring(plain, length, beta));
-  const after = yield* measuring(refined, length, beta);
-  return [before, after];
 }
 
 /**

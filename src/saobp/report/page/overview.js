@@ -64,13 +64,40 @@ export class Overview {
 
   measure() {
     if (this.now === null) return;
-    const { explorer, sentence, setting } = this.now;
     this.start.hidden = true;
     this.words.textContent = "measuring …";
-    this.worker.run(measureAll(explorer, sentence, { ...setting }, this.plain, this.data.limits), (result) => {
-      this.refined = result;
-      this.paint();
-    });
+    this.worker.run(this.measuring(this.now));
+  }
+
+  /** @param {Looked} now */
+  *measuring({ explorer, sentence, setting }) {
+    const plain = this.plain.get(sentence) ?? (yield* this.measured(explorer, sentence, PLAIN));
+    this.plain.set(sentence, plain);
+    this.refined = setting.factor === "none" ? plain : yield* this.measured(explorer, sentence, setting);
+    this.paint();
+  }
+
+  /**
+   * @param {import("./types.js").Explorer} explorer
+   * @param {import("./types.js").Sentence} sentence
+   * @param {import("./types.js").Setting} setting
+   * @returns {Generator<void, MeasuredGrid, void>}
+   */
+  *measured(explorer, { scores, tokens: { length } }, setting) {
+    const { limits } = this.data;
+    /** @type {MeasuredGrid} */
+    const grid = scores.map((row) => row.map(() => null));
+    for (const [layer, heads] of scores.entries()) {
+      for (const [place, head] of heads.entries()) {
+        if (head === null) continue;
+        const prior = priorOf(decodeHead(head, length), length, explorer.in_order[layer]);
+        const numbers = yield* measuring(refine(prior, setting), length, limits.beta);
+        const verdict = verdictOf(numbers, largestEntropy(prior.logs, length), limits);
+        grid[layer][place] = { gtd: numbers.gtd, verdict };
+        yield;
+      }
+    }
+    return grid;
   }
 
   paint() {
@@ -111,51 +138,6 @@ export class Overview {
     if (before.length && after.length)
       this.words.textContent = `Healthy heads: ${healthy(before)} by softmax, ${healthy(after)} refined. ${ABOUT_INPUTS}`;
   }
-}
-
-/**
- * @param {import("./types.js").Explorer} explorer
- * @param {import("./types.js").Sentence} sentence
- * @param {import("./types.js").Setting} setting
- * @param {WeakMap<import("./types.js").Sentence, MeasuredGrid>} plain
- * @param {import("./types.js").Limits} limits
- * @returns {Generator<void, MeasuredGrid, void>}
- */
-function* measureAll(explorer, sentence, setting, plain, limits) {
-  let before = plain.get(sentence);
-  if (!before) {
-    before = yield* measureWith(explorer, sentence, PLAIN, limits);
-    plain.set(sentence, before);
-  }
-  return setting.factor === "none" ? before : yield* measureWith(explorer, sentence, setting, limits);
-}
-
-/**
- * @param {import("./types.js").Explorer} explorer
- * @param {import("./types.js").Sentence} sentence
- * @param {import("./types.js").Setting} setting
- * @param {import("./types.js").Limits} limits
- * @returns {Generator<void, MeasuredGrid, void>}
- */
-function* measureWith(explorer, sentence, setting, limits) {
-  const length = sentence.tokens.length;
-  /** @type {MeasuredGrid} */
-  const grid = [];
-  for (const [layer, heads] of sentence.scores.entries()) {
-    grid.push([]);
-    for (const head of heads) {
-      if (head === null) {
-        grid[layer].push(null);
-        continue;
-      }
-      const prior = priorOf(decodeHead(head, length), length, explorer.in_order[layer]);
-      const numbers = yield* measuring(refine(prior, setting), length, limits.beta);
-      const verdict = verdictOf(numbers, largestEntropy(prior.logs, length), limits);
-      grid[layer].push({ gtd: numbers.gtd, verdict });
-      yield;
-    }
-  }
-  return grid;
 }
 
 /**

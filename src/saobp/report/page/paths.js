@@ -29,12 +29,8 @@ export function pathView(choose) {
     /** @param {string[]} tokens */
     setTokens(tokens) {
       known = tokens;
-      for (const list of [from, to])
-        fillList(
-          list,
-          tokens.map((token, place) => [place, `${place}: ${token}`]),
-          0,
-        );
+      const named = tokens.map((token, place) => `${place}: ${token}`);
+      for (const id of ["from", "to"]) fillList(id, [...named.entries()], 0);
     },
     /**
      * @param {Float64Array} before

@@ -38,7 +38,7 @@ export function refine(prior, setting) {
   let beliefs = prior.rows;
   if (setting.factor === "none") return beliefs;
   for (let step = 0; step < setting.steps; step += 1) {
-    const updated = softmaxRows(logBeliefs(logs, beliefs, length, setting, inOrder), length);
+    const updated = normalisedLogs(logBeliefs(logs, beliefs, length, setting, inOrder), length).map(Math.exp);
     if (setting.damping !== 0 && setting.steps > 1) {
       for (let i = 0; i < updated.length; i += 1) updated[i] += setting.damping * (beliefs[i] - updated[i]);
     }
@@ -56,18 +56,11 @@ export function refine(prior, setting) {
  * @returns {Float64Array}
  */
 function logBeliefs(logPrior, beliefs, length, setting, inOrder) {
-  switch (setting.factor) {
-    case "potts":
-      return heard(logPrior, logMessages(beliefs, setting.strength), length, inOrder);
-    case "listing":
-      return lessOwn(logPrior, logMessages(beliefs, setting.strength));
-    case "elemmul":
-      return alike(logPrior, beliefs, length, false);
-    case "elemmul-prior":
-      return alike(logPrior, beliefs, length, true);
-    default:
-      throw new Error(`unknown factor ${setting.factor}`);
-  }
+  const { factor, strength } = setting;
+  if (factor.startsWith("elemmul")) return alike(logPrior, beliefs, length, factor === "elemmul-prior");
+  const messages = logMessages(beliefs, strength);
+  if (factor === "potts") return heard(logPrior, messages, length, inOrder);
+  return logPrior.map((value, i) => value - messages[i]);
 }
 
 /**
@@ -107,14 +100,6 @@ function heard(logPrior, messages, length, inOrder) {
 }
 
 /**
- * @param {Float64Array} logPrior
- * @param {Float64Array} messages
- */
-function lessOwn(logPrior, messages) {
-  return logPrior.map((value, i) => value - messages[i]);
-}
-
-/**
  * ElemMul: how alike two rows are, hidden where the prior is; with the prior, times it.
  * @param {Float64Array} logPrior
  * @param {Float64Array} beliefs
@@ -134,26 +119,6 @@ function alike(logPrior, beliefs, length, withPrior) {
     }
   }
   return result;
-}
-
-/**
- * @param {Float64Array} logs
- * @param {number} length
- * @returns {Float64Array}
- */
-function softmaxRows(logs, length) {
-  const rows = new Float64Array(logs.length);
-  for (let start = 0; start < logs.length; start += length) {
-    let top = -Infinity;
-    for (let i = start; i < start + length; i += 1) if (logs[i] > top) top = logs[i];
-    if (top === -Infinity) continue;
-    let sum = 0;
-    for (let i = start; i < start + length; i += 1) {
-      if (logs[i] !== -Infinity) sum += rows[i] = Math.exp(logs[i] - top);
-    }
-    for (let i = start; i < start + length; i += 1) rows[i] /= sum;
-  }
-  return rows;
 }
 
 /**
