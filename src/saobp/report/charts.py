@@ -134,8 +134,8 @@ def head_figures(runs: Sequence[Run]) -> dict[str, Any]:
         "steps": sorted({moment.step or 0 for _, run in measured for moment in run.health}),
         "titles": {name: title_of(name) for name in names},
         "scales": {name: _scale_of(name, [run for _, run in measured]) for name in names},
-        "layers": {name: _layer_figure(name, measured) for name in names},
-        "across": _across_figure(measured) if any(run.health[-1].across for _, run in measured) else None,
+        "layers": {name: _layer_figure(name, measured) for name in names} if _depth(measured) > 1 else None,
+        "across": _across_figure(measured),
         "runs": [
             {
                 "name": run.name,
@@ -155,7 +155,9 @@ def _layer_figure(statistic: str, runs: Sequence[tuple[int, Run]]) -> Figure:
     return _figure("layers", title, traces, _layout("layer", healthy=statistic == "gtd", layers=_depth(runs)))
 
 
-def _across_figure(runs: Sequence[tuple[int, Run]]) -> Figure:
+def _across_figure(runs: Sequence[tuple[int, Run]]) -> Figure | None:
+    if not any(len(run.health[-1].across) > 1 for _, run in runs):
+        return None
     traces = [_line(run.name, place, [], []) for place, run in runs]
     return _figure(
         "across", TITLES["cross_layer_gtd"], traces, _layout("layer", healthy=True, layers=_depth(runs))

@@ -143,7 +143,7 @@ def _filled(words: dict[str, Any], data: dict[str, Any], has_explorer: bool) -> 
     connect = "'self'" if words["live"] else "'none'"
     policy = (
         f"default-src 'none'; script-src {source_of(script.encode())} {library.source}; "
-        "style-src 'unsafe-inline'; img-src data: blob:; "
+        "style-src 'unsafe-inline'; img-src data:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     return _template().render(

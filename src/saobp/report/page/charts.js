@@ -11,7 +11,7 @@ const PRINTED_COLUMN = 310;
 const CONFIG = {
   displaylogo: false,
   responsive: true,
-  modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+  modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]],
 };
 const STEPS = /** @type {Record<string, number>} */ ({
   ArrowLeft: -1,
@@ -91,11 +91,14 @@ export class Chart {
     const size = isPrinting() ? { width: PRINTED_COLUMN } : { autosize: true };
     const drag = matchMedia("(pointer: coarse)").matches ? { dragmode: false } : {};
     const own = { ...layout, ...size, ...drag, template: template() };
-    plotly.react(this.plot, data.map(coloured), own, CONFIG);
+    const bar = data[0]?.type === "heatmap" ? { displayModeBar: false } : {};
+    plotly.react(this.plot, data.map(coloured), own, { ...CONFIG, ...bar });
     if (!this.press) return;
     const { press } = this;
     this.press = null;
-    /** @type {any} */ (this.plot).on("plotly_click", (/** @type {any} */ { points: [{ x, y }] }) => press(y, x));
+    /** @type {any} */ (this.plot).on("plotly_click", (/** @type {any} */ { points: [{ x, y }] }) =>
+      press(y, x),
+    );
   }
 
   /**
@@ -104,7 +107,7 @@ export class Chart {
    */
   read(event) {
     const step = STEPS[event.key];
-    const lines = this.figure?.data.filter((trace) => trace.y.length) ?? [];
+    const lines = this.figure?.data.filter((trace) => trace.y?.length) ?? [];
     const readout = this.element.querySelector(".readout");
     if (step === undefined || !lines.length || !readout) return;
     event.preventDefault();

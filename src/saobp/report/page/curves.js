@@ -4,7 +4,7 @@ import { onInput } from "./dom.js";
 
 /** @param {import("./types.js").Figure[]} figures */
 export function startCurves(figures) {
-  const charts = figures.map((figure) => ({ figure, chart: new Chart(figure.id) }));
+  const charts = figures.map((figure) => ({ figure, chart: new Chart(figure.id ?? "") }));
   const state = { axis: "step", scale: "auto", smooth: "0", hidden: new Set() };
   const refresh = () => {
     for (const { figure, chart } of charts) chart.show(arranged(figure, state));

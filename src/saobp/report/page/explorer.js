@@ -59,7 +59,12 @@ export class ExplorerView {
 
   listen() {
     const own = /** @type {any} */ (this);
-    const lists = { model: "chooseModel", sentence: "chooseSentence", layer: "chooseHead", head: "chooseHead" };
+    const lists = {
+      model: "chooseModel",
+      sentence: "chooseSentence",
+      layer: "chooseHead",
+      head: "chooseHead",
+    };
     for (const [id, follow] of Object.entries(lists))
       onInput(id, (value) => {
         own[id] = Number(value);
@@ -122,10 +127,18 @@ export class ExplorerView {
     const { scores } = this.shownSentence;
     const { explorers } = this.data;
     const places = (/** @type {unknown[]} */ list) =>
-      list.flatMap((entry, place) => (entry ? [/** @type {[number, string]} */ ([place, String(place)])] : []));
+      list.flatMap((entry, place) =>
+        entry ? [/** @type {[number, string]} */ ([place, String(place)])] : [],
+      );
     byId("model").parentElement.hidden = explorers.length < 2;
-    const said = this.explorer.sentences.map(({ text, tokens }) => `${short(text)} (${tokens.length} tokens)`);
-    fillList("model", [...explorers.entries()].map(([place, own]) => [place, own.run]), this.model);
+    const said = this.explorer.sentences.map(
+      ({ text, tokens }) => `${short(text)} (${tokens.length} tokens)`,
+    );
+    fillList(
+      "model",
+      [...explorers.entries()].map(([place, own]) => [place, own.run]),
+      this.model,
+    );
     fillList("sentence", [...said.entries()], this.sentence);
     fillList("layer", places(scores.map((row) => row.some((head) => head !== null))), this.layer);
     fillList("head", places(scores[this.layer]), this.head);
@@ -173,13 +186,21 @@ export class ExplorerView {
     const stored = sentence.scores[layer][head];
     if (!stored) return;
     this.length = sentence.tokens.length;
-    if (isNewHead) this.prior = priorOf(decodeHead(stored, this.length), this.length, explorer.in_order[layer]);
+    if (isNewHead)
+      this.prior = priorOf(decodeHead(stored, this.length), this.length, explorer.in_order[layer]);
     if (isNewHead || isNewSetting) {
       this.refined = refine(this.prior, setting);
       this.difference = null;
       const { rows, logs } = this.prior;
       const name = `Layer ${layer}, head ${head} (entropies in nats)`;
-      this.numbers.update(name, rows, this.refined, this.length, largestEntropy(logs, this.length), isNewHead);
+      this.numbers.update(
+        name,
+        rows,
+        this.refined,
+        this.length,
+        largestEntropy(logs, this.length),
+        isNewHead,
+      );
       this.overview.update({ explorer, sentence, setting, chosen: [layer, head] }, isNewSetting);
     }
     this.isNewHead = this.isNewSetting = false;

@@ -10,7 +10,8 @@ export function startHeads(data) {
   const { heads } = data;
   if (!heads) return;
   const maps = heads.runs.map((_, place) => new Chart(`map-${place}`));
-  const [layers, across] = [new Chart("layers"), heads.across && new Chart("across")];
+  const layers = heads.layers && new Chart("layers");
+  const across = heads.across && new Chart("across");
   const said = byId("head-step-said");
   let statistic = Object.keys(heads.titles)[0];
   let step = heads.steps[heads.steps.length - 1];
@@ -25,18 +26,21 @@ export function startHeads(data) {
       const label = `Heat map: ${heads.titles[statistic]} of ${title}, layers down, heads across. The table below holds it.`;
       maps[place].show(
         grid
-          ? { title, label, layout: run.layout, data: [heatMap(heads.scales[statistic], grid, words, data.marks)] }
+          ? {
+              title,
+              label,
+              layout: run.layout,
+              data: [heatMap(heads.scales[statistic], grid, words, data.marks)],
+            }
           : null,
         `This run has no ${heads.titles[statistic]}.`,
       );
       maps[place].part(".counts").replaceChildren(...counts(words.flat(), data));
     });
-    layers.show(
-      filled(heads.layers[statistic], moments, (moment) =>
-        (moment.values[statistic] ?? []).map((row, layer) => [layer, mean(row)]),
-      ),
-    );
-    if (across) across.show(filled(heads.across, moments, (moment) => moment.across));
+    const means = (/** @type {import("./types.js").Moment} */ moment) =>
+      (moment.values[statistic] ?? []).map((row, layer) => [layer, mean(row)]);
+    layers?.show(filled(heads.layers?.[statistic], moments, means));
+    across?.show(filled(heads.across, moments, (moment) => moment.across));
     across?.element.toggleAttribute("hidden", statistic !== "gtd");
     if (said) said.textContent = step.toLocaleString("en");
   };

@@ -4,6 +4,7 @@ import { shown } from "./numbers.js";
 import { isDark } from "./theme.js";
 
 const LABEL_ROOM = 76;
+const LABEL_LETTERS = 10;
 const LEAST_CELL = 8;
 const LARGEST = 460;
 
@@ -60,7 +61,8 @@ export function mapView(panel, look) {
     event.preventDefault();
     const [row, key] = view.at ?? [0, 0];
     const last = view.tokens.length - 1;
-    tell([clamp(row + move[0], last), clamp(key + move[1], last)], event.key === "Enter");
+    const next = [row + move[0], key + move[1]].map((place) => Math.max(0, Math.min(last, place)));
+    tell(next, event.key === "Enter");
   });
   new ResizeObserver(([entry]) => {
     view.room = entry.contentRect.width;
@@ -154,34 +156,15 @@ function labels(pen, view, ink) {
   pen.direction = "ltr";
   view.tokens.forEach((/** @type {string} */ token, /** @type {number} */ place) => {
     const middle = view.left + (place + 0.5) * view.cell;
-    const text = shortened(pen, token, LABEL_ROOM - 10);
+    const letters = [...token];
+    const text = letters.length > LABEL_LETTERS ? `${letters.slice(0, LABEL_LETTERS - 1).join("")}…` : token;
     pen.textAlign = "right";
-    pen.fillText(text, view.left - 6, middle);
+    pen.fillText(text, view.left - 6, middle, LABEL_ROOM - 10);
     pen.save();
     pen.translate(middle, view.left - 6);
     pen.rotate(-Math.PI / 2);
     pen.textAlign = "left";
-    pen.fillText(text, 0, 0);
+    pen.fillText(text, 0, 0, LABEL_ROOM - 10);
     pen.restore();
   });
-}
-
-/**
- * @param {CanvasRenderingContext2D} pen
- * @param {string} text
- * @param {number} room
- */
-function shortened(pen, text, room) {
-  const letters = [...text];
-  if (pen.measureText(text).width <= room) return text;
-  while (letters.length > 1 && pen.measureText(`${letters.join("")}…`).width > room) letters.pop();
-  return `${letters.join("")}…`;
-}
-
-/**
- * @param {number} place
- * @param {number} last
- */
-function clamp(place, last) {
-  return Math.max(0, Math.min(last, place));
 }

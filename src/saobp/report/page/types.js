@@ -26,7 +26,7 @@
  * @property {number[]} steps
  * @property {Record<string, string>} titles  by statistic
  * @property {Record<string, any>} scales  heat maps without values
- * @property {Record<string, Figure>} layers  lines without values
+ * @property {Record<string, Figure> | null} layers  lines without values
  * @property {Figure | null} across
  * @property {HeadRun[]} runs
  *
