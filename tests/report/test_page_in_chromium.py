@@ -169,9 +169,7 @@ def test_no_width_and_no_scheme_overflows(report: tuple[Path, Any], open_page: O
     for width in (1440, 820, 390):
         opened.tab.set_viewport_size({"width": width, "height": 900})
         assert opened.overflow() <= 0
-        opened.tab.wait_for_function(
-            "[...document.querySelectorAll('.plot .main-svg')].every((one) => one.clientWidth < innerWidth)"
-        )
+        opened.wait_until("(one) => one.clientWidth < innerWidth", ".plot .main-svg")
         assert opened.overflow() <= 0
     back = opened.tab.evaluate("getComputedStyle(document.body).backgroundColor")
     brightness = sum(int(part) for part in back.removeprefix("rgb(").removesuffix(")").split(","))

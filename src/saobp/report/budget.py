@@ -1,6 +1,6 @@
 """What goes into a page that must stay small enough to be mailed.
 
-Of its 6 MB, plotly takes 2; curves and maps of heads at most about as much again. The rest is for the explorer.
+Of its 6 MB, plotly takes 2, curves and maps of heads at most about as much again. The explorer has the rest.
 """
 
 from __future__ import annotations

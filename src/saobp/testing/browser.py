@@ -99,6 +99,19 @@ class Opened:
             "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
         )
 
+    def wait_until(self, holds: str, selector: str) -> None:
+        """Wait until ``holds``, a function in JavaScript, is true of all elements; 5 seconds at most."""
+        is_so = self.tab.evaluate(
+            f"""async () => {{
+              for (let turn = 0; turn < 100; turn += 1) {{
+                if ([...document.querySelectorAll("{selector}")].every({holds})) return true;
+                await new Promise((done) => setTimeout(done, 50));
+              }}
+              return false;
+            }}"""
+        )
+        assert is_so, f"not all {selector} came to be so: {holds}"
+
     def number(self, statistic: str, when: str = "after") -> float:
         """A statistic of the explorer's head, as the page computed it."""
         shown = self.tab.locator(f"[data-statistic={statistic}][data-when={when}]")
