@@ -29,6 +29,7 @@ from saobp.metrics.verdict import (
 )
 from saobp.report.budget import fitted, thinned
 from saobp.report.charts import curve_figures, gtd_scale, head_figures, last_values, map_layout
+from saobp.report.curves import AXES
 from saobp.report.library import plotly_library, source_of
 from saobp.report.runs import Run, read_runs
 from saobp.report.script import joined_script, read_asset
@@ -87,7 +88,7 @@ def render(
         explorers.append((str(explorer["subject"]), explorer))
     drawn = thinned(runs)
     data = script_data(drawn)
-    lengths = [one.thinned or 0 for run in drawn for own in run.curves.values() for one in own]
+    series = [one for run in drawn for own in run.curves.values() for one in own]
     words = {
         "title": title or _title(runs),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -95,7 +96,8 @@ def render(
         "runs": [{"run": run, "words": summary(run), "facts": dict(run.facts)} for run in runs],
         "head_tables": [head_table(run) for run in runs if run.health],
         "facts": fact_tables(runs),
-        "longest": max(lengths, default=0),
+        "axes": [axis for axis in AXES if any(axis in one.axes for one in series)],
+        "longest": max((one.thinned or 0 for one in series), default=0),
         "tables": tables,
         "sample": sample,
         "live": live,

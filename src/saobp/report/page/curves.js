@@ -36,7 +36,8 @@ function arranged(figure, { axis, scale, smooth, hidden }) {
     .map((trace, i) => ({ ...trace, x: others ? others[i] : trace.x, y: smoothed(trace.y, Number(smooth)) }))
     .filter((trace) => !hidden.has(trace.meta.place));
   const values = data.flatMap((trace) => trace.y.filter((/** @type {unknown} */ y) => y !== null));
-  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const low = values.reduce((least, y) => Math.min(least, y), Infinity);
+  const high = values.reduce((most, y) => Math.max(most, y), -Infinity);
   const isLog = low > 0 && !figure.layout.shapes && (scale === "auto" ? figure.isLog : scale === "log");
   const { xaxis, yaxis } = figure.layout;
   const title = { ...xaxis.title, text: others ? axis : xaxis.title.text };

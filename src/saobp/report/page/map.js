@@ -7,6 +7,13 @@ const LABEL_ROOM = 76;
 const LABEL_LETTERS = 10;
 const LEAST_CELL = 8;
 const LARGEST = 460;
+const MOVES = /** @type {Record<string, [number, number]>} */ ({
+  ArrowUp: [-1, 0],
+  ArrowDown: [1, 0],
+  ArrowLeft: [0, -1],
+  ArrowRight: [0, 1],
+  Enter: [0, 0],
+});
 
 /**
  * @typedef {{ rows: Float64Array, key: string, sheet: HTMLCanvasElement }} Drawn
@@ -49,14 +56,7 @@ export function mapView(panel, look) {
   canvas.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => tell(place(event), false));
   canvas.addEventListener("click", (/** @type {PointerEvent} */ event) => tell(place(event), true));
   canvas.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
-    const moves = /** @type {Record<string, [number, number]>} */ ({
-      ArrowUp: [-1, 0],
-      ArrowDown: [1, 0],
-      ArrowLeft: [0, -1],
-      ArrowRight: [0, 1],
-      Enter: [0, 0],
-    });
-    const move = moves[event.key];
+    const move = MOVES[event.key];
     if (!move) return;
     event.preventDefault();
     const [row, key] = view.at ?? [0, 0];

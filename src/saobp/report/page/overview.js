@@ -52,9 +52,10 @@ export class Overview {
     const isOther = this.now?.sentence !== now.sentence;
     const isShort = now.sentence.tokens.length <= LIVE_UP_TO;
     this.now = now;
+    const isStale = isNew && (isOther || (!isShort && this.refined.length > 0));
     if (isNew) this.worker.stop();
-    if (isNew && (isOther || !isShort)) this.refined = [];
-    if (isOther || !isNew || !isShort) this.paint();
+    if (isStale) this.refined = [];
+    if (isStale || !isNew) this.paint();
     if (!isNew) return;
     this.start.hidden = isShort;
     if (isShort) this.measure();
@@ -119,16 +120,8 @@ export class Overview {
         : change(before[layer]?.[head], after[layer]?.[head]),
     );
     const [layer, head] = chosen;
-    const mark = {
-      type: "rect",
-      x0: head - 0.5,
-      x1: head + 0.5,
-      y0: layer - 0.5,
-      y1: layer + 0.5,
-      fillcolor: "rgba(0,0,0,0)",
-      line: { width: 3 },
-      layer: "above",
-    };
+    const frame = { type: "rect", fillcolor: "rgba(0,0,0,0)", line: { width: 3 }, layer: "above" };
+    const mark = { ...frame, x0: head - 0.5, x1: head + 0.5, y0: layer - 0.5, y1: layer + 0.5 };
     this.chart.show({
       title: "GTD of every head on this sentence, refined by these settings",
       label: `GTD of every head, layers down, heads across; layer ${layer}, head ${head} is chosen. The table below holds it.`,

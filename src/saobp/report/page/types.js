@@ -48,14 +48,8 @@
  * @property {string[]} left_out
  * @property {any} layout  of the heat map of all heads
  *
- * @typedef {object} Limits
- * @property {number} localised
- * @property {number} healthyFrom
- * @property {number} healthyTo
- * @property {number} diffuse
- * @property {number} sink
- * @property {number} collapsed
- * @property {number} beta
+ * @typedef {"localised" | "healthyFrom" | "healthyTo" | "diffuse" | "sink" | "collapsed" | "beta"} Limit
+ * @typedef {Record<Limit, number>} Limits  of verdicts, and the weight of longer paths
  *
  * @typedef {object} PageData
  * @property {Figure[]} curves
