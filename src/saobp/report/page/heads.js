@@ -64,13 +64,13 @@ export function startHeads(data) {
  * @param {Record<string, string>} marks
  */
 export function heatMap(scale, z, words, marks) {
-  const isWide = z.every((row) => row.length <= NUMBERS_UP_TO);
+  const hasRoom = z.every((row) => row.length <= NUMBERS_UP_TO);
   return {
     ...scale,
     z,
     customdata: words,
     text: words.map((row) => row.map((word) => marks[word] ?? "")),
-    texttemplate: isWide ? "%{z:.2f}%{text}" : "%{text}",
+    ...(hasRoom ? { texttemplate: "%{z:.2f}%{text}" } : { texttemplate: "%{text}", xgap: 1, ygap: 1 }),
   };
 }
 
