@@ -38,6 +38,7 @@ def test_a_new_run_says_what_it_is(tmp_path: Path) -> None:
         "saobp",
         "hardware",
         "processes",
+        "jobs",
     }
     assert {"command", "commit", "started", "finished", "seconds"} <= set(record)
 

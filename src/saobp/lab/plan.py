@@ -101,12 +101,12 @@ class Plan:
         return Trained(family, METHODS[method], seed, recipe, elsewhere)
 
     def trained(self) -> list[Trained]:
-        """All models, the most informative first: the main methods, then the others, seed after seed."""
+        """All models, seed after seed, of each seed the main methods first."""
         models = (model for experiment in self.experiments for model in self.models_of(experiment))
         return sorted(self._kept(models), key=self._order)
 
     def tuned(self) -> list[Tuned]:
-        """All fine-tuning: every task of one seed before the next seed."""
+        """All fine-tuning, seed after seed; of each seed all methods on one task, then on the next."""
         asked = [
             Tuned(model, task)
             for experiment in self.experiments
@@ -115,7 +115,13 @@ class Plan:
             for task in experiment.tasks
         ]
         kept = {one.name: one for one in asked if fnmatch(one.name, self.only)}
-        return sorted(kept.values(), key=lambda one: (SEEDS.index(one.model.seed), one.model.method.tier))
+        tasks = list(dict.fromkeys(one.task for one in kept.values()))
+
+        def order(one: Tuned) -> tuple[int, int, int]:
+            seed, tier = self._order(one.model)
+            return seed, tasks.index(one.task), tier
+
+        return sorted(kept.values(), key=order)
 
     def measured(self) -> list[Measured]:
         """All measurements."""
@@ -137,8 +143,6 @@ class Plan:
         return list(named.values())
 
     @staticmethod
-    def _order(model: Trained) -> tuple[int, int, int]:
-        """A further seed of a main method is worth as much as the first of a lesser one."""
-        place = SEEDS.index(model.seed)
-        tier = model.method.tier + (3 if model.elsewhere else 0)
-        return place + tier, tier, place
+    def _order(model: Trained) -> tuple[int, int]:
+        """All methods of one seed before the next seed, other texts after the scale's own."""
+        return SEEDS.index(model.seed), model.method.tier + (len(METHODS) if model.elsewhere else 0)
