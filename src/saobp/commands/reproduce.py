@@ -155,10 +155,10 @@ def _show_plan(console: Console, plan: Plan, places: Places, stages: list[str], 
     tuned = [one for one in plan.tuned() if not is_tuned(one, runs)]
     measured = [one for one in plan.measured() if not is_measured(one, runs)]
     words = (
-        f"{len(open_)} of {len(models)} models to pretrain ({_minutes(total / jobs)}, "
-        f"{disk_bytes(open_) / 1e9:.1f} GB), {len(tuned)} fine-tuning runs "
-        f"({_minutes(sum(map(estimates.later, tuned)) / jobs)}) and {len(measured)} measurements "
-        f"({_minutes(sum(map(estimates.later, measured)) / jobs)}) to do on {estimates.hardware}"
+        f"{len(open_)} of {len(models)} models to pretrain{_minutes(total / jobs)} with "
+        f"{disk_bytes(open_) / 1e9:.1f} GB, {len(tuned)} fine-tuning runs"
+        f"{_minutes(sum(map(estimates.later, tuned)) / jobs)} and {len(measured)} measurements"
+        f"{_minutes(sum(map(estimates.later, measured)) / jobs)} to do on {estimates.hardware}"
         f"{f' in {jobs} processes' if jobs > 1 else ''}. Stages: {', '.join(stages)}."
     )
     console.print(Text(words), soft_wrap=True)
@@ -166,4 +166,4 @@ def _show_plan(console: Console, plan: Plan, places: Places, stages: list[str], 
 
 def _minutes(seconds: float) -> str:
     """Nothing is known of what was never done on a CPU."""
-    return f"about {seconds / 60:.0f} minutes" if seconds else "time unknown"
+    return f" (about {seconds / 60:.0f} minutes)" if seconds else ""

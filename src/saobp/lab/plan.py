@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from saobp.lab.experiments import Experiment
 from saobp.lab.methods import METHODS, Method, method_name
 from saobp.lab.scales import SEEDS, Scale, first_seeds
 from saobp.training.recipes import PretrainRecipe
+from saobp.training.runs import RunError, RunFolder
 
 FAMILIES = ("bert", "gpt2")
 SMOKE_SEEDS = 2
@@ -146,3 +147,12 @@ class Plan:
     def _order(model: Trained) -> tuple[int, int]:
         """All methods of one seed before the next seed, other texts after the scale's own."""
         return SEEDS.index(model.seed), model.method.tier + (len(METHODS) if model.elsewhere else 0)
+
+
+def check_same(run: RunFolder, recipe: PretrainRecipe) -> None:
+    """Refuse a finished run of the right name that was trained otherwise; when it saved does not matter."""
+    found = PretrainRecipe.from_dict(run.recipe)
+    if replace(found, checkpoint_steps=recipe.checkpoint_steps) != recipe:
+        was, asked = found.to_dict(), recipe.to_dict()
+        changed = sorted(name for name in asked if was[name] != asked[name])
+        raise RunError(f"the finished run in {run.path} had another {', '.join(changed)}: name other --runs")

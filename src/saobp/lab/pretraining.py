@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from transformers import TrainerCallback
 from saobp.lab.bundle import is_rounded, keep_rounded
 from saobp.lab.clock import Deadline, TimeIsUpError
 from saobp.lab.estimates import Estimates
-from saobp.lab.plan import Trained
+from saobp.lab.plan import Trained, check_same
 from saobp.lab.sharing import Piece, Say, StageResult, work_through
 from saobp.lab.sources import Sources
 from saobp.training.pretrain import pretrain
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.runs import RunError, RunFolder
+from saobp.training.runs import RunFolder
 
 
 def pretrain_all(
@@ -102,15 +101,6 @@ class StopInTime(TrainerCallback):
         del args, state, control
         if self.stopping:
             raise TimeIsUpError
-
-
-def check_same(run: RunFolder, recipe: PretrainRecipe) -> None:
-    """Refuse a finished run of the right name that was trained otherwise; when it saved does not matter."""
-    found = PretrainRecipe.from_dict(run.recipe)
-    if replace(found, checkpoint_steps=recipe.checkpoint_steps) != recipe:
-        was, asked = found.to_dict(), recipe.to_dict()
-        changed = sorted(name for name in asked if was[name] != asked[name])
-        raise RunError(f"the finished run in {run.path} had another {', '.join(changed)}: name other --runs")
 
 
 def share_left(run: RunFolder, recipe: PretrainRecipe) -> float:

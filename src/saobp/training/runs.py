@@ -22,7 +22,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -268,8 +268,12 @@ def environment(processes: int = 1) -> dict[str, Any]:
 def _command() -> str:
     """The command line, with the program and all folders by their last part alone."""
     program = Path(sys.argv[0]).name
-    words = (re.sub(r"(^|=)[~/].*/", r"\1", word) for word in sys.argv[1:])
-    return shlex.join(["saobp" if program == "__main__.py" else program, *words])
+    return without_folders(["saobp" if program == "__main__.py" else program, *sys.argv[1:]])
+
+
+def without_folders(words: Iterable[str]) -> str:
+    """A command line that names no place of the machine: of a whole path only the last part."""
+    return shlex.join(re.sub(r"(^|=)[~/].*/", r"\1", word) for word in words)
 
 
 def _is_foreign(path: Path) -> bool:
