@@ -57,6 +57,12 @@ class Page:
         self.lines: list[list[str]] = []
         self.is_filled = False
 
+    @property
+    def has_something_to_say(self) -> bool:
+        """Whether there is a number, and one for a claim if the page has claims."""
+        decided = [claim for claim in self.claims if claim.status != "not run"]
+        return self.is_filled and bool(decided or not self.claims)
+
     def say(self, paragraph: str) -> None:
         self.blocks.append(paragraph)
 

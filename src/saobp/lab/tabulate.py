@@ -36,7 +36,7 @@ def tabulate(plan: Plan, runs: Path, out: Path) -> list[Path]:
         if records:
             page = Page(experiment, plan.scale)
             PAGES[experiment.name](results, page)
-            if page.is_filled:
+            if page.has_something_to_say:
                 written += page.write(out, records, results.missing())
     return [*written, write_overview(out)]
 

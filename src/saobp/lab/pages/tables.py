@@ -29,6 +29,9 @@ from saobp.lab.results import Results, Values
 from saobp.lab.statistics import Spread, claim_status, paired_gain, spread
 from saobp.metrics.health import CROSS_LAYER
 
+REGULARIZED = {"high": "high", "entropy": "entropy_reg", "eigen": "eigen_reg"}
+"""Rows of the paper's table of regularizers, by method."""
+
 
 def pretraining(results: Results, page: Page) -> None:
     page.say(BUDGET)
@@ -132,34 +135,33 @@ def paper_average(size: str, names: list[str]) -> dict[str, float]:
 def baselines(results: Results, page: Page) -> None:
     page.say(f"{BUDGET} Here gains are those of each method over High; the paper has BERT-Small only.")
     rows = {row["method"]: row for row in paper_table("baselines_small")}
-    keys = {"high": "high", "entropy_reg": "entropy", "eigen_reg": "eigen"}
     small = results.plan.scale.size == "small"
+    methods, drawn = methods_of(results.experiment), {}
 
-    def theirs(column: str) -> dict[str, float]:
-        return {keys[name]: float(row[column]) for name, row in rows.items()} if small else {}
+    def compare(title: str, values: Values, column: str, higher: bool, partial: bool = False) -> None:
+        """Of another size than the paper's only the side of its differences is claimed."""
+        paper = {key: float(rows[name][column]) for key, name in REGULARIZED.items()} if column else {}
+        gains = page.compare(
+            title, values, paper if small else {}, base="high", higher_is_better=higher, partial=partial,
+            methods=methods, claims=("entropy", "eigen"),
+        )  # fmt: skip
+        for key in ("entropy", "eigen") if column and not small else ():
+            words = f"{METHODS[key].title} is worse than High, {title}{' *' if partial else ''}"
+            status = claim_status(paper[key] - paper["high"], gains[key], same_size=False)
+            page.claim(f"{words}: the paper has it so for Small", status, gains[key])
+        drawn[title] = titled(values)
 
-    methods, regularized = methods_of(results.experiment), ("entropy", "eigen")
-    drawn = {}
     for kind, title in (
         ("pseudo", "WikiText-2 pseudo-perplexity"),
         ("masked", "WikiText-2 masked perplexity"),
     ):
         values = results.values(lambda model, kind=kind: _wikitext(results, model, kind))  # type: ignore[misc]
-        paper = theirs("wikitext_ppl") if kind == "pseudo" else {}
-        page.compare(
-            title, values, paper, base="high", higher_is_better=False, methods=methods, claims=regularized
-        )
-        drawn[title] = titled(values)
+        compare(title, values, "wikitext_ppl" if kind == "pseudo" else "", higher=False)
     for task, column in (("qnli", "qnli_acc"), ("squad", "squad_acc")):
         values = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
-        partial = results.is_partial(task)
-        page.compare(
-            task, values, theirs(column), base="high", partial=partial, methods=methods, claims=regularized
-        )
-        drawn[task] = titled(values)
+        compare(task, values, column, higher=True, partial=results.is_partial(task))
     held_out = results.values(results.perplexity)
-    page.compare("held-out perplexity", held_out, base="high", higher_is_better=False, methods=methods)
-    drawn["held-out perplexity"] = titled(held_out)
+    compare("held-out perplexity", held_out, "", higher=False)
     page.compared()
     if has_any(held_out):
         page.figure("scores", dots(drawn), "High against the regularizers, by seed.")
