@@ -205,7 +205,7 @@ def test_processes_side_by_side_share_a_stage(trained: Path, places: tuple[Path,
     assert squad["environment"]["jobs"] == 2
     assert cost["environment"]["jobs"] == 1
     assert "measure: 0 left to do" not in said
-    assert said[-1] == "measure: 1 done, 0 there already"
+    assert said[-1] == "measure alone: 1 done, 0 there already"
 
 
 def test_a_rounded_model_is_nearly_the_same(trained: Path, tmp_path: Path) -> None:

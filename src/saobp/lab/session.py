@@ -79,10 +79,10 @@ class Session:
         self.sources = places.sources(plan.scale)
 
     def do(self, stage: str, jobs: int = 1) -> None:
-        if jobs > 1 and stage in SHARED:
+        if jobs > 1 and stage in SHARED and self.count_missing(stage):
             self._side_by_side(stage, jobs)
             if stage == "measure":
-                self._report(stage, self._measure(lambda one: one.measure in UNDISTURBED))
+                self._report("measure alone", self._measure(lambda one: one.measure in UNDISTURBED))
             return
         if stage == "tokens":
             self._tokens()

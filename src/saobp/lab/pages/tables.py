@@ -332,14 +332,9 @@ def cost(results: Results, page: Page) -> None:
         )
     headers = ("method", "training, M tokens/s", "time / Original", "paper", "forward, ms", "graph, ms")
     page.table((*headers, "forward / Original", "graph / Original", "paper"), rows)
-    if has_any(rates):
-        drawn = {
-            "training, M tokens/s": {
-                t: {s: v / 1e6 for s, v in own.items()} for t, own in titled(rates).items()
-            }
-        }
-        if has_any(forward):
-            drawn["forward, ms"] = titled(forward)
+    if has_any(rates) or has_any(forward):
+        millions = {t: {s: v / 1e6 for s, v in own.items()} for t, own in titled(rates).items()}
+        drawn = {"training, M tokens/s": millions, "forward, ms": titled(forward)}
         page.figure("cost", dots(drawn), "Speed on the machine of the runs.")
 
 
