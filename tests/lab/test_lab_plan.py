@@ -77,6 +77,11 @@ def test_only_and_seeds_select() -> None:
     plan = Plan(choose_experiments("gtd,glue"), MINI, 2, "*-high-*")
     assert {model.name for model in plan.trained()} == {f"bert-mini-high-0.2-seed{s}" for s in (42, 1)}
     assert all("high-0.2" in one.name for one in [*plan.tuned(), *plan.measured()])
+    several = Plan(choose_experiments("gtd"), MINI, 1, "*-low-*, *-original-*")
+    assert [one.name for one in several.trained()] == [
+        "bert-mini-original-seed42",
+        "bert-mini-low-0.2-seed42",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ import tarfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from saobp.lab.plan import is_named
 from saobp.training.files import MANIFEST, UNFINISHED, whole_folder
 
 WEIGHTS = "model.safetensors"
@@ -80,7 +80,7 @@ def pack(
     written = _archive(out, SMALL, runs, small_files(runs), part_bytes)
     for result in sorted(runs.glob(f"*/{RESULT}")):
         run = result.parent
-        ready = fnmatch(run.name, models) and (run / "model" / WEIGHTS).exists()
+        ready = is_named(run.name, models) and (run / "model" / WEIGHTS).exists()
         if ready and (not rounded or is_rounded(run / "model")):
             files = [file.relative_to(runs) for file in sorted((run / "model").iterdir())]
             written += _archive(out, f"{run.name}-model", runs, files, part_bytes)

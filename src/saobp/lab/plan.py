@@ -18,6 +18,11 @@ SMOKE_SEEDS = 2
 """Unless the command says otherwise."""
 
 
+def is_named(name: str, patterns: str) -> bool:
+    """Whether one of the patterns, joined by commas, fits: ``"*-seed42,*-high-*"``."""
+    return any(fnmatch(name, pattern.strip()) for pattern in patterns.split(","))
+
+
 @dataclass(frozen=True)
 class Trained:
     """A model to pretrain. ``elsewhere`` names the corpus where it is not the scale's own."""
@@ -71,7 +76,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """Experiments at a scale; ``seeds`` in place of each experiment's own number, ``only`` filters runs."""
+    """Experiments at a scale; ``seeds`` in place of each one's own number, ``only`` filters runs by name."""
 
     experiments: Sequence[Experiment]
     scale: Scale
@@ -115,7 +120,7 @@ class Plan:
             if model.family == "bert" and model.elsewhere is None
             for task in experiment.tasks
         ]
-        kept = {one.name: one for one in asked if fnmatch(one.name, self.only)}
+        kept = {one.name: one for one in asked if is_named(one.name, self.only)}
         tasks = list(dict.fromkeys(one.task for one in kept.values()))
 
         def order(one: Tuned) -> tuple[int, int, int]:
@@ -133,13 +138,13 @@ class Plan:
             if model.elsewhere is None
             for measure in experiment.measures
         ]
-        kept = {one.name: one for one in asked if fnmatch(one.name, self.only)}
+        kept = {one.name: one for one in asked if is_named(one.name, self.only)}
         return sorted(kept.values(), key=lambda one: self._order(one.model))
 
     def _kept(self, models: Iterable[Trained]) -> list[Trained]:
         named: dict[str, Trained] = {}
         for model in models:
-            if fnmatch(model.name, self.only):
+            if is_named(model.name, self.only):
                 named.setdefault(model.name, model)
         return list(named.values())
 
