@@ -97,7 +97,7 @@ def _archive(out: Path, label: str, runs: Path, files: Sequence[Path], part_byte
     if not files or any(name["sum"] == mark for name in _whole(before)):
         return []
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:xz", preset=1) as archive:
+    with tarfile.open(fileobj=buffer, mode="w:xz", preset=0) as archive:
         for file in files:
             archive.add(runs / file, arcname=file.as_posix())
     packed = buffer.getvalue()
