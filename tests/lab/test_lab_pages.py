@@ -183,6 +183,9 @@ def test_every_page_copes_with_runs_alone(runs: Path, tmp_path: Path) -> None:
     names = {path.parent.name for path in written[:-1]}
     assert names >= {"gtd", "cost", "strengths", "layers", "gtd-graph"}
     assert not names & {"learned", "steps", "decoders"}
+    forms = (tmp_path / "results" / "printed-forms" / "mini.md").read_text()
+    assert "| High | 3 | 0 | 0 | 0 |" in forms
+    assert "| High, as listed | 0 | 0 | 0 | 3 |" in forms
 
 
 def test_smoke_pages_say_that_they_mean_nothing(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_measurements_and_fine_tuning_of_what_is_there(trained: Path, places: tu
         *("gpt2-tiny-original-seed42", "gpt2-tiny-high-0.2-seed42"),
     }
     assert not measured.failed
-    assert "bert-tiny-high-0.2-seed42-race-middle" in measured.done
+    assert "bert-tiny-high-0.2-seed42-measured-race-middle" in measured.done
     taken = json.loads((trained / "measured/bert-tiny-high-0.2-seed42/race-middle.json").read_text())
     assert taken["texts"] == SMOKE.texts
     assert all(0 < head < 1 for heads in taken["layers"]["gtd"] for head in heads)

@@ -68,7 +68,7 @@ class Measured:
 
     @property
     def name(self) -> str:
-        return f"{self.model.name}-{self.measure}"
+        return f"{self.model.name}-measured-{self.measure}"
 
     def file(self, runs: Path) -> Path:
         return runs / "measured" / self.model.name / f"{self.measure}.json"

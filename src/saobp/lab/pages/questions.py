@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 
 from saobp.data.tasks import ALL
@@ -11,6 +14,7 @@ from saobp.lab.page import Page
 from saobp.lab.pages.common import BUDGET, has_any, mean_of, mean_score, methods_of, titled
 from saobp.lab.paper import paper_values
 from saobp.lab.results import Results, Values
+from saobp.lab.statistics import Status
 
 
 def decoder_leak(results: Results, page: Page) -> None:
@@ -77,12 +81,8 @@ def printed_forms(results: Results, page: Page) -> None:
         )  # fmt: skip
         drawn[title] = titled(values)
     page.compared()
-    statuses = ("reproduces", "does not reproduce", "could not be decided", "not run")
-    tally = [
-        [METHODS[key].title, *(str(_count(page, METHODS[key].title, status)) for status in statuses)]
-        for key in methods[1:]
-    ]
-    page.table(("form", "as the paper reports", "otherwise", "could not be decided", "not run"), tally)
+    if page.claims:
+        _tally(page, methods[1:])
     page.say(
         "The equation multiplies messages over nodes (High, Low); the listing multiplies over the labels of "
         "one row, which cancels ('as listed'). The printed ElemMul has no prior. Each form is set beside the "
@@ -121,7 +121,9 @@ def learned(results: Results, page: Page) -> None:
             drawn[words] = titled(values)
     done = results.tasks_done(ALL)
     average = results.values(lambda model: mean_score(results, model, done))
-    gains = page.compare(f"mean of {len(done)} tasks", average, methods=methods_of(results.experiment))
+    gains = page.compare(
+        f"mean of {len(done) or 'the'} tasks", average, methods=methods_of(results.experiment)
+    )
     page.answer("Learned strengths raise the mean score after fine-tuning", gains.get("learned"))
     for task in ALL:
         scores = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
@@ -163,6 +165,16 @@ def steps(results: Results, page: Page) -> None:
         page.figure("perplexity", dots({"held-out perplexity": titled(values)}), "Steps, by seed.")
 
 
-def _count(page: Page, title: str, status: str) -> int:
-    """Claims of a method with a status."""
-    return sum(one.words.startswith(f"{title} against ") and one.status == status for one in page.claims)
+def _tally(page: Page, methods: Sequence[str]) -> None:
+    """How many of the paper's differences each method shows."""
+    columns: dict[Status, str] = {
+        "reproduces": "as the paper reports",
+        "does not reproduce": "otherwise",
+        "could not be decided": "could not be decided",
+        "not run": "not run",
+    }
+    rows = []
+    for title in (METHODS[key].title for key in methods):
+        found = Counter(one.status for one in page.claims if one.words.startswith(f"{title} against "))
+        rows.append([title, *(str(found[status]) for status in columns)])
+    page.table(("form", *columns.values()), rows)

@@ -320,7 +320,7 @@ def cost(results: Results, page: Page) -> None:
         rows.append(
             [
                 METHODS[key].title,
-                "not run" if rate is None else f"{rate / 1e6:.2f}",
+                "not timed" if rate is None else f"{rate / 1e6:.2f}",
                 _ratio(base, rate),
                 _ratio(_cell(paper, "train_ms_per_step"), _cell(plain, "train_ms_per_step")),
                 _number(_mean(forward, key)),
