@@ -115,7 +115,12 @@ def _is_exact(model: Path) -> bool:
 
 
 def free_memory() -> None:
-    """Let go of the last model before the next one."""
+    """Let go of the last model before the next one, and of its recorded graphs, which hold gigabytes.
+
+    Compiled code stays on the disk, where the next run of the kind finds it.
+    """
+    if torch.cuda.is_available():
+        torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -117,6 +118,8 @@ def _do(
             except TimeIsUpError:
                 result.left.append(piece.name)
                 say(f"{piece.name} was stopped because the time is up")
-            except (ValueError, OSError, RuntimeError) as problem:
-                result.failed[piece.name] = str(problem).split("\n")[0]
+            except Exception as problem:
+                result.failed[piece.name] = str(problem).split("\n")[0] or type(problem).__name__
                 say(f"{piece.name} failed: {result.failed[piece.name]}")
+                if not isinstance(problem, (ValueError, OSError)):
+                    say(traceback.format_exc())
