@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from saobp.lab import EXPERIMENTS, choose_experiments, get_scale
-from saobp.lab.page import Page
+from saobp.lab.page import Page, made_on
 from saobp.lab.plan import Measured, Plan, Tuned
+from saobp.lab.results import Results
 from saobp.lab.tabulate import tabulate, write_overview
 from saobp.testing.runs import make_run, record, write_json
 
@@ -106,7 +107,45 @@ def test_correlations_are_decided_over_runs(runs: Path, tmp_path: Path) -> None:
     said = {claim["words"]: claim["status"] for claim in outcome["claims"]}
     assert said["GTD follows perplexity: the paper has r = -0.97"] == "does not reproduce"
     assert said["GTD follows sst2: the paper has r = +0.92"] == "not run"
+    assert any(words.startswith("GTD within layers against GTD across") for words in said)
     assert "| perplexity | Original | -0.97 | +" in page
+
+
+def test_only_the_side_of_a_partial_task_is_compared(runs: Path, tmp_path: Path) -> None:
+    page, outcome = _written(runs, tmp_path / "results", "tasks")
+    said = {claim["words"].split(":")[0]: claim["status"] for claim in outcome["claims"]}
+    assert said["High against Original, squad *"] == "reproduces"
+    assert "| GLUE, mean of cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli | High | 54.66 |" in page
+
+
+def test_times_of_runs_beside_others_are_no_cost(runs: Path) -> None:
+    results = Results(Plan(choose_experiments("cost"), MINI, 3), EXPERIMENTS["cost"], runs)
+    name = "bert-mini-high-0.2-seed42"
+    written = json.loads((runs / name / "record.json").read_text())
+    beside = {**written, "environment": {**written["environment"], "jobs": 2}}
+    write_json(runs / name / "record.json", beside)
+    assert set(results.values(results.speed)["high"]) == {1, 2}
+    assert set(results.values(results.speed)["original"]) == {42, 1, 2}
+
+
+def test_pages_say_where_runs_were_made_and_whether_texts_differ(runs: Path) -> None:
+    results = Results(Plan(choose_experiments("gtd"), MINI, 3), EXPERIMENTS["gtd"], runs)
+    same = results.records()
+    assert made_on(same).startswith(f"Made on {same[0]['environment']['hardware']} (")
+    assert "not all trained on the same texts" not in made_on(same)
+    other = {**same[0], "data": dict.fromkeys(same[0]["data"], "another")}
+    assert "**Runs were not all trained on the same texts: bert, " in made_on([other, *same[1:]])
+
+
+def test_runs_of_another_recipe_are_not_tabulated(runs: Path, tmp_path: Path) -> None:
+    path = runs / "bert-mini-original-seed42" / "recipe.json"
+    recipe = json.loads(path.read_text())
+    plan = Plan(choose_experiments("gtd"), MINI, 3)
+    write_json(path, {**recipe, "checkpoint_steps": 1000})
+    Results(plan, EXPERIMENTS["gtd"], runs).check()
+    write_json(path, {**recipe, "corpus": "another"})
+    with pytest.raises(ValueError, match="had another corpus"):
+        tabulate(plan, runs, tmp_path / "results")
 
 
 def test_what_was_not_run_is_listed(runs: Path, tmp_path: Path) -> None:
@@ -139,9 +178,14 @@ def test_pages_of_nothing_are_not_written(tmp_path: Path) -> None:
 
 
 def test_every_page_copes_with_runs_alone(runs: Path, tmp_path: Path) -> None:
-    """Pretraining is there, the rest mostly not: pages say so, and none of them fails."""
+    """Pretraining is there, the rest mostly not: pages say so, and one without any answer is not written."""
     written = tabulate(Plan(choose_experiments("all"), MINI, 3), runs, tmp_path / "results")
-    assert {path.parent.name for path in written[:-1]} >= {"gtd", "cost", "learned", "layers", "gtd-graph"}
+    names = {path.parent.name for path in written[:-1]}
+    assert names >= {"gtd", "cost", "strengths", "layers", "gtd-graph"}
+    assert not names & {"learned", "steps", "decoders"}
+    forms = (tmp_path / "results" / "printed-forms" / "mini.md").read_text()
+    assert "| High | 3 | 0 | 0 | 0 |" in forms
+    assert "| High, as listed | 0 | 0 | 0 | 3 |" in forms
 
 
 def test_smoke_pages_say_that_they_mean_nothing(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from saobp.lab import EXPERIMENTS, choose_experiments, get_scale
 from saobp.lab.clock import Deadline, TimeIsUpError
@@ -16,8 +14,8 @@ from saobp.lab.estimates import Estimates
 from saobp.lab.methods import METHODS, method_name
 from saobp.lab.pages import PAGES
 from saobp.lab.paper import TABLES, paper_table, paper_values
-from saobp.lab.plan import Plan
-from saobp.lab.sharing import share_of
+from saobp.lab.plan import Measured, Plan, Tuned
+from saobp.lab.sharing import Piece, claimed, work_through
 from saobp.refinement import Refinement
 
 MINI = get_scale("mini")
@@ -62,17 +60,28 @@ def test_the_mini_scale_has_a_budget_of_250_million_tokens_and_pairs_share_every
     assert replace(high, refinement=None) == plain
 
 
-def test_the_most_informative_runs_come_first() -> None:
-    names = [model.name for model in Plan(choose_experiments("pretraining"), MINI, 3).trained()]
+def test_a_seed_of_all_methods_comes_before_the_next_seed() -> None:
+    plan = Plan(choose_experiments("pretraining,decoder-leak,learned"), MINI)
+    names = [model.name for model in plan.trained()]
     assert names[:3] == [f"bert-mini-{name}-seed42" for name in ("original", "high-0.2", "high-learned")]
-    assert names.index("bert-mini-original-seed1") < names.index("bert-mini-entropy-seed42")
-    assert names.index("bert-mini-low-0.2-seed42") < names.index("bert-mini-low-0.2-seed1")
+    seeds = [int(name.rpartition("-seed")[2]) for name in names]
+    assert seeds == sorted(seeds, key=(42, 1, 2, 3, 4).index)
+    other = names.index("bert-mini-original-on-gutenberg_books-seed42")
+    assert names.index("bert-mini-entropy-seed42") < other < names.index("bert-mini-original-seed1")
+    tasks = [one.task for one in plan.tuned() if one.model.seed == 42]
+    assert len(dict.fromkeys(tasks)) == 12
+    assert tasks == [task for task in dict.fromkeys(tasks) for _ in range(2)]
 
 
 def test_only_and_seeds_select() -> None:
     plan = Plan(choose_experiments("gtd,glue"), MINI, 2, "*-high-*")
     assert {model.name for model in plan.trained()} == {f"bert-mini-high-0.2-seed{s}" for s in (42, 1)}
     assert all("high-0.2" in one.name for one in [*plan.tuned(), *plan.measured()])
+    several = Plan(choose_experiments("gtd"), MINI, 1, "*-low-*, *-original-*")
+    assert [one.name for one in several.trained()] == [
+        "bert-mini-original-seed42",
+        "bert-mini-low-0.2-seed42",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -90,13 +99,33 @@ def test_bad_input_gets_a_sentence(call, words) -> None:  # type: ignore[no-unty
         call()
 
 
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 5))
-def test_shares_are_all_of_the_work_once_and_balanced(work: list[int], parts: int) -> None:
-    numbered = list(enumerate(work))
-    shares = [share_of(numbered, part + 1, parts, lambda one: one[1]) for part in range(parts)]
-    assert sorted(one for share in shares for one in share) == numbered
-    loads = [sum(weight for _, weight in share) for share in shares]
-    assert max(loads) - min(loads) <= max(work, default=0)
+def test_pieces_are_done_once_in_order_and_failures_leave_the_others_going(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def piece(name: str, seconds: float = 0.0, lacks: str = "", can_continue: bool = False) -> Piece:
+        def do() -> None:
+            if name == "bad":
+                raise KeyError("no luck")
+            done.append(name)
+
+        return Piece(name, lambda: name in done, do, lambda: seconds, lambda: lacks, can_continue)
+
+    pieces = [
+        piece("long", 1e4),
+        piece("longer", 1e5, can_continue=True),
+        piece("bad"),
+        piece("taken"),
+        piece("without", lacks="a model"),
+        piece("short", 5.0),
+    ]
+    with claimed(tmp_path, "taken") as mine:
+        assert mine
+        result = work_through(pieces, tmp_path, Deadline(10), lambda _: None)
+    assert done == ["short", "longer"]
+    assert (result.elsewhere, result.left) == (["taken"], ["long"])
+    assert (result.failed, result.lacking) == ({"bad": "'no luck'"}, {"without": "a model"})
+    again = work_through(pieces, tmp_path, Deadline(0.5), lambda _: None)
+    assert (again.done, again.reused) == (["taken"], ["longer", "short"])
 
 
 def test_estimates_guess_before_and_know_after(tmp_path: Path) -> None:
@@ -105,16 +134,34 @@ def test_estimates_guess_before_and_know_after(tmp_path: Path) -> None:
     from saobp.training.runs import environment
 
     plain, high = (Plan([], MINI).model("bert", method, 42) for method in ("original", "high"))
-    guess = Estimates(tmp_path).seconds(plain)
+    guess = Estimates(tmp_path).pretraining(plain)
     assert guess > 0
     folder = make_run(tmp_path / plain.name)
     write_json(folder / "recipe.json", {"kind": "pretrain", **plain.recipe.to_dict()})
     record = {"seconds": 1000.0, "environment": environment()}
     write_json(folder / "record.json", record)
-    assert Estimates(tmp_path).seconds(plain) == pytest.approx(1055.0)
-    assert 1000 < Estimates(tmp_path).seconds(high) < 1200
+    assert Estimates(tmp_path).pretraining(plain) == pytest.approx(1052.0)
+    assert 1000 < Estimates(tmp_path).pretraining(high) < 1200
+    assert Estimates(tmp_path, jobs=2).pretraining(plain) > 1100
+    crowded = {**record, "environment": {**environment(), "jobs": 2}}
+    write_json(folder / "record.json", crowded)
+    assert Estimates(tmp_path, jobs=2).pretraining(plain) == pytest.approx(1050.0, rel=0.01)
     write_json(folder / "record.json", {**record, "environment": {"hardware": "another"}})
-    assert Estimates(tmp_path).seconds(plain) == guess
+    assert Estimates(tmp_path).pretraining(plain) == guess
+    tuned, measured = Tuned(plain, "cola"), Measured(plain, "maps")
+    measured.file(tmp_path).parent.mkdir(parents=True)
+    write_json(measured.file(tmp_path), {**record, "seconds": 7.0})
+    estimates = Estimates(tmp_path)
+    assert estimates.later(measured) == pytest.approx(7.35)
+    estimates.learn(tuned, 10.0)
+    assert estimates.later(tuned) == pytest.approx(10.5)
+
+
+def test_a_deadline_counts_from_the_beginning_of_the_command() -> None:
+    late = Deadline(2, time.time() - 119)
+    assert 0 < late.left <= 1
+    assert late.is_near
+    assert not Deadline(2).is_near
 
 
 def test_a_deadline_stops_what_outruns_it() -> None:

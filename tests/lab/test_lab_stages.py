@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,13 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab import choose_experiments, get_scale
-from saobp.lab.bundle import is_rounded, keep_rounded, pack, small_files, unpack
-from saobp.lab.clock import Deadline, TimeIsUpError
-from saobp.lab.plan import Plan
-from saobp.lab.pretraining import check_same, pretrain_all
+from saobp.lab.bundle import is_rounded, keep_rounded, kept_packed, pack, small_files, unpack
+from saobp.lab.clock import Deadline
+from saobp.lab.plan import Plan, check_same
+from saobp.lab.pretraining import pretrain_all
+from saobp.lab.session import Places, Session
 from saobp.lab.sources import Sources, make_up
-from saobp.lab.stages import NO_MODEL, finetune_all, measure_all
+from saobp.lab.stages import finetune_all, measure_all
 from saobp.training.evaluation.run import load_language_model
 from saobp.training.runs import RunError, RunFolder
 
@@ -67,54 +70,44 @@ def test_no_run_is_begun_that_would_not_end_in_time(places: tuple[Path, Sources]
     assert not any(tmp_path.iterdir())
 
 
-def test_a_run_that_was_stopped_goes_on(
-    places: tuple[Path, Sources], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class NearAfter(Deadline):
+    """Near from the second look on; a look is taken at each step."""
+
+    looks = 0
+
+    @property
+    def is_near(self) -> bool:
+        self.looks += 1
+        return self.looks >= 7
+
+
+def test_a_run_that_was_stopped_goes_on(places: tuple[Path, Sources], tmp_path: Path) -> None:
+    """The deadline leaves a checkpoint; the run that goes on from it is the one that was never stopped."""
     model = Plan(choose_experiments("gtd"), SMOKE, 1, "*-low-*").trained()[0]
-    written = RunFolder.log_metrics
-
-    def time_is_up(self: RunFolder, line: dict[str, float]) -> None:
-        written(self, line)
-        if line["step"] == 15:
-            raise TimeIsUpError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "log_metrics", time_is_up)
-        stopped = pretrain_all([model], tmp_path, places[1], say=quiet)
+    stopped = pretrain_all([model], tmp_path, places[1], deadline=NearAfter(), say=quiet)
     assert stopped.left == [model.name]
     run = RunFolder(model.folder(tmp_path))
     assert run.record["status"] == "failed"
-    assert run.checkpoint_steps() == [10]
+    assert run.checkpoint_steps() == [7]
     assert pretrain_all([model], tmp_path, places[1], say=quiet).done == [model.name]
     whole = tmp_path / "whole"
     pretrain_all([model], whole, places[1], say=quiet)
-    assert run.result["eval_loss"] == RunFolder(model.folder(whole)).result["eval_loss"]
-
-
-def test_a_run_that_fails_leaves_the_others_going(
-    places: tuple[Path, Sources], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import saobp.lab.pretraining as stage
-
-    models = Plan(choose_experiments("gtd"), SMOKE, 1).trained()[:2]
-    train = stage.pretrain
-
-    def fails_for_original(recipe, *args, **kwargs):  # type: ignore[no-untyped-def]
-        if recipe.refinement is None:
-            raise ValueError("no luck\nat all")
-        return train(recipe, *args, **kwargs)
-
-    monkeypatch.setattr(stage, "pretrain", fails_for_original)
-    result = pretrain_all(models, tmp_path, places[1], say=quiet)
-    assert result.failed == {models[0].name: "no luck"}
-    assert result.done == [models[1].name]
+    other = RunFolder(model.folder(whole))
+    assert run.result["eval_loss"] == other.result["eval_loss"]
+    losses = [[line.get("loss") for line in one.metrics()] for one in (run, other)]
+    assert losses[0] == losses[1]
 
 
 def test_measurements_and_fine_tuning_of_what_is_there(trained: Path, places: tuple[Path, Sources]) -> None:
     plan = Plan(choose_experiments("gtd,decoder-leak,attention-maps,cost,baselines"), SMOKE, 1)
     measured = measure_all(plan.measured(), trained, places[1], say=quiet)
-    assert set(measured.failed.values()) == {NO_MODEL}
-    assert "bert-tiny-high-0.2-seed42-race-middle" in measured.done
+    assert set(measured.lacking.values()) == {
+        *("bert-tiny-low-0.2-seed42", "bert-tiny-elemmul-seed42", "bert-tiny-high-learned-seed42"),
+        *("bert-tiny-entropy-seed42", "bert-tiny-eigen-seed42"),
+        *("gpt2-tiny-original-seed42", "gpt2-tiny-high-0.2-seed42"),
+    }
+    assert not measured.failed
+    assert "bert-tiny-high-0.2-seed42-measured-race-middle" in measured.done
     taken = json.loads((trained / "measured/bert-tiny-high-0.2-seed42/race-middle.json").read_text())
     assert taken["texts"] == SMOKE.texts
     assert all(0 < head < 1 for heads in taken["layers"]["gtd"] for head in heads)
@@ -129,16 +122,90 @@ def test_measurements_and_fine_tuning_of_what_is_there(trained: Path, places: tu
 
 
 def test_small_files_travel_and_models_on_demand(trained: Path, tmp_path: Path) -> None:
-    assert not any("model" in name.parts for name in small_files(trained))
-    models = small_files(trained, "*-high-0.2-seed42")
-    assert {name.parts[0] for name in models if "model" in name.parts} == {"bert-tiny-high-0.2-seed42"}
-    parts = pack(trained, tmp_path / "packed", models="*-high-0.2-seed42", part_bytes=50_000)
-    assert len(parts) > 1
-    names = unpack(parts, tmp_path / "home")
-    assert len(names) == len(models)
+    unfinished = trained / "bert-tiny-unfinished-seed42"
+    unfinished.mkdir(exist_ok=True)
+    (unfinished / "recipe.json").write_text("{}")
+    small = small_files(trained)
+    assert not any("model" in name.parts or unfinished.name in name.parts for name in small)
+    out = tmp_path / "packed"
+    first = pack(trained, out, models="*-high-0.2-seed42", part_bytes=50_000)
+    assert {path.name.partition("-model-")[0] for path in first[1:]} == {"bert-tiny-high-0.2-seed42"}
+    assert pack(trained, out, models="*-high-0.2-seed42", part_bytes=50_000) == []
+    names = unpack(out, tmp_path / "home", quiet)
+    assert {name for name in names if "/model/" not in name} == {name.as_posix() for name in small}
     home = tmp_path / "home" / "bert-tiny-high-0.2-seed42"
     assert RunFolder(home).result == RunFolder(trained / home.name).result
     load_language_model(home / "model")
+
+
+def test_a_packed_archive_is_whole_or_left_out(trained: Path, tmp_path: Path) -> None:
+    """As after a kill: a new archive of which not all parts were written lies beside the old one."""
+    runs, out = tmp_path / "runs", tmp_path / "packed"
+    shutil.copytree(trained / "bert-tiny-high-0.2-seed42", runs / "first")
+    old = pack(runs, out)
+    kept = {path: path.read_bytes() for path in old}
+    shutil.copytree(trained / "bert-tiny-original-seed42", runs / "second")
+    new = pack(runs, out, part_bytes=3000)
+    assert not any(path.exists() for path in old)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    new[1].unlink()
+    said: list[str] = []
+    unpack(out, tmp_path / "home", said.append)
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["first"]
+    assert said
+    assert all("parts are there" in sentence for sentence in said)
+    with pytest.raises(ValueError, match="there is nothing to unpack"):
+        unpack(tmp_path / "home", tmp_path)
+
+
+def test_what_is_finished_is_packed_meanwhile(trained: Path, tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "packed"
+    with kept_packed(runs, out, say=quiet, every=0.01):
+        shutil.copytree(trained / "bert-tiny-high-0.2-seed42", runs / "first")
+        while not list(out.glob("*.tar.xz")):
+            time.sleep(0.01)
+    assert "first/result.json" in unpack(out, tmp_path / "home", quiet)
+
+
+def test_a_finished_run_without_its_model_is_not_repeated_and_said_to_lack_it(
+    trained: Path, places: tuple[Path, Sources], tmp_path: Path
+) -> None:
+    unpack_to = tmp_path / "runs"
+    pack(trained, tmp_path / "packed")
+    unpack(tmp_path / "packed", unpack_to, quiet)
+    plan = Plan(choose_experiments("gtd"), SMOKE, 1, "*-high-*")
+    again = pretrain_all(plan.trained(), unpack_to, places[1], rounded=True, say=quiet)
+    assert again.reused == ["bert-tiny-high-0.2-seed42"]
+    shutil.rmtree(unpack_to / "tasks", ignore_errors=True)
+    said: list[str] = []
+    tuned = finetune_all(plan.tuned(), unpack_to, places[1], say=said.append)
+    assert tuned.lacking == {"bert-tiny-high-0.2-seed42-race-middle": "bert-tiny-high-0.2-seed42"}
+    assert said == [
+        f"1 pieces of work wait for models that are not in {unpack_to}: bert-tiny-high-0.2-seed42; "
+        "pretrain them here, or bring them with --unpack"
+    ]
+
+
+def test_processes_side_by_side_share_a_stage(trained: Path, places: tuple[Path, Sources]) -> None:
+    """Two processes take measurements; times are taken alone, afterwards."""
+    plan = Plan(choose_experiments("sparsity,cost"), SMOKE, 1, "*-original-*")
+    folders = Places(trained, places[1].tokens, trained / "results", places[1].data_dir, invents=False)
+    for one in plan.measured():
+        one.file(trained).unlink(missing_ok=True)
+    line = ["saobp", "reproduce", "sparsity,cost", "--seeds", "1", "--only", "*-original-*"]
+    line += ["--corpus", "made-up", "--data-dir", str(places[1].data_dir)]
+    line += ["--runs", str(trained), "--tokens", str(places[1].tokens), "--jobs", "2", "--minutes", "5"]
+    said: list[str] = []
+    session = Session(plan, folders, Deadline(5), say=said.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", line)
+        session.do("measure", jobs=2)
+    squad, cost = (json.loads(one.file(trained).read_text()) for one in plan.measured())
+    assert squad["environment"]["jobs"] == 2
+    assert cost["environment"]["jobs"] == 1
+    assert "measure: 0 left to do" not in said
+    assert said[-1] == "measure alone: 1 done, 0 there already"
 
 
 def test_a_rounded_model_is_nearly_the_same(trained: Path, tmp_path: Path) -> None:
@@ -167,7 +234,7 @@ def test_the_command_from_nothing_to_a_page(tmp_path: Path) -> None:
     drawn = (runs / "results" / "report-smoke.html").read_text()
     assert "report-smoke.html" in done.output.replace("\n", "")
     assert "bert-tiny-original-seed42" in drawn
-    assert (tmp_path / "packed" / "runs.tar.xz.00").exists()
+    assert len(list((tmp_path / "packed").glob("runs-*.1of1.tar.xz"))) == 1
     assert "0 of 2 models to pretrain" in CliRunner().invoke(app, [*line, "--plan"]).output
 
 
@@ -178,5 +245,3 @@ def test_the_command_explains_itself() -> None:
     wrong = CliRunner().invoke(app, ["reproduce", "gtd", "--stage", "dance"])
     assert wrong.exit_code == 1
     assert "unknown stage 'dance'" in wrong.output
-    share = CliRunner().invoke(app, ["reproduce", "gtd", "--share", "3/2"])
-    assert "a share is written as in 1/4" in share.output

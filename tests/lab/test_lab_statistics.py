@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saobp.lab.statistics import claim_status, paired_gain, spread
+from saobp.lab.statistics import answer_status, claim_status, paired_gain, spread
 
 NUMBERS = st.floats(-1e3, 1e3).map(lambda x: round(x, 3))
 
@@ -79,10 +79,23 @@ def test_claims() -> None:
     assert claim_status(-0.5, better) == "does not reproduce"
     lower = paired_gain({1: 1.0, 2: 1.1, 3: 1.0}, {1: 0.0, 2: 0.0, 3: 0.0}, higher_is_better=False)
     assert claim_status(0.5, lower) == "reproduces"
-    assert claim_status(0.5, same) == "does not reproduce"
-    assert claim_status(0.0, same) == "reproduces"
+    assert claim_status(0.5, same) == "could not be decided"
+    assert claim_status(9.0, same) == "does not reproduce"
+    assert claim_status(9.0, same, same_size=False) == "could not be decided"
+    assert claim_status(0.0, same) == "could not be decided"
+    assert claim_status(0.0, better) == "does not reproduce"
     assert claim_status(0.5, one) == "could not be decided"
     assert claim_status(0.5, None) == "not run"
+
+
+def test_a_question_is_answered_by_yes_only_for_a_gain() -> None:
+    base = {1: 0.0, 2: 0.0, 3: 0.0}
+    lower = paired_gain({1: -1.0, 2: -1.1, 3: -1.0}, base, higher_is_better=False)
+    same = paired_gain({1: 1.0, 2: -1.0, 3: 0.1}, base)
+    assert answer_status(lower) == "reproduces"
+    assert answer_status(same) == "does not reproduce"
+    assert answer_status(paired_gain({1: 1.0}, base)) == "could not be decided"
+    assert answer_status(None) == "not run"
 
 
 def test_the_spread_of_one_seed_is_not_known() -> None:

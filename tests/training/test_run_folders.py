@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def test_a_new_run_says_what_it_is(tmp_path: Path) -> None:
         "saobp",
         "hardware",
         "processes",
+        "jobs",
     }
     assert {"command", "commit", "started", "finished", "seconds"} <= set(record)
 
@@ -149,3 +151,24 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         files.write_json(path, {"status": "finished"})
     assert json.loads(path.read_text()) == {"status": "running"}
     assert [one.name for one in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_the_record_names_no_place_and_the_commit_that_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the tree elsewhere knows its commit only if it is told."""
+    line = [
+        "/some/where/__main__.py",
+        "pretrain",
+        "--tokens",
+        "/else/where/tokens",
+        "--out=~/runs/one",
+        "a/b",
+    ]
+    monkeypatch.setattr(sys, "argv", line)
+    monkeypatch.setenv("SAOBP_COMMIT", "1a2b3c4")
+    monkeypatch.setenv("SAOBP_JOBS", "3")
+    record = started(tmp_path / "run").record
+    assert record["command"] == "saobp pretrain --tokens tokens --out=one a/b"
+    assert record["commit"] == "1a2b3c4"
+    assert record["environment"]["jobs"] == 3

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+COMMIT_VARIABLE = "SAOBP_COMMIT"
+
 
 def machine(device: str) -> dict[str, str]:
     """Hardware, driver, versions, commit and date of a measurement on ``cuda`` or ``cpu``."""
@@ -43,7 +45,13 @@ def driver() -> str:
 
 
 def commit() -> str:
-    """The commit of the source tree, marked where files differ from it; the version of an installed copy."""
+    """The commit of the source tree, marked where files differ from it; the version of an installed copy.
+
+    A copy of the tree that git does not know, or knows wrongly, is told by the variable ``SAOBP_COMMIT``.
+    """
+    told = os.environ.get(COMMIT_VARIABLE, "").strip()
+    if told:
+        return told
     here = str(Path(__file__).parent)
     name = _said("git", "-C", here, "rev-parse", "--short", "HEAD")
     if not name:

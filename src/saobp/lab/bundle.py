@@ -1,33 +1,42 @@
-"""Bring runs home from a machine that gives little back: small folders, packed into a few files.
+"""Bring runs home from a machine that gives little back: small files in one archive, models in one each.
 
-Checkpoints stay behind. Models stay behind too unless they are asked for; then their matrices are rounded to
-bfloat16, which halves them. Vectors, among them norms and learned strengths, keep their precision.
+Only what is finished is packed, and checkpoints never are. Models stay behind unless they are asked for. An
+archive is cut into parts that carry its checksum and their number, as in ``runs-1a2b3c4d.1of2.tar.xz``, so
+that a process may be killed at any moment: an archive of which all parts are there is whole.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import re
 import shutil
 import tarfile
-from collections.abc import Iterable
-from fnmatch import fnmatch
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from saobp.lab.plan import is_named
 from saobp.training.files import MANIFEST, UNFINISHED, whole_folder
 
 WEIGHTS = "model.safetensors"
+RESULT = "result.json"
+SMALL = "runs"
 PART_BYTES = 15 * 2**20
-"""Of one file of a packed folder."""
-PACKED = "runs.tar.xz"
-NOT_RUNS = ("tokens", "data", "results", "logs")
-"""What may lie beside runs and stays behind."""
+"""Of one file of an archive."""
+PART = re.compile(r"(?P<label>.+)-(?P<sum>[0-9a-f]{8})\.(?P<part>\d+)of(?P<parts>\d+)\.tar\.xz")
+EVERY_SECONDS = 15.0
 
 
 def keep_rounded(model: Path) -> None:
-    """Round the matrices of a saved model to bfloat16, in place; loading makes float32 of them again."""
+    """Round the matrices of a saved model to bfloat16, in place; loading makes float32 of them again.
+
+    Vectors, among them norms and learned strengths, keep their precision.
+    """
     weights = load_file(model / WEIGHTS)
     rounded = {
         name: tensor.bfloat16() if tensor.ndim > 1 and tensor.is_floating_point() else tensor
@@ -44,49 +53,141 @@ def keep_rounded(model: Path) -> None:
         )
 
 
-def small_files(runs: Path, models: str = "") -> list[Path]:
-    """Files of a folder of runs that are worth taking along, relative to it; models of runs named so."""
-    return [
-        path.relative_to(runs)
-        for path in sorted(runs.rglob("*"))
-        if path.is_file() and _is_wanted(path.relative_to(runs).parts, models)
-    ]
+def is_rounded(model: Path) -> bool:
+    """Whether a saved model was rounded."""
+    with safe_open(model / WEIGHTS, "pt") as weights:
+        return any(weights.get_slice(name).get_dtype() == "BF16" for name in weights.keys())  # noqa: SIM118
 
 
-def _is_wanted(parts: tuple[str, ...], models: str) -> bool:
-    if parts[0] in NOT_RUNS or "checkpoints" in parts or any(part.startswith(UNFINISHED) for part in parts):
-        return False
-    return "model" not in parts or fnmatch(parts[0], models)
+def small_files(runs: Path) -> list[Path]:
+    """Files of finished runs, fine-tuning and measurements but models, relative to the folder of runs."""
+    folders = [path.parent for path in runs.glob(f"*/{RESULT}")]
+    folders += [path.parent for path in runs.glob(f"tasks/*/*/seed-*/{RESULT}")]
+    found = [file for folder in folders for file in folder.iterdir() if file.is_file()]
+    found += [*runs.glob(f"tasks/*/*/{RESULT}"), *runs.glob("measured/*/*.json")]
+    return sorted(file.relative_to(runs) for file in found if not file.name.startswith(UNFINISHED))
 
 
-def pack(runs: Path, out: Path, *, models: str = "", part_bytes: int = PART_BYTES) -> list[Path]:
-    """``runs.tar.xz.00``, ``.01``, ... in ``out``: joined, they are one archive of the small files."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:xz", preset=1) as archive:
-        for name in small_files(runs, models):
-            archive.add(runs / name, arcname=name.as_posix())
-    packed = buffer.getvalue()
+def pack(
+    runs: Path, out: Path, *, models: str = "", rounded: bool = False, part_bytes: int = PART_BYTES
+) -> list[Path]:
+    """Bring the archives in ``out`` up to date; the new files.
+
+    models: also of finished runs of such a name, each in an archive of its own; with ``rounded`` only once
+    they are.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for number, start in enumerate(range(0, len(packed), part_bytes)):
-        path = out / f"{PACKED}.{number:02d}"
-        path.write_bytes(packed[start : start + part_bytes])
-        written.append(path)
+    written = _archive(out, SMALL, runs, small_files(runs), part_bytes)
+    for result in sorted(runs.glob(f"*/{RESULT}")):
+        run = result.parent
+        ready = is_named(run.name, models) and (run / "model" / WEIGHTS).exists()
+        if ready and (not rounded or is_rounded(run / "model")):
+            files = [file.relative_to(runs) for file in sorted((run / "model").iterdir())]
+            written += _archive(out, f"{run.name}-model", runs, files, part_bytes)
     return written
 
 
-def unpack(parts: Iterable[Path], runs: Path) -> list[str]:
-    """Put what was packed into a folder of runs; names of the files."""
-    packed = b"".join(path.read_bytes() for path in sorted(parts))
-    if not packed:
-        raise ValueError(f"there is nothing to unpack: give files called {PACKED}.00 and so on")
+def _archive(out: Path, label: str, runs: Path, files: Sequence[Path], part_bytes: int) -> list[Path]:
+    """One archive in parts, then without its predecessors; nothing where it is there already."""
+    stamps = [(file.as_posix(), *_stamp(runs / file)) for file in files]
+    mark = hashlib.sha256(repr(stamps).encode()).hexdigest()[:8]
+    before = [
+        path for path in out.iterdir() if (name := PART.fullmatch(path.name)) and name["label"] == label
+    ]
+    if not files or any(name["sum"] == mark for name in _whole(before)):
+        return []
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:xz", preset=0) as archive:
+        for file in files:
+            archive.add(runs / file, arcname=file.as_posix())
+    packed = buffer.getvalue()
+    pieces = [packed[start : start + part_bytes] for start in range(0, len(packed), part_bytes)]
+    written = []
+    for number, piece in enumerate(pieces, 1):
+        path = out / f"{label}-{mark}.{number}of{len(pieces)}.tar.xz"
+        temporary = path.with_name(f"{UNFINISHED}{path.name}")
+        temporary.write_bytes(piece)
+        written.append(temporary.replace(path))
+    for path in set(before) - set(written):
+        path.unlink()
+    return written
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _whole(paths: Sequence[Path]) -> list[re.Match[str]]:
+    """The first part of every archive of which all parts are there."""
+    parts = [name for path in paths if (name := PART.fullmatch(path.name))]
+    kinds = [(name["label"], name["sum"], name["parts"]) for name in parts]
+    return [
+        name
+        for name, kind in zip(parts, kinds, strict=True)
+        if name["part"] == "1" and kinds.count(kind) == int(name["parts"])
+    ]
+
+
+@contextmanager
+def kept_packed(
+    runs: Path,
+    out: Path,
+    *,
+    models: str = "",
+    rounded: bool = False,
+    say: Callable[[str], object] = print,
+    every: float = EVERY_SECONDS,
+) -> Iterator[None]:
+    """Meanwhile pack whatever is finished every few seconds, and once more at the end."""
+    ended = threading.Event()
+
+    def once() -> list[Path]:
+        try:
+            return pack(runs, out, models=models, rounded=rounded)
+        except OSError as problem:
+            say(f"{runs} could not be packed into {out}: {problem}")
+            return []
+
+    def repeat() -> None:
+        while not ended.wait(every):
+            once()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        once()
+        size = sum(path.stat().st_size for path in out.iterdir()) if out.is_dir() else 0
+        say(f"packed into {out}: {size / 2**20:.1f} MiB")
+
+
+def unpack(folder: Path, runs: Path, say: Callable[[str], object] = print) -> list[str]:
+    """Put what was packed into a folder of runs; names of the files. ``say`` gets those left out."""
+    paths = sorted(path for path in folder.rglob("*.tar.xz") if PART.fullmatch(path.name))
+    if not paths:
+        raise ValueError(
+            f"there is nothing to unpack in {folder}: --pack writes files such as {SMALL}-*.tar.xz"
+        )
     runs.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:xz") as archive:
-        names = archive.getnames()
-        archive.extractall(runs, filter="data")
+    whole = _whole(paths)
+    known = {(name["label"], name["sum"]) for name in whole}
+    for path in paths:
+        name = PART.fullmatch(path.name)
+        assert name is not None
+        if (name["label"], name["sum"]) not in known:
+            say(f"{path.name} is left out, because not all of its {name['parts']} parts are there")
+    names = []
+    for first in whole:
+        label, mark, count = first["label"], first["sum"], int(first["parts"])
+        here = {path.name: path for path in paths}
+        packed = b"".join(
+            here[f"{label}-{mark}.{number}of{count}.tar.xz"].read_bytes() for number in range(1, count + 1)
+        )
+        with tarfile.open(fileobj=io.BytesIO(packed), mode="r:xz") as archive:
+            names += archive.getnames()
+            archive.extractall(runs, filter="data")
     return names
-
-
-def is_rounded(model: Path) -> bool:
-    """Whether a saved model was rounded."""
-    return any(tensor.dtype == torch.bfloat16 for tensor in load_file(model / WEIGHTS).values())

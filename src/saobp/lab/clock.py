@@ -14,13 +14,19 @@ class TimeIsUpError(BaseException):
     """Raised inside a run when the time is up; like an interruption, nothing but the end should catch it."""
 
 
-class Deadline:
-    """So many minutes from now on; None for no limit."""
+RESERVE = 6.0
+"""Seconds before the end at which a run writes its checkpoint and stops."""
 
-    def __init__(self, minutes: float | None = None) -> None:
+
+class Deadline:
+    """So many minutes from now on, or from ``began`` (by ``time.time``) on; None for no limit."""
+
+    def __init__(self, minutes: float | None = None, began: float | None = None) -> None:
         if minutes is not None and not minutes > 0:
             raise ValueError(f"minutes must be above 0, not {minutes:g}")
-        self._end = None if minutes is None else time.monotonic() + 60 * minutes
+        self.minutes, self.began = minutes, time.time() if began is None else began
+        gone = time.time() - self.began
+        self._end = None if minutes is None else time.monotonic() + 60 * minutes - gone
 
     @property
     def left(self) -> float:
@@ -29,6 +35,11 @@ class Deadline:
 
     def allows(self, seconds: float) -> bool:
         return seconds <= self.left
+
+    @property
+    def is_near(self) -> bool:
+        """Whether a run should stop now, with just enough time to leave what it has."""
+        return self.left < RESERVE
 
     @contextmanager
     def enforced(self) -> Iterator[None]:

@@ -188,6 +188,8 @@ def unpacked(taken: Taken) -> np.ndarray:
     return raw.reshape(taken["shape"]).astype(np.float32)
 
 
+UNDISTURBED = ("cost",)
+"""Measurements of time, which nothing else on the machine may disturb."""
 MEASURES: dict[str, Callable[[Path, Scale, int, Path | None], Taken]] = {
     "race-middle": on_texts("race-middle"),
     "squad": on_texts("squad"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from saobp.lab.drawing import save_figure
 from saobp.lab.experiments import Experiment
 from saobp.lab.methods import METHODS
 from saobp.lab.scales import Scale
-from saobp.lab.statistics import Gain, Spread, Status, claim_status, paired_gain, spread
+from saobp.lab.statistics import Gain, Spread, Status, answer_status, claim_status, paired_gain, spread
 
 SMOKE = (
     "**Smoke run: tiny models on made-up or little text. The numbers only show that the code runs; "
@@ -55,6 +56,12 @@ class Page:
         self.figures: dict[str, Figure] = {}
         self.lines: list[list[str]] = []
         self.is_filled = False
+
+    @property
+    def has_something_to_say(self) -> bool:
+        """Whether there is a number, and one for a claim if the page has claims."""
+        decided = [claim for claim in self.claims if claim.status != "not run"]
+        return self.is_filled and bool(decided or not self.claims)
 
     def say(self, paragraph: str) -> None:
         self.blocks.append(paragraph)
@@ -118,10 +125,10 @@ class Page:
                 ]
                 self.lines.append(line)
             if method in claims and their_gain is not None:
-                status = claim_status(their_gain, gain)
+                status = claim_status(their_gain, gain, same_size=not partial)
                 pair = f"{METHODS[method].title} against {METHODS[base].title}"
-                words = f"{pair}, {measure}: the paper has {their_gain:+.{digits}f}"
-                self.claims.append(Claim(words, status, gain_in_words(gain, digits) or "no runs"))
+                words = f"{pair}, {measure}{' *' if partial else ''}: the paper has {their_gain:+.{digits}f}"
+                self.claim(words, status, gain, digits)
         return gains
 
     def compared(self) -> None:
@@ -139,8 +146,14 @@ class Page:
         if marked:
             self.say(marked)
 
-    def claim(self, words: str, status: Status, detail: str) -> None:
-        self.claims.append(Claim(words, status, detail))
+    def claim(self, words: str, status: Status, gain: Gain | None, digits: int = 2, detail: str = "") -> None:
+        """Note a claim with our difference; ``detail`` says what that is a difference of."""
+        shown = gain_in_words(gain, digits)
+        self.claims.append(Claim(words, status, f"{detail} {shown}".strip() if shown else "no runs"))
+
+    def answer(self, words: str, gain: Gain | None, digits: int = 2) -> None:
+        """The answer to a question whether something is better: yes is 'reproduces'."""
+        self.claim(words, answer_status(gain), gain, digits)
 
     def write(self, out: Path, records: list[dict[str, Any]], missing: Sequence[str]) -> list[Path]:
         """``SCALE.md``, its figures, ``SCALE-runs.json`` and ``SCALE.json`` in the target's folder."""
@@ -152,7 +165,7 @@ class Page:
         asks = "The question" if self.experiment.kind == "question" else "The paper"
         head += [f"{asks}: {self.experiment.asks}", *self._claim_table()]
         tail = [_missing(missing)] if missing else []
-        tail += [f"The record of every run is in [{name}-runs.json]({name}-runs.json)."] if records else []
+        tail += [made_on(records), f"The record of every run: [{name}-runs.json]({name}-runs.json)."]
         page = folder / f"{name}.md"
         page.write_text("\n\n".join([*head, *self.blocks, *tail]) + "\n", encoding="utf-8")
         outcome = {
@@ -206,6 +219,23 @@ def verdict_in_words(gain: Gain | None, found: Spread | None) -> str:
     if gain.verdict == "undecided":
         return f"undecided ({gain.pairs} pair{'s' if gain.pairs > 1 else ''})"
     return "no gain (within the spread)" if gain.verdict == "no gain" else gain.verdict
+
+
+def made_on(records: Sequence[Mapping[str, Any]]) -> str:
+    """Hardware and commits of the runs, and a warning where they were not trained on the same texts."""
+    hardware = Counter(str(one.get("environment", {}).get("hardware", "unknown")) for one in records)
+    commits = Counter(str(one.get("commit", "unknown")) for one in records)
+    texts: dict[str, set[str]] = {}
+    for one in records:
+        for name, checksum in one.get("data", {}).items() if one["kind"] == "pretrain" else ():
+            texts.setdefault(f"{one['run'].split('-')[0]}, {name}", set()).add(checksum)
+    other = sorted(name for name, checksums in texts.items() if len(checksums) > 1)
+    warning = f" **Runs were not all trained on the same texts: {'; '.join(other)}.**" if other else ""
+    return f"Made on {_counted(hardware)}, at commit {_counted(commits)}.{warning}"
+
+
+def _counted(found: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in found.most_common()) or "nothing"
 
 
 def _missing(names: Sequence[str], shown: int = 12) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -11,10 +11,16 @@ from saobp.lab.experiments import Experiment
 from saobp.lab.methods import METHODS, Method, method_name
 from saobp.lab.scales import SEEDS, Scale, first_seeds
 from saobp.training.recipes import PretrainRecipe
+from saobp.training.runs import RunError, RunFolder
 
 FAMILIES = ("bert", "gpt2")
 SMOKE_SEEDS = 2
 """Unless the command says otherwise."""
+
+
+def is_named(name: str, patterns: str) -> bool:
+    """Whether one of the patterns, joined by commas, fits: ``"*-seed42,*-high-*"``."""
+    return any(fnmatch(name, pattern.strip()) for pattern in patterns.split(","))
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Measured:
 
     @property
     def name(self) -> str:
-        return f"{self.model.name}-{self.measure}"
+        return f"{self.model.name}-measured-{self.measure}"
 
     def file(self, runs: Path) -> Path:
         return runs / "measured" / self.model.name / f"{self.measure}.json"
@@ -70,7 +76,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """Experiments at a scale; ``seeds`` in place of each experiment's own number, ``only`` filters runs."""
+    """Experiments at a scale; ``seeds`` in place of each one's own number, ``only`` filters runs by name."""
 
     experiments: Sequence[Experiment]
     scale: Scale
@@ -101,12 +107,12 @@ class Plan:
         return Trained(family, METHODS[method], seed, recipe, elsewhere)
 
     def trained(self) -> list[Trained]:
-        """All models, the most informative first: the main methods, then the others, seed after seed."""
+        """All models, seed after seed, of each seed the main methods first."""
         models = (model for experiment in self.experiments for model in self.models_of(experiment))
         return sorted(self._kept(models), key=self._order)
 
     def tuned(self) -> list[Tuned]:
-        """All fine-tuning: every task of one seed before the next seed."""
+        """All fine-tuning, seed after seed; of each seed all methods on one task, then on the next."""
         asked = [
             Tuned(model, task)
             for experiment in self.experiments
@@ -114,8 +120,14 @@ class Plan:
             if model.family == "bert" and model.elsewhere is None
             for task in experiment.tasks
         ]
-        kept = {one.name: one for one in asked if fnmatch(one.name, self.only)}
-        return sorted(kept.values(), key=lambda one: (SEEDS.index(one.model.seed), one.model.method.tier))
+        kept = {one.name: one for one in asked if is_named(one.name, self.only)}
+        tasks = list(dict.fromkeys(one.task for one in kept.values()))
+
+        def order(one: Tuned) -> tuple[int, int, int]:
+            seed, tier = self._order(one.model)
+            return seed, tasks.index(one.task), tier
+
+        return sorted(kept.values(), key=order)
 
     def measured(self) -> list[Measured]:
         """All measurements."""
@@ -126,19 +138,26 @@ class Plan:
             if model.elsewhere is None
             for measure in experiment.measures
         ]
-        kept = {one.name: one for one in asked if fnmatch(one.name, self.only)}
+        kept = {one.name: one for one in asked if is_named(one.name, self.only)}
         return sorted(kept.values(), key=lambda one: self._order(one.model))
 
     def _kept(self, models: Iterable[Trained]) -> list[Trained]:
         named: dict[str, Trained] = {}
         for model in models:
-            if fnmatch(model.name, self.only):
+            if is_named(model.name, self.only):
                 named.setdefault(model.name, model)
         return list(named.values())
 
     @staticmethod
-    def _order(model: Trained) -> tuple[int, int, int]:
-        """A further seed of a main method is worth as much as the first of a lesser one."""
-        place = SEEDS.index(model.seed)
-        tier = model.method.tier + (3 if model.elsewhere else 0)
-        return place + tier, tier, place
+    def _order(model: Trained) -> tuple[int, int]:
+        """All methods of one seed before the next seed, other texts after the scale's own."""
+        return SEEDS.index(model.seed), model.method.tier + (len(METHODS) if model.elsewhere else 0)
+
+
+def check_same(run: RunFolder, recipe: PretrainRecipe) -> None:
+    """Refuse a finished run of the right name that was trained otherwise; when it saved does not matter."""
+    found = PretrainRecipe.from_dict(run.recipe)
+    if replace(found, checkpoint_steps=recipe.checkpoint_steps) != recipe:
+        was, asked = found.to_dict(), recipe.to_dict()
+        changed = sorted(name for name in asked if was[name] != asked[name])
+        raise RunError(f"the finished run in {run.path} had another {', '.join(changed)}: name other --runs")

@@ -1,40 +1,24 @@
-"""The stage that pretrains: one run after the other in one process, so that compiled code is shared."""
+"""The stage that pretrains: what is not finished yet, run after run, so that a process compiles code once."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
-from saobp.lab.bundle import keep_rounded
+from saobp.lab.bundle import is_rounded, keep_rounded
 from saobp.lab.clock import Deadline, TimeIsUpError
 from saobp.lab.estimates import Estimates
-from saobp.lab.plan import Trained
+from saobp.lab.plan import Trained, check_same
+from saobp.lab.sharing import Piece, Say, StageResult, work_through
 from saobp.lab.sources import Sources
 from saobp.training.pretrain import pretrain
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.runs import RunError, RunFolder
-
-Say = Callable[[str], object]
-
-
-@dataclass
-class StageResult:
-    """What became of each piece of work of a stage, by name."""
-
-    done: list[str] = field(default_factory=list)
-    reused: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        words = [f"{len(self.done)} done", f"{len(self.reused)} there already"]
-        words += [f"{len(self.left)} left for want of time"] if self.left else []
-        words += [f"{len(self.failed)} failed"] if self.failed else []
-        return ", ".join(words)
+from saobp.training.runs import RunFolder
 
 
 def pretrain_all(
@@ -44,74 +28,79 @@ def pretrain_all(
     *,
     deadline: Deadline | None = None,
     rounded: bool = False,
-    progress: bool = False,
     say: Say = print,
 ) -> StageResult:
-    """Train what is not finished yet, in the given order.
+    """Train what is not finished yet, in the given order, and round what is to be rounded.
 
-    A run that would not end before the deadline is passed over, so a shorter one may still be begun. One that
-    was begun and outruns it is stopped; it goes on from its last checkpoint next time. One that fails is
-    noted, and the others go on.
+    A run that the deadline stops leaves a checkpoint, from which it goes on next time.
     """
     deadline = deadline or Deadline()
-    estimates, result = Estimates(runs), StageResult()
-    for place, model in enumerate(models, 1):
+    estimates = Estimates(runs)
+
+    def piece(model: Trained) -> Piece:
         run = RunFolder(model.folder(runs))
-        if run.is_finished:
-            check_same(run, model.recipe)
-            result.reused.append(model.name)
-            continue
-        expected = estimates.seconds(model) * share_left(run, model.recipe)
-        if not deadline.allows(expected):
-            result.left.append(model.name)
-            continue
-        say(f"[{place}/{len(models)}] {model.name}: about {expected:.0f} s")
-        try:
-            with deadline.enforced():
-                _train(model, run, sources, rounded, progress, say)
-        except TimeIsUpError:
-            result.left.append(model.name)
-            say(f"{model.name} was stopped because the time is up; it goes on from its last checkpoint")
-            break
-        except (ValueError, OSError, RuntimeError) as problem:
-            result.failed[model.name] = str(problem).split("\n")[0]
-            say(f"{model.name} failed: {result.failed[model.name]}")
-            continue
-        finally:
-            free_memory()
-        estimates.learn(run)
-        result.done.append(model.name)
-        found = run.result
-        say(
-            f"{model.name}: held-out perplexity {found['eval_perplexity'] or float('nan'):.3f}, "
-            f"{found['seconds']:.0f} s, {(found['tokens_per_second'] or 0) / 1e6:.2f} M tokens/s"
-        )
-    return result
+
+        def is_done() -> bool:
+            if run.is_finished:
+                check_same(run, model.recipe)
+            return run.is_finished and not (rounded and _is_exact(run.model))
+
+        def do() -> None:
+            if not run.is_finished:
+                _train(model, run, sources, deadline, say)
+            if rounded:
+                keep_rounded(run.model)
+            estimates.learn_run(run)
+
+        def seconds() -> float:
+            return 0.0 if run.is_finished else estimates.pretraining(model) * share_left(run, model.recipe)
+
+        return Piece(model.name, is_done, do, seconds, can_continue=True)
+
+    return work_through([piece(model) for model in models], runs, deadline, say)
 
 
-def _train(model: Trained, run: RunFolder, sources: Sources, rounded: bool, progress: bool, say: Say) -> None:
+def _train(model: Trained, run: RunFolder, sources: Sources, deadline: Deadline, say: Say) -> None:
     texts = sources.texts(model.recipe)
-    pretrain(
-        model.recipe,
-        run.path,
-        train=texts.train,
-        validation=texts.validation,
-        tokenizer=texts.tokenizer,
-        resume=run.file("recipe.json").exists(),
-        progress=progress,
-        say=say,
+    try:
+        found = pretrain(
+            model.recipe,
+            run.path,
+            train=texts.train,
+            validation=texts.validation,
+            tokenizer=texts.tokenizer,
+            resume=run.file("recipe.json").exists(),
+            progress=False,
+            callbacks=[StopInTime(deadline)],
+            say=say,
+        )
+    finally:
+        free_memory()
+    perplexity, rate = found.eval_perplexity or float("nan"), (found.tokens_per_second or 0) / 1e6
+    say(
+        f"{model.name}: held-out perplexity {perplexity:.3f}, {found.seconds:.0f} s, {rate:.2f} M tokens/s, "
+        f"{deadline.left:.0f} s left"
     )
-    if rounded:
-        keep_rounded(run.model)
 
 
-def check_same(run: RunFolder, recipe: PretrainRecipe) -> None:
-    """Refuse a finished run of the right name whose recipe is another."""
-    found = PretrainRecipe.from_dict(run.recipe)
-    if found != recipe:
-        was, asked = found.to_dict(), recipe.to_dict()
-        changed = sorted(name for name in asked if was[name] != asked[name])
-        raise RunError(f"the finished run in {run.path} had another {', '.join(changed)}: name other --runs")
+class StopInTime(TrainerCallback):
+    """Shortly before the deadline has a checkpoint written, then stops the run.
+
+    Only at steps that are logged, so that a logged loss never spans an interruption.
+    """
+
+    def __init__(self, deadline: Deadline) -> None:
+        self.deadline, self.stopping = deadline, False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        is_between = state.global_step % args.logging_steps == 0 and state.global_step < state.max_steps
+        if is_between and self.deadline.is_near:
+            self.stopping = control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, state, control
+        if self.stopping:
+            raise TimeIsUpError
 
 
 def share_left(run: RunFolder, recipe: PretrainRecipe) -> float:
@@ -120,8 +109,18 @@ def share_left(run: RunFolder, recipe: PretrainRecipe) -> float:
     return 1.0 - (steps[-1] / recipe.steps if steps else 0.0)
 
 
+def _is_exact(model: Path) -> bool:
+    """Whether a model is there and was not rounded yet."""
+    return model.is_dir() and not is_rounded(model)
+
+
 def free_memory() -> None:
-    """Let go of the last model before the next one."""
+    """Let go of the last model before the next one, and of its recorded graphs, which hold gigabytes.
+
+    Compiled code stays on the disk, where the next run of the kind finds it.
+    """
+    if torch.cuda.is_available():
+        torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

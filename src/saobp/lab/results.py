@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from saobp.lab.experiments import Experiment
-from saobp.lab.plan import Measured, Plan, Trained, Tuned
+from saobp.lab.plan import Measured, Plan, Trained, Tuned, check_same
 from saobp.training.files import read_json
-from saobp.training.runs import RunFolder
+from saobp.training.runs import RunFolder, without_folders
 
 Values = dict[str, dict[int, float]]
 """By method, then by seed."""
@@ -36,6 +35,12 @@ class Results:
             if model.family == family and model.elsewhere == elsewhere and self.run(model).is_finished
         ]
 
+    def check(self) -> None:
+        """Refuse finished runs of the right name that were trained otherwise."""
+        for model in self.plan.models_of(self.experiment):
+            if self.run(model).is_finished:
+                check_same(self.run(model), model.recipe)
+
     def run(self, model: Trained) -> RunFolder:
         return RunFolder(model.folder(self.runs))
 
@@ -58,8 +63,10 @@ class Results:
         return self.run(model).result["eval_perplexity"]
 
     def speed(self, model: Trained) -> float | None:
-        """Tokens a second in training."""
-        return self.run(model).result["tokens_per_second"]
+        """Tokens a second in training, of a run that had the machine to itself."""
+        run = self.run(model)
+        alone = run.record.get("environment", {}).get("jobs", 1) == 1
+        return run.result["tokens_per_second"] if alone else None
 
     def measured(self, model: Trained, measure: str) -> dict[str, Any] | None:
         path = Measured(model, measure).file(self.runs)
@@ -73,6 +80,10 @@ class Results:
         """Of the last epoch, in percent."""
         found = self.tuned(model, task)
         return None if found is None else found[EPOCH]["mean"]
+
+    def tasks_done(self, tasks: Iterable[str]) -> list[str]:
+        """Those on which any model was fine-tuned."""
+        return [task for task in tasks if any(self.tuned(model, task) for model in self.models())]
 
     def is_partial(self, task: str) -> bool:
         """Whether any model was fine-tuned on a part of the task or on stand-ins."""
@@ -122,7 +133,7 @@ class Results:
 
 
 def _recorded(name: str, kind: str, run: RunFolder) -> dict[str, Any]:
-    """The record and result of a run, with folders in its command by their last part alone."""
+    """The record and result of a run; older records hold whole folders in their command."""
     record = run.record
-    words = (re.sub(r"(^|=)[~/].*/", r"\1", word) for word in shlex.split(record.get("command", "")))
-    return {"run": name, "kind": kind, **record, "command": shlex.join(words), "result": run.result}
+    command = without_folders(shlex.split(record.get("command", "")))
+    return {"run": name, "kind": kind, **record, "command": command, "result": run.result}

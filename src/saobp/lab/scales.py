@@ -12,6 +12,9 @@ SEEDS = (42, 1, 2, 3, 4)
 CORPUS = "wikipedia_en,gutenberg_books,imdb_reviews"
 """Stand-ins for WikiText-103, BookCorpus and OpenWebText, each read once in an epoch."""
 
+CHECKPOINT_STEPS = 4000
+"""Half a minute of a mini model on a large GPU; what a deadline stops leaves a checkpoint anyway."""
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -41,6 +44,7 @@ class Scale:
         recipe = named_recipe(self.recipe, family, self.size)
         if self.steps is not None:
             recipe = with_steps(recipe, self.steps)
+        saving = min(CHECKPOINT_STEPS, recipe.steps // 2) // recipe.log_steps * recipe.log_steps
         chosen = METHODS[method]
         return replace(
             recipe,
@@ -48,6 +52,7 @@ class Scale:
             regularizer=chosen.regularizer,
             seed=seed,
             corpus=self.corpus if corpus is None else corpus,
+            checkpoint_steps=saving,
         )
 
 

@@ -87,15 +87,29 @@ def _verdict(low: float, high: float, pairs: int, higher_is_better: bool) -> Ver
 Status = Literal["reproduces", "does not reproduce", "could not be decided", "not run"]
 
 
-def claim_status(paper: float, gain: Gain | None) -> Status:
+def claim_status(paper: float, gain: Gain | None, *, same_size: bool = True) -> Status:
     """Whether a difference that the paper reports is seen here too.
 
-    ``paper``: its difference, method less base; one of zero claims that there is none.
+    It is if the interval leaves zero out on its side, and is not if the interval lies on the other side. An
+    interval that holds zero refutes the paper's difference only if it leaves that out; else three seeds are
+    too few to tell. Without ``same_size`` only the side compares, as between training sets that differ.
+
+    paper: its difference, method less base
     """
+    if gain is None:
+        return "not run"
+    if gain.verdict == "undecided" or gain.low is None or gain.high is None:
+        return "could not be decided"
+    if gain.verdict == "no gain":
+        refuted = same_size and not gain.low <= paper <= gain.high
+        return "does not reproduce" if refuted else "could not be decided"
+    return "reproduces" if gain.difference * paper > 0 else "does not reproduce"
+
+
+def answer_status(gain: Gain | None) -> Status:
+    """Whether something is better, for a question: only a gain is."""
     if gain is None:
         return "not run"
     if gain.verdict == "undecided":
         return "could not be decided"
-    seen = 0.0 if gain.verdict == "no gain" else math.copysign(1.0, gain.difference)
-    claimed = math.copysign(1.0, paper) if paper else 0.0
-    return "reproduces" if seen == claimed else "does not reproduce"
+    return "reproduces" if gain.verdict == "gain" else "does not reproduce"

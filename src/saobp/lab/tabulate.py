@@ -31,11 +31,12 @@ def tabulate(plan: Plan, runs: Path, out: Path) -> list[Path]:
     written = []
     for experiment in plan.experiments:
         results = Results(plan, experiment, runs)
+        results.check()
         records = results.records()
         if records:
             page = Page(experiment, plan.scale)
             PAGES[experiment.name](results, page)
-            if page.is_filled:
+            if page.has_something_to_say:
                 written += page.write(out, records, results.missing())
     return [*written, write_overview(out)]
 
@@ -56,9 +57,12 @@ def _overview(outcomes: list[dict[str, Any]]) -> Iterable[str]:
     yield (
         "Written by `saobp reproduce`. A claim is a difference between methods that the paper reports, or "
         "the question of a page. It reproduces if the 95 % interval of the difference between pairs of runs "
-        "with the same seed leaves zero out on the claimed side. There are many claims, so about one in "
-        "twenty intervals leaves zero out by chance alone. Texts, token budget and fine-tuning values are "
-        "ours; see [how to rerun](../docs/reproduce.md)."
+        "with the same seed leaves zero out on the claimed side. It does not if the interval lies on the "
+        "other side, or holds zero and leaves the paper's difference out. Anything else, and whatever has "
+        "fewer than three pairs, could not be decided. A question whether something is better is answered "
+        "by yes only for a gain. There are many claims, so about one in twenty intervals leaves zero out by "
+        "chance alone. Texts, token budget and fine-tuning values are ours, and * marks tasks of which only "
+        "a part of the rows is to be had; see [how to rerun](../docs/reproduce.md)."
     )
     if any(one["scale"] == "smoke" for one in outcomes):
         yield "**Pages of the smoke scale only show that the code runs. They say nothing about any method.**"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.utils import logging as hf_logging
 
 import saobp
@@ -49,14 +49,15 @@ def pretrain(
     tokenizer: PreTrainedTokenizerBase,
     resume: bool = False,
     progress: bool = True,
+    callbacks: Sequence[TrainerCallback] = (),
     report_to: str = "none",
     say: Callable[[str], object] = print,
 ) -> Result:
     """Train a new model as the recipe says and leave everything in ``folder``.
 
     train and validation: :class:`saobp.data.Blocks`. ``resume`` goes on with an unfinished run of the same
-    recipe from its last good checkpoint, or from the beginning where there is none. In a distributed launch
-    every process calls this; the first one writes.
+    recipe from its last good checkpoint, or from the beginning where there is none. ``callbacks`` are
+    Trainer's. In a distributed launch every process calls this; the first one writes.
     """
     run = RunFolder(folder)
     args = arguments(recipe, run.path, report_to)
@@ -90,7 +91,7 @@ def pretrain(
         run,
         train=train,
         validation=validation,
-        callbacks=[ProgressBar()] if progress else [],
+        callbacks=[*callbacks, *([ProgressBar()] if progress else [])],
         say=tell,
     )
     objective = objective_of(recipe.family, tokenizer, recipe.masked_share)

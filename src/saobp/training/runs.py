@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
+import re
 import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,8 @@ from saobp.training.files import (
 )
 
 KINDS = ("pretrain", "finetune", "evaluate")
+JOBS_VARIABLE = "SAOBP_JOBS"
+"""Set for processes that share a machine: how many there are."""
 KEPT_CHECKPOINTS = 2
 """One to go on from and one to fall back on."""
 
@@ -248,7 +252,7 @@ class RunFolder:
 
 
 def environment(processes: int = 1) -> dict[str, Any]:
-    """What a run was made on."""
+    """What a run was made on; ``jobs`` is how many runs shared the machine, whose times then say little."""
     cuda = torch.cuda.is_available()
     return {
         "python": platform.python_version(),
@@ -257,13 +261,19 @@ def environment(processes: int = 1) -> dict[str, Any]:
         "saobp": version("saobp"),
         "hardware": torch.cuda.get_device_name(0) if cuda else processor(),
         "processes": processes,
+        "jobs": int(os.environ.get(JOBS_VARIABLE, "1")),
     }
 
 
 def _command() -> str:
-    """The command line, without the place of the program."""
+    """The command line, with the program and all folders by their last part alone."""
     program = Path(sys.argv[0]).name
-    return shlex.join(["saobp" if program == "__main__.py" else program, *sys.argv[1:]])
+    return without_folders(["saobp" if program == "__main__.py" else program, *sys.argv[1:]])
+
+
+def without_folders(words: Iterable[str]) -> str:
+    """A command line that names no place of the machine: of a whole path only the last part."""
+    return shlex.join(re.sub(r"(^|=)[~/].*/", r"\1", word) for word in words)
 
 
 def _is_foreign(path: Path) -> bool:

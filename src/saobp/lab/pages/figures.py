@@ -18,7 +18,8 @@ from saobp.lab.pages.common import (
 )
 from saobp.lab.plan import Trained
 from saobp.lab.results import Results
-from saobp.lab.statistics import paired_gain
+from saobp.lab.scales import SEEDS
+from saobp.lab.statistics import claim_status, paired_gain
 from saobp.metrics.correlation import pearson
 
 NOTHING = "Not run: no model of this experiment has been measured yet."
@@ -26,7 +27,7 @@ NOTHING = "Not run: no model of this experiment has been measured yet."
 
 def attention_maps(results: Results, page: Page) -> None:
     rows = {}
-    for model in results.models():
+    for model in _shown(results):
         taken = results.measured(model, "maps")
         if taken is None:
             continue
@@ -45,9 +46,14 @@ def attention_maps(results: Results, page: Page) -> None:
     page.figure("maps", map_grid(rows), "Attention, on a logarithmic scale of colours.")
 
 
+def _shown(results: Results) -> list[Trained]:
+    """Models of the first seed: a picture shows one of each method."""
+    return [model for model in results.models() if model.seed == SEEDS[0]]
+
+
 def sparsity_maps(results: Results, page: Page) -> None:
     rows, shares = {}, []
-    for model in results.models():
+    for model in _shown(results):
         taken = results.measured(model, "maps")
         if taken is not None:
             maps = unpacked(taken["after"])
@@ -70,7 +76,7 @@ def gtd_graph(results: Results, page: Page) -> None:
     rows, notes = [], {}
     for measure, theirs in (("clustering", "+0.70"), ("betweenness", "-0.43")):
         everything: list[tuple[float, float]] = []
-        by_run: list[float | None] = []
+        by_run: dict[Trained, float | None] = {}
         for model in results.models():
             taken = results.measured(model, "race-middle")
             if taken is None:
@@ -79,7 +85,7 @@ def gtd_graph(results: Results, page: Page) -> None:
             series[measure].setdefault(model.method.title, []).extend(points)
             everything += points
             rows.append([measure, model.name, theirs, _r(points)])
-            by_run.append(correlation_of([{"gtd": x, "score": y} for x, y in points], "gtd"))
+            by_run[model] = correlation_of([{"gtd": x, "score": y} for x, y in points], "gtd")
         if by_run:
             claim_correlation(page, f"GTD against {measure}", float(theirs), by_run)
         notes[measure] = f"r = {_r(everything)}; the paper: {theirs}"
@@ -169,14 +175,8 @@ def _profile(results: Results, page: Page, measure: str) -> None:
         page.compare(f"{title}, last layer", values, digits=3, methods=methods_of(results.experiment))
         if statistic == "attention_entropy":
             gain = paired_gain(values.get("high", {}), values.get("original", {}))
-            status = (
-                "not run" if gain is None
-                else "could not be decided" if gain.verdict == "undecided"
-                else "reproduces" if gain.verdict == "gain" else "does not reproduce"
-            )  # fmt: skip
             words = f"{METHODS['high'].title} keeps the last layer's entropy above Original's on {measure}"
-            detail = "no runs" if gain is None else f"{gain.difference:+.3f} nats"
-            page.claim(words, status, detail)  # type: ignore[arg-type]
+            page.claim(words, claim_status(1.0, gain, same_size=False), gain, 3)
     page.compared()
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 
 from saobp.data.tasks import ALL
 from saobp.lab.drawing import dots, head_grid
 from saobp.lab.methods import METHODS
-from saobp.lab.page import Page, gain_in_words
-from saobp.lab.pages.common import BUDGET, has_any, mean_of, methods_of, titled
+from saobp.lab.page import Page
+from saobp.lab.pages.common import BUDGET, has_any, mean_of, mean_score, methods_of, titled
 from saobp.lab.paper import paper_values
 from saobp.lab.results import Results, Values
-from saobp.lab.statistics import Gain, Status
+from saobp.lab.statistics import Status
 
 
 def decoder_leak(results: Results, page: Page) -> None:
@@ -32,9 +35,8 @@ def decoder_leak(results: Results, page: Page) -> None:
         "when its second half is replaced: 0 for a causal model. A model whose states move has seen what it "
         "has to predict, and its perplexity measures something else."
     )
-    _answer(page, "The paper form has a lower perplexity than Original", gains.get("paper"))
-    _answer(
-        page,
+    page.answer("The paper form has a lower perplexity than Original", gains.get("paper"))
+    page.answer(
         "The strict form, which leaks nothing, has a lower perplexity than Original",
         gains.get("strict"),
     )
@@ -79,6 +81,8 @@ def printed_forms(results: Results, page: Page) -> None:
         )  # fmt: skip
         drawn[title] = titled(values)
     page.compared()
+    if page.claims:
+        _tally(page, methods[1:])
     page.say(
         "The equation multiplies messages over nodes (High, Low); the listing multiplies over the labels of "
         "one row, which cancels ('as listed'). The printed ElemMul has no prior. Each form is set beside the "
@@ -95,7 +99,7 @@ def strengths(results: Results, page: Page) -> None:
     gains = page.compare("held-out perplexity", values, higher_is_better=False, digits=3, methods=methods)
     page.compared()
     for key in methods[1:]:
-        _answer(page, f"{METHODS[key].title} has a lower perplexity than Original", gains.get(key), digits=3)
+        page.answer(f"{METHODS[key].title} has a lower perplexity than Original", gains.get(key), digits=3)
     if has_any(values):
         page.figure("perplexity", dots({"held-out perplexity": titled(values)}), "Matched tokens, by seed.")
 
@@ -112,15 +116,21 @@ def learned(results: Results, page: Page) -> None:
         gains = page.compare(
             words, values, higher_is_better=False, digits=3, methods=methods_of(results.experiment, family)
         )
-        _answer(page, f"Learned strengths lower {words}", gains.get("learned"), digits=3)
+        page.answer(f"Learned strengths lower {words}", gains.get("learned"), digits=3)
         if has_any(values):
             drawn[words] = titled(values)
+    done = results.tasks_done(ALL)
+    average = results.values(lambda model: mean_score(results, model, done))
+    gains = page.compare(
+        f"mean of {len(done) or 'the'} tasks", average, methods=methods_of(results.experiment)
+    )
+    page.answer("Learned strengths raise the mean score after fine-tuning", gains.get("learned"))
     for task in ALL:
         scores = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
         gains = page.compare(
             task, scores, partial=results.is_partial(task), methods=methods_of(results.experiment)
         )
-        _answer(page, f"Learned strengths raise {task} after fine-tuning", gains.get("learned"))
+        page.answer(f"Learned strengths raise {task} after fine-tuning", gains.get("learned"))
     page.compared()
     if drawn:
         page.figure("perplexity", dots(drawn), "Original against learned strengths, by seed.")
@@ -150,18 +160,21 @@ def steps(results: Results, page: Page) -> None:
     )  # fmt: skip
     page.compared()
     for key in ("two-steps", "three-steps"):
-        _answer(page, f"{METHODS[key].title} has a lower perplexity than one step", more.get(key), digits=3)
+        page.answer(f"{METHODS[key].title} has a lower perplexity than one step", more.get(key), digits=3)
     if has_any(values):
         page.figure("perplexity", dots({"held-out perplexity": titled(values)}), "Steps, by seed.")
 
 
-def _answer(page: Page, words: str, gain: Gain | None, digits: int = 2) -> None:
-    """The answer to a question of the form 'is it better': yes is 'reproduces'."""
-    status: Status
-    if gain is None:
-        status = "not run"
-    elif gain.verdict == "undecided":
-        status = "could not be decided"
-    else:
-        status = "reproduces" if gain.verdict == "gain" else "does not reproduce"
-    page.claim(words, status, gain_in_words(gain, digits) or "no runs")
+def _tally(page: Page, methods: Sequence[str]) -> None:
+    """How many of the paper's differences each method shows."""
+    columns: dict[Status, str] = {
+        "reproduces": "as the paper reports",
+        "does not reproduce": "otherwise",
+        "could not be decided": "could not be decided",
+        "not run": "not run",
+    }
+    rows = []
+    for title in (METHODS[key].title for key in methods):
+        found = Counter(one.status for one in page.claims if one.words.startswith(f"{title} against "))
+        rows.append([title, *(str(found[status]) for status in columns)])
+    page.table(("form", *columns.values()), rows)

@@ -10,6 +10,7 @@ from saobp.lab.methods import METHODS
 from saobp.lab.page import Page
 from saobp.lab.pages.common import (
     BUDGET,
+    by_seed,
     checkpoints,
     claim_correlation,
     correlation_in_words,
@@ -17,6 +18,7 @@ from saobp.lab.pages.common import (
     epochs,
     has_any,
     mean_of,
+    mean_score,
     methods_of,
     titled,
     titled_paper,
@@ -24,8 +26,11 @@ from saobp.lab.pages.common import (
 from saobp.lab.paper import paper_table, paper_values
 from saobp.lab.plan import Trained
 from saobp.lab.results import Results, Values
-from saobp.lab.statistics import Spread, spread
+from saobp.lab.statistics import Spread, claim_status, paired_gain, spread
 from saobp.metrics.health import CROSS_LAYER
+
+REGULARIZED = {"high": "high", "entropy": "entropy_reg", "eigen": "eigen_reg"}
+"""Rows of the paper's table of regularizers, by method."""
 
 
 def pretraining(results: Results, page: Page) -> None:
@@ -82,9 +87,9 @@ def gtd(results: Results, page: Page) -> None:
 def tasks(results: Results, page: Page) -> None:
     page.say(f"{BUDGET} Scores are of the last epoch.")
     size, methods = results.plan.scale.size, methods_of(results.experiment)
-    whole = [task for task in GLUE if not results.is_partial(task)]
+    whole = [task for task in results.tasks_done(GLUE) if not results.is_partial(task)]
     drawn, crosses = {}, {}
-    average = glue_average(results, whole) if whole else {}
+    average = results.values(lambda model: mean_score(results, model, whole))
     theirs = paper_average(size, whole)
     title = f"GLUE, mean of {', '.join(whole)}" if whole else "GLUE"
     page.compare(title, average, theirs, claims=("high", "low", "elemmul"), methods=methods)
@@ -97,14 +102,18 @@ def tasks(results: Results, page: Page) -> None:
     page.compared()
     page.say(
         "The paper's own GLUE averages for Small in this table (54.03 for Original) differ from those of its "
-        "appendix (56.63). Above, its average is taken over the same tasks as ours, from the appendix."
+        "appendix (56.63). Above, its average is taken over the same tasks as ours, from the appendix. Our "
+        "SQuAD score is F1; which measure the paper's 'accuracy' on SQuAD is, it does not say."
     )
     if any(any(one.values()) for one in drawn.values()):
         page.figure("scores", dots(drawn, crosses), "Scores after fine-tuning, by seed.")
 
 
 def glue(results: Results, page: Page) -> None:
-    page.say(f"{BUDGET} Scores are of the last epoch: Matthews for CoLA, Spearman for STS-B, else accuracy.")
+    page.say(
+        f"{BUDGET} Scores are of the last epoch: Matthews for CoLA, Spearman for STS-B, else accuracy. The "
+        "paper names no measures."
+    )
     size, methods = results.plan.scale.size, methods_of(results.experiment)
     drawn, crosses = {}, {}
     for task in GLUE:
@@ -117,16 +126,6 @@ def glue(results: Results, page: Page) -> None:
         page.figure("scores", dots(drawn, crosses), "GLUE after fine-tuning, by seed.")
 
 
-def glue_average(results: Results, names: list[str]) -> Values:
-    """Mean score over tasks, for models that have all of them."""
-
-    def of(model: Trained) -> float | None:
-        scores = [results.score(model, task) for task in names]
-        return None if None in scores else float(np.mean([score for score in scores if score is not None]))
-
-    return results.values(of)
-
-
 def paper_average(size: str, names: list[str]) -> dict[str, float]:
     """The paper's mean over the same tasks, by factor."""
     rows = [row for row in paper_table("glue") if row["size"] == size] if names else []
@@ -134,36 +133,35 @@ def paper_average(size: str, names: list[str]) -> dict[str, float]:
 
 
 def baselines(results: Results, page: Page) -> None:
-    page.say(f"{BUDGET} Here gains are those of High over each of the others; the paper has BERT-Small only.")
+    page.say(f"{BUDGET} Here gains are those of each method over High; the paper has BERT-Small only.")
     rows = {row["method"]: row for row in paper_table("baselines_small")}
-    keys = {"high": "high", "entropy_reg": "entropy", "eigen_reg": "eigen"}
     small = results.plan.scale.size == "small"
+    methods, drawn = methods_of(results.experiment), {}
 
-    def theirs(column: str) -> dict[str, float]:
-        return {keys[name]: float(row[column]) for name, row in rows.items()} if small else {}
+    def compare(title: str, values: Values, column: str, higher: bool, partial: bool = False) -> None:
+        """Of another size than the paper's only the side of its differences is claimed."""
+        paper = {key: float(rows[name][column]) for key, name in REGULARIZED.items()} if column else {}
+        gains = page.compare(
+            title, values, paper if small else {}, base="high", higher_is_better=higher, partial=partial,
+            methods=methods, claims=("entropy", "eigen"),
+        )  # fmt: skip
+        for key in ("entropy", "eigen") if column and not small else ():
+            words = f"{METHODS[key].title} is worse than High, {title}{' *' if partial else ''}"
+            status = claim_status(paper[key] - paper["high"], gains[key], same_size=False)
+            page.claim(f"{words}: the paper has it so for Small", status, gains[key])
+        drawn[title] = titled(values)
 
-    methods, regularized = methods_of(results.experiment), ("entropy", "eigen")
-    drawn = {}
     for kind, title in (
         ("pseudo", "WikiText-2 pseudo-perplexity"),
         ("masked", "WikiText-2 masked perplexity"),
     ):
         values = results.values(lambda model, kind=kind: _wikitext(results, model, kind))  # type: ignore[misc]
-        paper = theirs("wikitext_ppl") if kind == "pseudo" else {}
-        page.compare(
-            title, values, paper, base="high", higher_is_better=False, methods=methods, claims=regularized
-        )
-        drawn[title] = titled(values)
+        compare(title, values, "wikitext_ppl" if kind == "pseudo" else "", higher=False)
     for task, column in (("qnli", "qnli_acc"), ("squad", "squad_acc")):
         values = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
-        partial = results.is_partial(task)
-        page.compare(
-            task, values, theirs(column), base="high", partial=partial, methods=methods, claims=regularized
-        )
-        drawn[task] = titled(values)
+        compare(task, values, column, higher=True, partial=results.is_partial(task))
     held_out = results.values(results.perplexity)
-    page.compare("held-out perplexity", held_out, base="high", higher_is_better=False, methods=methods)
-    drawn["held-out perplexity"] = titled(held_out)
+    compare("held-out perplexity", held_out, "", higher=False)
     page.compared()
     if has_any(held_out):
         page.figure("scores", dots(drawn), "High against the regularizers, by seed.")
@@ -183,10 +181,10 @@ def decoders(results: Results, page: Page) -> None:
     )
     size, methods = results.plan.scale.size, methods_of(results.experiment, "gpt2")
     drawn = {}
-    for measure, key, column, higher in (
-        ("wikitext", "perplexity", "wikitext_ppl", False),
-        ("race-middle", "accuracy", "race_middle", True),
-        ("boolq", "accuracy", "boolq", True),
+    for title, measure, key, column, higher in (
+        ("WikiText-2 perplexity", "wikitext", "perplexity", "wikitext_ppl", False),
+        ("RACE-Middle accuracy", "race-middle", "accuracy", "race_middle", True),
+        ("BoolQ accuracy", "boolq", "accuracy", "boolq", True),
     ):
         values = results.values(
             lambda model, measure=measure, key=key: _zero_shot(results, model, measure, key),  # type: ignore[misc]
@@ -196,8 +194,8 @@ def decoders(results: Results, page: Page) -> None:
             {"high": "paper"}.get(name, name): value
             for name, value in paper_values("decoder", column, size).items()
         }
-        page.compare(measure, values, paper, higher_is_better=higher, claims=("paper",), methods=methods)
-        drawn[measure] = titled(values)
+        page.compare(title, values, paper, higher_is_better=higher, claims=("paper",), methods=methods)
+        drawn[title] = titled(values)
     held_out = results.values(results.perplexity, "gpt2")
     page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods)
     drawn["held-out perplexity"] = titled(held_out)
@@ -217,7 +215,8 @@ def gtd_correlation(results: Results, page: Page) -> None:
         "evaluations during pretraining for perplexity, epochs of fine-tuning for the tasks. Perplexity is "
         "on held-out rows of the pretraining texts, not on WikiText, because models are not kept at every "
         "evaluation. Points of one run follow each other in time, so p is too small: whatever rises while a "
-        "model learns correlates."
+        "model learns correlates. A run has as many points for a task as epochs, three; the paper took 10 to "
+        "20. Claims are decided over seeds, by the r within each run."
     )
     paper = {row["gtd"]: row for row in paper_table("gtd_correlation")}
     columns = {"perplexity": "wikitext_ppl", "sst2": "sst2_acc", "hellaswag": "hellaswag_acc",
@@ -240,9 +239,31 @@ def gtd_correlation(results: Results, page: Page) -> None:
                 ]
             )
         if mini:
-            single = [correlation_of(own, "gtd") for own in by_run.values()]
-            claim_correlation(page, f"GTD follows {score}", float(paper["single"][column]), single)
+            theirs = {kind: float(paper[kind][column]) for kind in ("single", "cross")}
+            within, across = (
+                {model: correlation_of(own, statistic) for model, own in by_run.items()}
+                for statistic in ("gtd", CROSS_LAYER)
+            )
+            claim_correlation(page, f"GTD follows {score}", theirs["single"], within)
+            _claim_closer(page, score, theirs, within, across)
     page.table(("score", "method", "paper, single", "ours, single", "paper, across", "ours, across"), rows)
+
+
+def _claim_closer(
+    page: Page,
+    score: str,
+    paper: dict[str, float],
+    within: dict[Trained, float | None],
+    across: dict[Trained, float | None],
+) -> None:
+    """Whether |r| within layers is above |r| across layers, in pairs of the same seed."""
+    sizes = [
+        by_seed({model: None if r is None else abs(r) for model, r in found.items()})
+        for found in (within, across)
+    ]
+    gain, theirs = paired_gain(*sizes), abs(paper["single"]) - abs(paper["cross"])
+    words = f"GTD within layers against GTD across layers, |r| with {score}: the paper has {theirs:+.2f}"
+    page.claim(words, claim_status(theirs, gain), gain)
 
 
 def _points_of(results: Results, model: Trained, score: str) -> list[dict[str, float]]:
@@ -279,7 +300,8 @@ def cost(results: Results, page: Page) -> None:
     page.say(
         "The paper's times are of another machine and batch (its training numbers fit 32 x 128 tokens a "
         "step), so only ratios to Original compare. Training: tokens a second in the pretraining runs "
-        "themselves, evaluations left out. Inference: a forward pass of 32 x 128 tokens, in bfloat16 on a "
+        "themselves, evaluations left out, of runs that had the machine to themselves. Inference: a forward "
+        "pass of 32 x 128 tokens, in bfloat16 on a "
         "GPU, with the launches of the Python program ('ms') and without ('graph ms'). FLOPs are not "
         "counted: fused kernels hide them from counters. [Performance](../../docs/performance.md) measures "
         "kernels and steps by themselves."
@@ -298,7 +320,7 @@ def cost(results: Results, page: Page) -> None:
         rows.append(
             [
                 METHODS[key].title,
-                "not run" if rate is None else f"{rate / 1e6:.2f}",
+                "not timed" if rate is None else f"{rate / 1e6:.2f}",
                 _ratio(base, rate),
                 _ratio(_cell(paper, "train_ms_per_step"), _cell(plain, "train_ms_per_step")),
                 _number(_mean(forward, key)),
@@ -310,14 +332,9 @@ def cost(results: Results, page: Page) -> None:
         )
     headers = ("method", "training, M tokens/s", "time / Original", "paper", "forward, ms", "graph, ms")
     page.table((*headers, "forward / Original", "graph / Original", "paper"), rows)
-    if has_any(rates):
-        drawn = {
-            "training, M tokens/s": {
-                t: {s: v / 1e6 for s, v in own.items()} for t, own in titled(rates).items()
-            }
-        }
-        if has_any(forward):
-            drawn["forward, ms"] = titled(forward)
+    if has_any(rates) or has_any(forward):
+        millions = {t: {s: v / 1e6 for s, v in own.items()} for t, own in titled(rates).items()}
+        drawn = {"training, M tokens/s": millions, "forward, ms": titled(forward)}
         page.figure("cost", dots(drawn), "Speed on the machine of the runs.")
 
 

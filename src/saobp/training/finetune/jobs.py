@@ -12,23 +12,28 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from saobp.training.runs import JOBS_VARIABLE
+
 
 def run_jobs(
     commands: Mapping[str, Sequence[str]],
     jobs: int,
     logs: Path,
     done: Callable[[str, int], None] = lambda *_: None,
+    variables: Mapping[str, str] | None = None,
 ) -> dict[str, int]:
     """Run named commands, at most ``jobs`` at once, in order; returns their exit codes.
 
-    What each says goes to ``logs/NAME.log``. ``done`` is called with a name and its exit code.
+    What each says goes to ``logs/NAME.log``. ``done`` is called with a name and its exit code. ``variables``
+    are set in their environment, and the number of jobs, which their records then carry.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, not {jobs}")
     logs.mkdir(parents=True, exist_ok=True)
     cores = os.cpu_count() or 1
-    threads = {"OMP_NUM_THREADS": str(max(1, cores // jobs)), "RAYON_NUM_THREADS": str(max(1, cores // jobs))}
-    environment = {**os.environ, **threads}
+    threads = str(max(1, cores // jobs))
+    shared = {"OMP_NUM_THREADS": threads, "RAYON_NUM_THREADS": threads, JOBS_VARIABLE: str(jobs)}
+    environment = {**os.environ, **shared, **(variables or {})}
 
     def run(name: str) -> int:
         with (logs / f"{name}.log").open("w") as log:

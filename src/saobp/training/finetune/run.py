@@ -102,10 +102,13 @@ class _Session:
         self._encoded: tuple[PreTrainedTokenizerFast, dict[str, Rows]] | None = None
 
     def described(self) -> dict[str, Any]:
-        """Everything that decides the result but the seed, ready for JSON."""
+        """Everything that decides the result but the seed, ready for JSON.
+
+        The model is named without the place where it lies; its checksum is among the data.
+        """
         return {
             **self.recipe.to_dict(),
-            "model": str(self.model),
+            "model": _name_of(self.model),
             "refinement": effective_refinement(self.model, self.refinement),
             "rows": self.task.describe()["rows"],
             "partial": self.task.partial,
@@ -169,6 +172,11 @@ class _Session:
             run.save_model(model, tokenizer)
         run.finish(result, seconds=trainer.seconds)
         return result
+
+
+def _name_of(model: str | Path) -> str:
+    """A name on the hub as it is, a folder by its last two parts."""
+    return "/".join(Path(model).absolute().parts[-2:]) if Path(model).exists() else str(model)
 
 
 def encode_task(task: Task, tokenizer: PreTrainedTokenizerFast, recipe: FinetuneRecipe) -> dict[str, Rows]:
