@@ -20,6 +20,7 @@ from saobp.training.objectives import objective_of
 from saobp.training.progress import ProgressBar, above_the_bar
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.runs import RunError, RunFolder
+from saobp.training.sharding import gathered_weights, sharding_asked_for
 from saobp.training.step import loss_as_forward
 from saobp.training.stream import Rows, Share
 from saobp.training.trainer import PretrainTrainer, arguments, strengths_of
@@ -58,6 +59,7 @@ def pretrain(
     recipe from its last good checkpoint, or from the beginning where there is none. In a distributed launch
     every process calls this; the first one writes.
     """
+    sharded = sharding_asked_for(recipe.regularizer)
     run = RunFolder(folder)
     args = arguments(recipe, run.path, report_to)
     Share(recipe, args.process_index, args.world_size, args.device)
@@ -93,6 +95,10 @@ def pretrain(
         callbacks=[ProgressBar()] if progress else [],
         say=tell,
     )
+    if sharded and not trainer.is_fsdp_enabled:
+        tell(
+            "Accelerate divides models on accelerators only: here every process keeps the whole model (DDP)."
+        )
     objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
     penalty = recipe.penalty()
     try:
@@ -106,7 +112,7 @@ def pretrain(
             replay=recipe.accumulation == 1 and trainer.args.world_size == 1,
         ):
             trainer.train(None if start is None else str(run.checkpoint_path(start)))
-            if trainer.held_out and recipe.steps % recipe.evaluation_steps:
+            if trainer.held_out and trainer.last_evaluation != recipe.steps:
                 trainer.evaluate()
         result = _result(recipe, trainer, model)
         _save_model(trainer, run, model, tokenizer)
@@ -168,7 +174,7 @@ def _result(recipe: PretrainRecipe, trainer: PretrainTrainer, model: PreTrainedM
     return Result(
         steps=trainer.state.global_step,
         tokens=recipe.tokens,
-        parameters=model.num_parameters(),
+        parameters=trainer.parameters,
         loss=losses[-1] if losses else math.nan,
         eval_loss=last,
         eval_perplexity=None if last is None else math.exp(min(last, 700.0)),
@@ -182,7 +188,9 @@ def _save_model(
     trainer: PretrainTrainer, run: RunFolder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Only the first process writes; a sharded model is gathered by all of them."""
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
+    weights = None
+    if trainer.is_fsdp_enabled:
+        weights = gathered_weights(trainer.accelerator, model)
     if trainer.is_world_process_zero():
         run.save_model(model, tokenizer, weights)
     trainer.accelerator.wait_for_everyone()

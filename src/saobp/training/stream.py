@@ -92,3 +92,12 @@ def held_out_batches(rows: Rows, share: Share) -> list[Batch]:
         for number in range(batches)
         for part in range(recipe.accumulation)
     ]
+
+
+def health_batch(rows: Rows, share: Share) -> Batch:
+    """The first held-out rows, as many as the recipe measures attention on, shared by the processes.
+
+    They are the same however many processes there are, if these divide their number.
+    """
+    wanted = min(share.recipe.health_texts, len(rows))
+    return share.batch(rows, HELD_OUT_SEED, 0, 0, max(1, wanted // share.processes))

@@ -22,7 +22,8 @@ from saobp.metrics.probe import Recorder
 from saobp.training.files import UNFINISHED, read_json, reason, seal, write_json
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.runs import RunError, RunFolder
-from saobp.training.stream import Batch, Rows, Share, TrainingStream, held_out_batches
+from saobp.training.sharding import divide_by_layers, whole
+from saobp.training.stream import Batch, Rows, Share, TrainingStream, health_batch, held_out_batches
 from saobp.transformers.attached import attached
 
 CLOCK = "clock.json"
@@ -84,6 +85,9 @@ class PretrainTrainer(Trainer):
         self.rows = train
         self.share = Share(recipe, args.process_index, args.world_size, args.device)
         self.held_out: list[Batch] = [] if validation is None else held_out_batches(validation, self.share)
+        self.health_texts: Batch | None = None
+        if validation is not None and self.held_out and recipe.health_texts:
+            self.health_texts = health_batch(validation, self.share)
         args.per_device_train_batch_size = self.share.rows
         if not self.held_out:
             args.eval_strategy = "no"
@@ -95,9 +99,12 @@ class PretrainTrainer(Trainer):
             callbacks=callbacks,
         )
         self.remove_callback(PrinterCallback)
-        self.flops_per_token = 6 * sum(p.numel() for p in model.parameters())
+        if self.is_fsdp_enabled:
+            divide_by_layers(self.accelerator, model)
+        self.parameters = model.num_parameters()
         self.health_log = HealthLog(lambda logs, _: self.log(logs), untrained=True)
         self.clock = Clock()
+        self.last_evaluation: int | None = None
         self._last_checkpoint: int | None = None
 
     def get_train_dataloader(self) -> Any:
@@ -152,7 +159,7 @@ class PretrainTrainer(Trainer):
         return model(**inputs)
 
     def floating_point_ops(self, inputs: Batch) -> int:
-        return self.flops_per_token * inputs["input_ids"].numel()
+        return 6 * self.parameters * inputs["input_ids"].numel()
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
@@ -167,18 +174,19 @@ class PretrainTrainer(Trainer):
             metrics = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-            if self.recipe.health_texts:
-                self.measure_health()
+            if self.health_texts is not None:
+                self.measure_health(self.health_texts)
+        self.last_evaluation = self.state.global_step
         return metrics
 
-    def measure_health(self) -> None:
+    def measure_health(self, texts: Batch) -> None:
         """GTD and entropies of every head on the first held-out texts, always the same."""
         assert self.model is not None
-        texts = {name: rows[: self.recipe.health_texts] for name, rows in self.held_out[0].items()}
         recorder = Recorder(self.model, (*STATISTICS, CROSS_LAYER))
         with recorder.measuring():
             self.model_wrapped(**texts)
         health = recorder.health.reduced()
+        strengths = strengths_of(self.model)
         if self.is_world_process_zero():
             self.run.log_health(
                 {
@@ -189,7 +197,7 @@ class PretrainTrainer(Trainer):
                         for name in STATISTICS
                     },
                     CROSS_LAYER: list(health.cross_layer_gtd().values()),
-                    "strengths": strengths_of(self.model),
+                    "strengths": strengths,
                 }
             )
         self.health_log(recorder.health, self.state.global_step)
@@ -308,6 +316,6 @@ class Clock:
 
 
 def strengths_of(model: nn.Module) -> list[list[float]] | None:
-    """Strength of each head by layer; None for a model without refinement."""
-    found = [own.strength.detach().float().cpu().tolist() for _, own in attached(model)]
+    """Strength of each head by layer; None for a model without refinement. All processes call this together."""
+    found = [whole(own.strength.detach()).float().cpu().tolist() for _, own in attached(model)]
     return found or None
