@@ -1,4 +1,4 @@
-"""Two processes give the loss curve of one with the same global batch, each with the whole model or a part."""
+"""Two processes, each with the whole model or a part of it, give the loss curve of one."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_divided_model_learns_as_a_whole_one_does(
 
 
 def divided(kind: type[trainer.PretrainTrainer]) -> Callable[..., torch.Tensor]:
-    """A step that makes sure that every weight is divided, strengths in a group without decay, nothing compiled."""
+    """A step that checks: every weight divided, strengths in a group without decay, nothing compiled."""
     original = kind.training_step
 
     def step(self: trainer.PretrainTrainer, model: torch.nn.Module, *rest: Any) -> torch.Tensor:

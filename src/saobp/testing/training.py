@@ -146,9 +146,9 @@ def in_processes(count: int, work: Callable[[], object], *, sharded: str | None 
 
 
 def take_cpus_for_accelerators() -> None:
-    """Let Accelerate use FSDP in this process, whose backend is gloo: by itself it does so on accelerators only.
+    """Let Accelerate use FSDP in this process; by itself it does so on accelerators only.
 
-    All else is as in a launch: PyTorch divides a model on CPUs just so.
+    All else is as in a launch: PyTorch divides a model on CPUs just so, by gloo.
     """
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -160,4 +160,4 @@ def take_cpus_for_accelerators() -> None:
         if self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.MULTI_GPU
 
-    PartialState.__init__ = make  # type: ignore[method-assign]
+    PartialState.__init__ = make

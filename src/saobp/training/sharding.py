@@ -1,7 +1,7 @@
 """Weights, gradients and optimiser state divided between processes: FSDP 2.
 
-Accelerate does the dividing where ``accelerate launch --use_fsdp --fsdp_version 2`` asks for it. Here it is told
-how: a layer at a time, and all else together, since the head shares weights with the token embeddings.
+Accelerate divides where ``accelerate launch --use_fsdp --fsdp_version 2`` asks for it. Here it is told how: a
+layer at a time, and all else together, since the head shares weights with the token embeddings.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def sharding_asked_for(regularizer: str | None = None) -> bool:
         )
     if asked and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError(
-            "pretraining is divided by FSDP 2, and Accelerate's default is version 1: add --fsdp_version 2 to "
-            "accelerate launch"
+            "pretraining is divided by FSDP 2, and Accelerate's default is version 1: add --fsdp_version 2 "
+            "to accelerate launch"
         )
     return asked
 
@@ -45,7 +45,7 @@ def divide_by_layers(accelerator: Accelerator, model: PreTrainedModel) -> None:
         with _embeddings_unnamed(model):
             return prepare(*objects, **options)
 
-    accelerator.prepare = prepare_together  # type: ignore[method-assign]
+    accelerator.prepare = prepare_together
 
 
 def layer_classes(model: PreTrainedModel) -> list[str]:

@@ -34,10 +34,9 @@ def loss_as_forward(
     graph, so with one nothing is compiled. With ``replay`` a GPU records the graph and replays it as a whole,
     since hundreds of small kernels take less time than their launches; its gradients are always in the same
     place, so they cannot be summed over parts of a batch or processes. Without gradients nothing is compiled
-    either: evaluations are rare, and compiling takes longer. Sharded weights come and go layer by layer while
-    the loss is computed, which a graph would miss and a rounded copy would not fit: nothing is compiled then, and
-    bfloat16 is PyTorch's autocast. What a regularizer learns is meanwhile a part of the model:
-    optimised, shared between processes, kept in checkpoints.
+    either: evaluations are rare, and compiling takes longer. Sharded weights come and go layer by layer, so
+    nothing is compiled and no rounded copy is made of them: bfloat16 is then PyTorch's autocast. What a
+    regularizer learns is meanwhile a part of the model: optimised, shared between processes, kept in checkpoints.
     """
     autocast = sharded and precision == "bf16"
     kind = next(model.parameters()).device.type

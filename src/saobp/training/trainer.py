@@ -316,6 +316,6 @@ class Clock:
 
 
 def strengths_of(model: nn.Module) -> list[list[float]] | None:
-    """Strength of each head by layer; None for a model without refinement. All processes call this together."""
+    """Strength of each head by layer, None without refinement; all processes call this together."""
     found = [whole(own.strength.detach()).float().cpu().tolist() for _, own in attached(model)]
     return found or None
