@@ -36,7 +36,7 @@ def loss_as_forward(
     place, so they cannot be summed over parts of a batch or processes. Without gradients nothing is compiled
     either: evaluations are rare, and compiling takes longer. Sharded weights come and go layer by layer, so
     nothing is compiled and no rounded copy is made of them: bfloat16 is then PyTorch's autocast. What a
-    regularizer learns is meanwhile a part of the model: optimised, shared between processes, kept in checkpoints.
+    regularizer learns is meanwhile a part of the model: optimised, shared between processes, in checkpoints.
     """
     autocast = sharded and precision == "bf16"
     kind = next(model.parameters()).device.type
