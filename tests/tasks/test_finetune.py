@@ -16,10 +16,11 @@ from saobp.data.tasks import ALL, load_task
 from saobp.testing.tasks import save_tiny_bert, write_tasks
 from saobp.training.finetune import finetune, recipe_for
 from saobp.training.finetune.jobs import run_jobs
-from saobp.training.finetune.models import load_tokenizer_of, load_with_head
+from saobp.training.finetune.models import load_with_head
 from saobp.training.finetune.run import encode_task, outcome
 from saobp.training.finetune.trainer import TaskTrainer
 from saobp.training.runs import RunError, RunFolder
+from saobp.training.saved import load_tokenizer_of
 from saobp.transformers import strength_parameters
 
 

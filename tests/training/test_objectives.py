@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import saobp
-from saobp.benchmarking.models import Size
+from saobp.sizes import Size
 from saobp.testing.training import small_tokenizer
 from saobp.training import models
 from saobp.training.models import build_model

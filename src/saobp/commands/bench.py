@@ -66,10 +66,11 @@ def model(
 ) -> None:
     """BERT training steps and inference on a GPU, refined against original."""
     from saobp.benchmarking.model import STAGES, model_speed
-    from saobp.benchmarking.models import REFINEMENTS, SIZES
+    from saobp.benchmarking.models import REFINEMENTS
+    from saobp.sizes import PAPER_SIZES
 
     _require_cuda()
-    known = {"sizes": tuple(SIZES), "versions": tuple(REFINEMENTS), "stages": STAGES}
+    known = {"sizes": tuple(PAPER_SIZES), "versions": tuple(REFINEMENTS), "stages": STAGES}
     asked = {"sizes": sizes, "versions": versions, "stages": stages}
     if quick and not versions:
         asked["versions"] = "original,high"

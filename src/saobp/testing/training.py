@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from saobp.benchmarking.models import Size
 from saobp.data import train_vocabulary
+from saobp.sizes import Size
 from saobp.training import models
 from saobp.training.pretrain import Result, pretrain
 from saobp.training.recipes import PretrainRecipe, tiny

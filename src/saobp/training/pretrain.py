@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
 from transformers.utils import logging as hf_logging
 
 import saobp
+from saobp.data import TokenStore
+from saobp.training.heads import strengths_of
 from saobp.training.models import build_model
 from saobp.training.objectives import objective_of
 from saobp.training.progress import ProgressBar, above_the_bar
@@ -23,7 +25,7 @@ from saobp.training.runs import RunError, RunFolder
 from saobp.training.sharding import gathered_weights, sharding_asked_for
 from saobp.training.step import loss_as_forward
 from saobp.training.stream import Rows, Share
-from saobp.training.trainer import PretrainTrainer, arguments, strengths_of
+from saobp.training.trainer import PretrainTrainer, arguments
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def pretrain(
     *,
     train: Rows,
     validation: Rows | None,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     resume: bool = False,
     progress: bool = True,
     report_to: str = "none",
@@ -60,6 +62,9 @@ def pretrain(
     every process calls this; the first one writes.
     """
     sharded = sharding_asked_for(recipe.regularizer)
+    stores: Mapping[str, TokenStore] = getattr(train, "stores", {})
+    for store in stores.values():
+        store.check_tokenizer(tokenizer)
     run = RunFolder(folder)
     args = arguments(recipe, run.path, report_to)
     Share(recipe, args.process_index, args.world_size, args.device)
@@ -70,7 +75,7 @@ def pretrain(
             "pretrain",
             recipe.to_dict(),
             seed=recipe.seed,
-            data=_checksums(train),
+            data={name: store.checksum for name, store in stores.items()},
             processes=args.world_size,
             resume=resume,
         ),
@@ -126,7 +131,7 @@ def pretrain(
     return result
 
 
-def new_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def new_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """The recipe's model with random weights from its seed, refined as it says."""
     model = build_model(
         recipe.family,
@@ -160,10 +165,6 @@ def _on_main_process(args: TrainingArguments, work: Callable[[], object]) -> Non
         raise problem[0]
 
 
-def _checksums(train: Rows) -> dict[str, str]:
-    return {name: store.checksum for name, store in getattr(train, "stores", {}).items()}
-
-
 def _result(recipe: PretrainRecipe, trainer: PretrainTrainer, model: PreTrainedModel) -> Result:
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     held_out = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
@@ -185,7 +186,7 @@ def _result(recipe: PretrainRecipe, trainer: PretrainTrainer, model: PreTrainedM
 
 
 def _save_model(
-    trainer: PretrainTrainer, run: RunFolder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    trainer: PretrainTrainer, run: RunFolder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Only the first process writes; a sharded model is gathered by all of them."""
     weights = None

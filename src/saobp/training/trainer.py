@@ -16,18 +16,17 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from saobp.metrics.health import CROSS_LAYER
+from saobp.data.writing import unfinished
 from saobp.metrics.logging import HealthLog
 from saobp.metrics.probe import Recorder
-from saobp.training.files import UNFINISHED, read_json, reason, seal, write_json
+from saobp.training.files import read_json, reason, seal, write_json
+from saobp.training.heads import MEASURED, health_line, separate_strengths, strengths_of
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.runs import RunError, RunFolder
-from saobp.training.sharding import divide_by_layers, whole
+from saobp.training.sharding import divide_by_layers
 from saobp.training.stream import Batch, Rows, Share, TrainingStream, health_batch, held_out_batches
-from saobp.transformers.attached import attached
 
 CLOCK = "clock.json"
-STATISTICS = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
 
 
 def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingArguments:
@@ -110,31 +109,14 @@ class PretrainTrainer(Trainer):
     def get_train_dataloader(self) -> Any:
         return TrainingStream(self.rows, self.share, lambda: self.state.global_step)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Weight decay for matrices, none for the rest, and a group of their own for learned strengths."""
-        if self.optimizer is None:
-            owner: Any = self.model if model is None else model
-            decayed = set(self.get_decay_parameter_names(owner))
-            groups: dict[str, list[nn.Parameter]] = {"decayed": [], "plain": [], "strengths": []}
-            for name, parameter in owner.named_parameters():
-                if parameter.requires_grad:
-                    kind = "decayed" if name in decayed else "plain"
-                    groups["strengths" if name.endswith("strength_bias") else kind].append(parameter)
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, owner)
-            rate = self.args.learning_rate
-            self.optimizer = kind(
-                [
-                    {
-                        "params": parameters,
-                        "weight_decay": self.args.weight_decay if name == "decayed" else 0.0,
-                        "lr": rate * self.recipe.strength_rate if name == "strengths" else rate,
-                    }
-                    for name, parameters in groups.items()
-                    if parameters
-                ],
-                **options,
-            )
-        return self.optimizer
+    def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
+        """Trainer's groups (weight decay for matrices only), and one of their own for learned strengths."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(*arguments)
+        if is_new:
+            assert isinstance(self.model, PreTrainedModel)
+            separate_strengths(optimizer, self.model, self.args.learning_rate * self.recipe.strength_rate)
+        return optimizer
 
     def training_step(
         self,
@@ -182,24 +164,12 @@ class PretrainTrainer(Trainer):
     def measure_health(self, texts: Batch) -> None:
         """GTD and entropies of every head on the first held-out texts, always the same."""
         assert self.model is not None
-        recorder = Recorder(self.model, (*STATISTICS, CROSS_LAYER))
+        recorder = Recorder(self.model, MEASURED)
         with recorder.measuring():
             self.model_wrapped(**texts)
-        health = recorder.health.reduced()
-        strengths = strengths_of(self.model)
+        line = health_line(self.state.global_step, recorder.health.reduced(), strengths_of(self.model))
         if self.is_world_process_zero():
-            self.run.log_health(
-                {
-                    "step": self.state.global_step,
-                    "layers": list(health.layers),
-                    "statistics": {
-                        name: [heads.tolist() for heads in health.values(name).values()]
-                        for name in STATISTICS
-                    },
-                    CROSS_LAYER: list(health.cross_layer_gtd().values()),
-                    "strengths": strengths,
-                }
-            )
+            self.run.log_health(line)
         self.health_log(recorder.health, self.state.global_step)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -232,7 +202,7 @@ class PretrainTrainer(Trainer):
         with self.clock.paused():
             step = self.state.global_step
             final = self.run.checkpoint_path(step)
-            folder = final.with_name(f"{UNFINISHED}{final.name}")
+            folder = unfinished(final)
             problem: Exception | None = self._written(folder)
             main = self.is_world_process_zero()
             if problem is None and main:
@@ -313,9 +283,3 @@ class Clock:
             yield
         finally:
             self._mark += time.monotonic() - start
-
-
-def strengths_of(model: nn.Module) -> list[list[float]] | None:
-    """Strength of each head by layer, None without refinement; all processes call this together."""
-    found = [whole(own.strength.detach()).float().cpu().tolist() for _, own in attached(model)]
-    return found or None
