@@ -89,10 +89,10 @@ def pretrain(
                 progress=_bars(console, stack),
             )
         parts = ", ".join(f"{name}: {rows:,}" for name, rows in texts.train.composition.items())
+        epochs = resolved.steps * resolved.batch_size / len(texts.train)
         say(
-            f"{len(texts.train):,} rows of {resolved.length} tokens an epoch ({parts}); {resolved.steps:,} steps "
-            f"of {resolved.batch_size} rows are {resolved.steps * resolved.batch_size / len(texts.train):.2f} "
-            "epochs."
+            f"{len(texts.train):,} rows of {resolved.length} tokens an epoch ({parts}); "
+            f"{resolved.steps:,} steps of {resolved.batch_size} rows are {epochs:.2f} epochs."
         )
         with plain_sentences(above_the_bar(say)):
             result = train(
