@@ -28,18 +28,25 @@ def quick(name, **changes):
     return recipe_for(name, **{"epochs": 2, "batch": 8, "length": 64, **changes})
 
 
-def test_all_tasks_in_one_command_and_one_with_two_seeds(data_dir, bert, tmp_path):
+def test_all_tasks_in_one_command_and_one_of_each_kind_with_two_seeds(data_dir, bert, tmp_path):
     line = ["finetune", "--model", str(bert), "--data-dir", str(data_dir), "--out", str(tmp_path)]
     line += ["--epochs", "1", "--batch", "12", "--length", "64", "--no-keep-model"]
+    twice = ("cola", "stsb", "squad", "hellaswag")
+    assert {ALL[name].kind for name in twice} == {spec.kind for spec in ALL.values()}
     answer = CliRunner().invoke(app, [*line, "--task", "all"], catch_exceptions=False)
     assert answer.exit_code == 0, answer.output
-    more = CliRunner().invoke(app, [*line, "--task", "stsb", "--seeds", "42,1"], catch_exceptions=False)
+    more = CliRunner().invoke(
+        app, [*line, "--task", ",".join(twice), "--seeds", "42,1"], catch_exceptions=False
+    )
     assert "seed 42 is finished already" in " ".join(more.output.split())
     for name, spec in ALL.items():
         result = json.loads((tmp_path / name / "result.json").read_text())
         assert result["task"] == name
         assert result["metric"] == spec.main_metric
-        assert set(result["seeds"]) == ({"42", "1"} if name == "stsb" else {"42"})
+        assert set(result["seeds"]) == ({"42", "1"} if name in twice else {"42"})
+        values = [own["best"] for own in result["seeds"].values()]
+        assert result["best"]["mean"] == pytest.approx(np.mean(values))
+        assert result["best"]["std"] == (pytest.approx(np.std(values, ddof=1)) if name in twice else 0)
         for own in result["seeds"].values():
             assert set(own["best_metrics"]) == set(spec.metrics)
             assert -100 <= own["best"] <= 100
