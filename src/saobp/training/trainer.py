@@ -127,7 +127,9 @@ class PretrainTrainer(Trainer):
         if not model.training:
             model.train()
         torch.compiler.cudagraph_mark_step_begin()
-        loss = self.compute_loss(model, inputs) / self.recipe.accumulation
+        loss = self.compute_loss(model, inputs)
+        if self.recipe.accumulation > 1:
+            loss = loss / self.recipe.accumulation
         self.accelerator.backward(loss)
         return loss.detach().clone()  # a replayed graph writes to the same place
 
@@ -190,7 +192,25 @@ class PretrainTrainer(Trainer):
         if resume_from_checkpoint is not None:
             seconds = read_json(Path(resume_from_checkpoint, CLOCK))["seconds"]
         self.clock = Clock(seconds)
+        if not self.is_fsdp_enabled:
+            self._remember_parameters()
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _remember_parameters(self) -> None:
+        """Spare the loop its two walks a step over all modules, to clip gradients and to forget them."""
+        assert self.model is not None
+        learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+        def clip(_: Any, most: float, norm_type: float = 2) -> Tensor:
+            return nn.utils.clip_grad_norm_(learning, most, norm_type)
+
+        def forget(set_to_none: bool = True) -> None:  # noqa: ARG001
+            for parameter in learning:
+                parameter.grad = None
+
+        self.accelerator.clip_grad_norm_ = clip
+        if self.args.world_size == 1:
+            self.model.zero_grad = forget  # type: ignore[method-assign]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:  # noqa: ARG002
         """A checkpoint that is whole or absent; where it cannot be written, training goes on.
