@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
@@ -23,6 +22,8 @@ def _say(message: str) -> None:
 
 
 def _require_cuda() -> None:
+    import torch
+
     if not torch.cuda.is_available():
         _say("This benchmark needs a CUDA GPU and PyTorch finds none on this machine; try `saobp bench cpu`.")
         raise typer.Exit(1)
