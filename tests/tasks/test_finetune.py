@@ -1,6 +1,7 @@
 """Fine-tuning end to end on every kind of task: seeds, best and last epoch, reuse, resume, refinements."""
 
 import json
+import shutil
 import sys
 import warnings
 
@@ -20,7 +21,7 @@ from saobp.training.finetune.models import load_with_head
 from saobp.training.finetune.run import encode_task, outcome
 from saobp.training.finetune.trainer import TaskTrainer
 from saobp.training.runs import RunError, RunFolder
-from saobp.training.saved import load_tokenizer_of
+from saobp.training.saved import checked_folder, load_tokenizer_of, model_checksum
 from saobp.transformers import strength_parameters
 
 
@@ -255,7 +256,6 @@ def test_mistakes_get_one_sentence(data_dir, bert, tmp_path):
         "--task", "cola", "--data-dir", str(data_dir), "--model", "no/such/model"
     )
     RunFolder(tmp_path / "run").model.mkdir(parents=True)
-    (tmp_path / "run/model/config.json").write_text("{}")
     assert "holds no model" in said(
         "--task", "cola", "--data-dir", str(data_dir), "--model", str(tmp_path / "run")
     )
@@ -263,6 +263,22 @@ def test_mistakes_get_one_sentence(data_dir, bert, tmp_path):
         finetune(bert, load_task("rte", data_dir), tmp_path, recipe=quick("cola"))
     with pytest.raises(ValueError, match="there is no seed"):
         finetune(bert, load_task("rte", data_dir), tmp_path, seeds=[])
+
+
+def test_the_folder_of_a_run_stands_for_its_model(bert, tmp_path):
+    shutil.copytree(bert, tmp_path / "run" / "model")
+    assert checked_folder(tmp_path / "run") == str(tmp_path / "run" / "model")
+    assert model_checksum(tmp_path / "run") == model_checksum(bert)
+    assert load_tokenizer_of(tmp_path / "run").get_vocab() == load_tokenizer_of(bert).get_vocab()
+
+
+def test_a_model_that_is_nowhere_is_one_sentence(monkeypatch):
+    def nowhere(*_, **__):
+        raise OSError("We couldn't connect.\nCheck your internet connection.")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", nowhere)
+    with pytest.raises(FileNotFoundError, match="no model folder 'runs/nothing', and the hub gave no model"):
+        load_tokenizer_of("runs/nothing")
 
 
 def test_learned_strengths_have_a_group_of_their_own(data_dir, tmp_path):

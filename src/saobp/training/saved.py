@@ -14,21 +14,35 @@ from saobp.refinement import Refinement
 
 
 def checked_folder(folder: str | Path) -> str:
-    """The folder itself, or a sentence that says what it lacks."""
+    """The folder of a saved model, or a name on the hub; the folder of a run stands for the model in it."""
     path = Path(folder)
-    if path.is_dir() and not (path / "config.json").exists():
-        inside = path / "model"
-        hint = f": give {str(inside)!r}" if (inside / "config.json").exists() else ""
-        raise FileNotFoundError(f"{str(path)!r} holds no model (it has no config.json){hint}")
+    if path.is_dir():
+        for place in (path, path / "model"):
+            if (place / "config.json").exists():
+                return str(place)
+        raise FileNotFoundError(f"{str(path)!r} holds no model (it has no config.json)")
     named_on_hub = str(folder).count("/") <= 1 and not str(folder).startswith((".", "/", "~"))
-    if not path.is_dir() and not named_on_hub:
+    if not named_on_hub:
         raise FileNotFoundError(f"there is no model folder {str(path)!r}")
     return str(folder)
 
 
+def config_of(folder: str | Path) -> Any:
+    """The config of a saved model."""
+    name = checked_folder(folder)
+    try:
+        return AutoConfig.from_pretrained(name)
+    except OSError as problem:
+        if Path(name).is_dir():
+            raise
+        raise FileNotFoundError(
+            f"there is no model folder {str(folder)!r}, and the hub gave no model of that name"
+        ) from problem
+
+
 def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved beside a model."""
-    tokenizer = AutoTokenizer.from_pretrained(checked_folder(folder))
+    tokenizer = AutoTokenizer.from_pretrained(checked_folder(folder), config=config_of(folder))
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"the tokenizer in {str(folder)!r} is not a fast one, which saobp needs")
     return tokenizer
@@ -43,7 +57,7 @@ def load_model(
     """
     name = checked_folder(folder)
     options = {"dtype": torch.float32, **options}
-    saved = getattr(AutoConfig.from_pretrained(name), "saobp", None) is not None
+    saved = getattr(config_of(folder), "saobp", None) is not None
     model = saobp.load(name, kind, **options) if saved else kind.from_pretrained(name, **options)
     if refinement is None:
         return model
@@ -54,19 +68,19 @@ def effective_refinement(folder: str | Path, refinement: Refinement | None) -> d
     """What a checkpoint runs with: what was asked, else what it was saved with; None for plain attention."""
     if refinement is not None:
         return None if refinement.is_plain else refinement.to_dict()
-    return getattr(AutoConfig.from_pretrained(checked_folder(folder)), "saobp", None)
+    return getattr(config_of(folder), "saobp", None)
 
 
 def most_positions(folder: str | Path) -> int | None:
     """Longest input of a checkpoint in tokens, where it says so."""
-    config = AutoConfig.from_pretrained(checked_folder(folder))
+    config = config_of(folder)
     positions = getattr(config, "max_position_embeddings", None)
     return positions if isinstance(positions, int) else None
 
 
 def model_checksum(folder: str | Path) -> str:
     """sha256 over the weights of a checkpoint folder; a name on the hub stands for itself."""
-    path = Path(folder)
+    path = Path(checked_folder(folder))
     digest = hashlib.sha256(b"" if path.is_dir() else str(folder).encode())
     names = sorted(file for file in path.glob("*") if file.suffix in (".safetensors", ".bin"))
     for file in names:

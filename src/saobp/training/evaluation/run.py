@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     PreTrainedModel,
@@ -30,7 +29,7 @@ from saobp.training.evaluation.perplexity import (
 from saobp.training.evaluation.text import read_wikitext
 from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, positions_of, race_questions
 from saobp.training.runs import RunFolder
-from saobp.training.saved import checked_folder, load_model, load_tokenizer_of, model_checksum
+from saobp.training.saved import config_of, load_model, load_tokenizer_of, model_checksum
 
 MEASURED = ("wikitext", "race-middle", "boolq")
 SPLITS = {"race-middle": "test", "boolq": "validation"}
@@ -116,12 +115,12 @@ def load_language_model(
     folder: str | Path, refinement: Refinement | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, bool]:
     """A saved language model in float32, on a GPU if there is one; its tokenizer; whether it is a decoder."""
-    name = checked_folder(folder)
-    config = AutoConfig.from_pretrained(name)
-    kinds = config.architectures or ["none"]
+    kinds = config_of(folder).architectures or ["none"]
     is_decoder = kinds[0].endswith(("LMHeadModel", "ForCausalLM"))
     if not is_decoder and not kinds[0].endswith("ForMaskedLM"):
-        raise ValueError(f"{name!r} holds {kinds[0]}, which is no language model: give a pretrained one")
+        raise ValueError(
+            f"{str(folder)!r} holds {kinds[0]}, which is no language model: give a pretrained one"
+        )
     kind = AutoModelForCausalLM if is_decoder else AutoModelForMaskedLM
     model = load_model(folder, kind, refinement)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
-    AutoConfig,
     AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -16,7 +15,7 @@ from transformers import (
 
 from saobp.data.tasks import TaskSpec
 from saobp.refinement import Refinement
-from saobp.training.saved import checked_folder, load_model
+from saobp.training.saved import config_of, load_model
 from saobp.training.saved import model_checksum as model_checksum
 
 _HEADS: dict[str, tuple[Any, str]] = {
@@ -37,7 +36,7 @@ def load_with_head(
 
     ``refinement`` takes the place of the checkpoint's own; the factor ``none`` takes it off.
     """
-    config = AutoConfig.from_pretrained(checked_folder(folder))
+    config = config_of(folder)
     kind, words = _HEADS[spec.kind]
     if type(config) not in kind._model_mapping:
         raise ValueError(
