@@ -15,14 +15,15 @@ from saobp.benchmarking.cpu import cpu_inference
 from saobp.benchmarking.model import masked_batch, model_speed
 from saobp.benchmarking.table import Table
 from saobp.cli import app
+from saobp.sizes import PAPER_SIZES, Size
 
-TINY = models.Size(1, 16, 2, 16)
+TINY = Size(1, 16, 2, 16)
 
 
 @pytest.fixture
 def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in models.SIZES:
-        monkeypatch.setitem(models.SIZES, size, TINY)
+    for size in PAPER_SIZES:
+        monkeypatch.setitem(PAPER_SIZES, size, TINY)
 
 
 def test_attention_on_a_cpu_records_that_the_kernels_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

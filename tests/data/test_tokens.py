@@ -189,7 +189,7 @@ def test_killed_and_concurrent_preparation(
 
     killed = start(60)
     limit = time.monotonic() + 60
-    while not list(tmp_path.glob(".store.writing-*/new/tokens.bin")):
+    while not list(tmp_path.glob(".unfinished-store/tokens.bin")):
         assert time.monotonic() < limit
         assert killed.is_alive()
         time.sleep(0.02)
@@ -204,4 +204,4 @@ def test_killed_and_concurrent_preparation(
     assert [process.exitcode for process in both] == [0, 0]
     documents = expected(tokenizer)
     assert TokenStore.open(store).tokens.tolist() == [token for document in documents for token in document]
-    assert not list(tmp_path.glob(".store.writing-*"))
+    assert not list(tmp_path.glob(".unfinished-*"))

@@ -25,7 +25,7 @@ from saobp.training.evaluation import (
 from saobp.training.evaluation.harness import harness_accuracy, has_harness
 from saobp.training.evaluation.text import read_wikitext
 from saobp.training.evaluation.zero_shot import Question, log_likelihoods
-from saobp.training.finetune.models import load_tokenizer_of
+from saobp.training.saved import load_tokenizer_of
 
 
 @pytest.fixture(scope="module")

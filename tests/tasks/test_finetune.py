@@ -1,6 +1,7 @@
 """Fine-tuning end to end on every kind of task: seeds, best and last epoch, reuse, resume, refinements."""
 
 import json
+import shutil
 import sys
 import warnings
 
@@ -16,10 +17,11 @@ from saobp.data.tasks import ALL, load_task
 from saobp.testing.tasks import save_tiny_bert, write_tasks
 from saobp.training.finetune import finetune, recipe_for
 from saobp.training.finetune.jobs import run_jobs
-from saobp.training.finetune.models import load_tokenizer_of, load_with_head
+from saobp.training.finetune.models import load_with_head
 from saobp.training.finetune.run import encode_task, outcome
 from saobp.training.finetune.trainer import TaskTrainer
 from saobp.training.runs import RunError, RunFolder
+from saobp.training.saved import checked_folder, load_tokenizer_of, model_checksum
 from saobp.transformers import strength_parameters
 
 
@@ -27,18 +29,25 @@ def quick(name, **changes):
     return recipe_for(name, **{"epochs": 2, "batch": 8, "length": 64, **changes})
 
 
-def test_all_tasks_in_one_command_and_one_with_two_seeds(data_dir, bert, tmp_path):
+def test_all_tasks_in_one_command_and_one_of_each_kind_with_two_seeds(data_dir, bert, tmp_path):
     line = ["finetune", "--model", str(bert), "--data-dir", str(data_dir), "--out", str(tmp_path)]
     line += ["--epochs", "1", "--batch", "12", "--length", "64", "--no-keep-model"]
+    twice = ("cola", "stsb", "squad", "hellaswag")
+    assert {ALL[name].kind for name in twice} == {spec.kind for spec in ALL.values()}
     answer = CliRunner().invoke(app, [*line, "--task", "all"], catch_exceptions=False)
     assert answer.exit_code == 0, answer.output
-    more = CliRunner().invoke(app, [*line, "--task", "stsb", "--seeds", "42,1"], catch_exceptions=False)
+    more = CliRunner().invoke(
+        app, [*line, "--task", ",".join(twice), "--seeds", "42,1"], catch_exceptions=False
+    )
     assert "seed 42 is finished already" in " ".join(more.output.split())
     for name, spec in ALL.items():
         result = json.loads((tmp_path / name / "result.json").read_text())
         assert result["task"] == name
         assert result["metric"] == spec.main_metric
-        assert set(result["seeds"]) == ({"42", "1"} if name == "stsb" else {"42"})
+        assert set(result["seeds"]) == ({"42", "1"} if name in twice else {"42"})
+        values = [own["best"] for own in result["seeds"].values()]
+        assert result["best"]["mean"] == pytest.approx(np.mean(values))
+        assert result["best"]["std"] == (pytest.approx(np.std(values, ddof=1)) if name in twice else 0)
         for own in result["seeds"].values():
             assert set(own["best_metrics"]) == set(spec.metrics)
             assert -100 <= own["best"] <= 100
@@ -247,7 +256,6 @@ def test_mistakes_get_one_sentence(data_dir, bert, tmp_path):
         "--task", "cola", "--data-dir", str(data_dir), "--model", "no/such/model"
     )
     RunFolder(tmp_path / "run").model.mkdir(parents=True)
-    (tmp_path / "run/model/config.json").write_text("{}")
     assert "holds no model" in said(
         "--task", "cola", "--data-dir", str(data_dir), "--model", str(tmp_path / "run")
     )
@@ -255,6 +263,22 @@ def test_mistakes_get_one_sentence(data_dir, bert, tmp_path):
         finetune(bert, load_task("rte", data_dir), tmp_path, recipe=quick("cola"))
     with pytest.raises(ValueError, match="there is no seed"):
         finetune(bert, load_task("rte", data_dir), tmp_path, seeds=[])
+
+
+def test_the_folder_of_a_run_stands_for_its_model(bert, tmp_path):
+    shutil.copytree(bert, tmp_path / "run" / "model")
+    assert checked_folder(tmp_path / "run") == str(tmp_path / "run" / "model")
+    assert model_checksum(tmp_path / "run") == model_checksum(bert)
+    assert load_tokenizer_of(tmp_path / "run").get_vocab() == load_tokenizer_of(bert).get_vocab()
+
+
+def test_a_model_that_is_nowhere_is_one_sentence(monkeypatch):
+    def nowhere(*_, **__):
+        raise OSError("We couldn't connect.\nCheck your internet connection.")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", nowhere)
+    with pytest.raises(FileNotFoundError, match="no model folder 'runs/nothing', and the hub gave no model"):
+        load_tokenizer_of("runs/nothing")
 
 
 def test_learned_strengths_have_a_group_of_their_own(data_dir, tmp_path):

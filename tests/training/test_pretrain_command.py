@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import saobp
 from saobp.cli import app
 from saobp.testing.training import prose
 from saobp.training.runs import RunFolder
@@ -134,3 +137,23 @@ def test_a_vocabulary_is_not_taken_for_one_of_other_texts(folder: Path) -> None:
     assert "other texts than prose.txt" in said(changed)
     meant = run(*QUICK, "--corpus", "prose.txt", "--tokenizer", "tokens/tokenizer-bert-60", "--out", "d")
     assert meant.exit_code == 0
+
+
+def test_help_comes_before_pytorch_is_imported_and_the_library_all_the_same() -> None:
+    """The command is told by its name; anything else has the whole library from the start."""
+    program = """
+import sys
+sys.argv[0] = "saobp"
+import saobp
+from saobp.cli import app
+heavy = {"torch", "transformers", "numpy", "pandas"} & set(sys.modules)
+assert not heavy, heavy
+import saobp, saobp.attention
+assert [getattr(saobp, name).__name__ for name in saobp.__all__] == saobp.__all__
+from transformers.modeling_utils import AttentionInterface
+assert "saobp" in AttentionInterface.valid_keys(AttentionInterface())
+assert not hasattr(saobp, "nothing")
+"""
+    source = str(Path(saobp.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)

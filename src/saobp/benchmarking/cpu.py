@@ -8,9 +8,10 @@ import torch
 from transformers import BertModel
 
 from saobp.benchmarking.machine import machine
-from saobp.benchmarking.models import SIZES, VOCABULARY, bert
+from saobp.benchmarking.models import VOCABULARY, bert
 from saobp.benchmarking.table import Table, milliseconds, ratio, spread
 from saobp.benchmarking.timing import in_turn, processor_clock, wall_clock
+from saobp.sizes import PAPER_SIZES
 
 VERSIONS = ("original", "high", "learned")
 
@@ -36,7 +37,7 @@ def cpu_inference(
     try:
         title = f"BERT-{size} inference on a CPU, {length} tokens, float32, no gradient"
         table = Table("cpu-busy" if busy else "cpu", title, machine("cpu"))
-        models = {v: bert(BertModel, SIZES[size], v, vocabulary=vocabulary) for v in VERSIONS}
+        models = {v: bert(BertModel, PAPER_SIZES[size], v, vocabulary=vocabulary) for v in VERSIONS}
         for batch in batches:
             say(f"batch {batch} x {length} ...")
             ids = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))

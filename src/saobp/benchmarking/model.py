@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import BertForMaskedLM, BertModel, PreTrainedModel
 
 from saobp.benchmarking.machine import machine
-from saobp.benchmarking.models import MASK, SIZES, VOCABULARY, bert
+from saobp.benchmarking.models import MASK, VOCABULARY, bert
 from saobp.benchmarking.table import Cell, Table, milliseconds, ratio, spread
 from saobp.benchmarking.timing import Call, Failure, Result, captured, cuda_clock, in_turn, wall_clock
+from saobp.sizes import PAPER_SIZES
 
 STAGES = ("training step", "inference")
 
@@ -20,7 +21,7 @@ STAGES = ("training step", "inference")
 def model_speed(
     *,
     device: str = "cuda",
-    sizes: Sequence[str] = tuple(SIZES),
+    sizes: Sequence[str] = tuple(PAPER_SIZES),
     versions: Sequence[str] = ("original", "high", "learned"),
     stages: Sequence[str] = STAGES,
     training: tuple[int, int] = (256, 128),
@@ -81,7 +82,7 @@ def _calls(
         began = time.monotonic()
         try:
             kind: type[PreTrainedModel] = BertForMaskedLM if stage == "training step" else BertModel
-            model = bert(kind, SIZES[size], version, vocabulary=vocabulary).to(torch.device(device))  # type: ignore[arg-type]
+            model = bert(kind, PAPER_SIZES[size], version, vocabulary=vocabulary).to(torch.device(device))  # type: ignore[arg-type]
             if stage == "training step":
                 calls[version] = training_step(model, ids, labels, device, compiled)
             else:

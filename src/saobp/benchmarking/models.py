@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from transformers import BertConfig, PreTrainedModel
 
 import saobp
+from saobp.sizes import Size
 
 VOCABULARY, MASK = 30522, 103
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-@dataclass(frozen=True)
-class Size:
-    layers: int
-    hidden: int
-    heads: int
-    ffn: int
-
-
-SIZES = {"mini": Size(4, 256, 4, 1024), "small": Size(4, 512, 8, 2048), "medium": Size(8, 512, 8, 2048)}
 REFINEMENTS = {"original": None, "high": "high", "learned": "high,strength=learned"}
 """Version of a model to the refinement applied to it; ``original`` is Transformers' own SDPA attention."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
@@ -23,6 +22,8 @@ def _say(message: str) -> None:
 
 
 def _require_cuda() -> None:
+    import torch
+
     if not torch.cuda.is_available():
         _say("This benchmark needs a CUDA GPU and PyTorch finds none on this machine; try `saobp bench cpu`.")
         raise typer.Exit(1)
@@ -66,10 +67,11 @@ def model(
 ) -> None:
     """BERT training steps and inference on a GPU, refined against original."""
     from saobp.benchmarking.model import STAGES, model_speed
-    from saobp.benchmarking.models import REFINEMENTS, SIZES
+    from saobp.benchmarking.models import REFINEMENTS
+    from saobp.sizes import PAPER_SIZES
 
     _require_cuda()
-    known = {"sizes": tuple(SIZES), "versions": tuple(REFINEMENTS), "stages": STAGES}
+    known = {"sizes": tuple(PAPER_SIZES), "versions": tuple(REFINEMENTS), "stages": STAGES}
     asked = {"sizes": sizes, "versions": versions, "stages": stages}
     if quick and not versions:
         asked["versions"] = "original,high"

@@ -88,10 +88,11 @@ def pretrain(
                 held_out=held_out,
                 progress=_bars(console, stack),
             )
+        parts = ", ".join(f"{name}: {rows:,}" for name, rows in texts.train.composition.items())
+        epochs = resolved.steps * resolved.batch_size / len(texts.train)
         say(
-            f"{len(texts.train):,} rows of {resolved.length} tokens an epoch from "
-            f"{', '.join(texts.train.stores)}; {resolved.steps:,} steps of {resolved.batch_size} rows "
-            f"are {resolved.steps * resolved.batch_size / len(texts.train):.2f} epochs."
+            f"{len(texts.train):,} rows of {resolved.length} tokens an epoch ({parts}); "
+            f"{resolved.steps:,} steps of {resolved.batch_size} rows are {epochs:.2f} epochs."
         )
         with plain_sentences(above_the_bar(say)):
             result = train(

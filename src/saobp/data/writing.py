@@ -1,19 +1,20 @@
-"""Folders that are complete or absent, and made by one process at a time."""
+"""Files and folders that are whole or absent whenever the process is killed; made by one at a time."""
 
 from __future__ import annotations
 
-import glob
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # no file locks on this system: two processes may both do the work, which is only slow
+except ImportError:  # no file locks on this system: two processes that make the same folder get an error
     fcntl = None  # type: ignore[assignment]
+
+UNFINISHED = ".unfinished-"
+"""How the name of something half written begins; it lies beside what it will become."""
 
 
 @contextmanager
@@ -26,30 +27,77 @@ def only_one(folder: Path) -> Iterator[None]:
         yield
 
 
+def unfinished(path: Path) -> Path:
+    """The name of a file or folder while it is written."""
+    return path.with_name(f"{UNFINISHED}{path.name}")
+
+
+def is_unfinished(path: Path) -> bool:
+    return path.name.startswith(UNFINISHED)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file under another name, force it to the disk, then give it its name."""
+    temporary = unfinished(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        to_disk(temporary)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    to_disk(path.parent)
+
+
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder to write into, which takes the place of ``folder`` once all is on the disk."""
-    for left_over in folder.parent.glob(f".{glob.escape(folder.name)}.writing-*"):
-        if fcntl is not None:
-            shutil.rmtree(left_over, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.writing-") as name:
-        new, old = Path(name, "new"), Path(name, "old")
-        new.mkdir()
+    """An empty folder to write into, which takes the place of ``folder`` if nothing fails."""
+    new = unfinished(folder)
+    _remove(new)
+    new.mkdir(parents=True)
+    try:
         yield new
-        for file in new.iterdir():
-            _to_disk(file)
-        _to_disk(new)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        _to_disk(folder.parent)
+        put_in_place(new, folder)
+    except BaseException:
+        _remove(new)
+        raise
 
 
-def _to_disk(path: Path) -> None:
+def put_in_place(new: Path, folder: Path) -> None:
+    """Force a filled folder to the disk, then give it its name; a folder that had the name goes."""
+    for path in (*new.rglob("*"), new):
+        to_disk(path)
+    old = folder.with_name(f"{UNFINISHED}old-{folder.name}")
+    _remove(old)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    to_disk(folder.parent)
+    _remove(old)
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Remove what a killed process left half written."""
+    for left in folder.glob(f"{UNFINISHED}*"):
+        _remove(left)
+
+
+def to_disk(path: Path) -> None:
+    """Force a file's contents, or, where the system can, the names in a folder, to the disk."""
     if os.name == "nt":
         return
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
+    except OSError:
+        if not path.is_dir():
+            raise
     finally:
         os.close(opened)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

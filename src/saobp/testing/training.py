@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from saobp.benchmarking.models import Size
 from saobp.data import train_vocabulary
+from saobp.sizes import Size
 from saobp.training import models
 from saobp.training.pretrain import Result, pretrain
 from saobp.training.recipes import PretrainRecipe, tiny
@@ -36,7 +36,7 @@ def prose(paragraphs: int = 40, words: int = 60, seed: int = 0) -> str:
 def small_tokenizer(family: str = "bert", size: int = 60) -> PreTrainedTokenizerFast:
     """Learned from :func:`prose`."""
     return train_vocabulary(
-        [prose()], size if family == "bert" else max(size, 300), "wordpiece" if family == "bert" else "bpe"
+        [prose()], size if family != "gpt2" else max(size, 300), "wordpiece" if family != "gpt2" else "bpe"
     )
 
 
@@ -98,8 +98,11 @@ def forked(work: Callable[[], object]) -> BaseProcess:
     return process
 
 
-def in_processes(count: int, work: Callable[[], object]) -> None:
-    """Run ``work`` in so many processes that find each other as in a distributed launch on CPUs."""
+def in_processes(count: int, work: Callable[[], object], *, sharded: str | None = None) -> None:
+    """Run ``work`` in so many processes that find each other as in a distributed launch on CPUs.
+
+    sharded: the kind of state dict of FSDP 2, which then divides the model.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -119,6 +122,14 @@ def in_processes(count: int, work: Callable[[], object]) -> None:
                 "MASTER_PORT": str(port),
                 "ACCELERATE_USE_CPU": "true",
             }
+            if sharded is not None:
+                os.environ |= {
+                    "ACCELERATE_USE_FSDP": "true",
+                    "FSDP_VERSION": "2",
+                    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+                    "FSDP_STATE_DICT_TYPE": sharded,
+                }
+                take_cpus_for_accelerators()
             work()
 
         return run
@@ -132,3 +143,21 @@ def in_processes(count: int, work: Callable[[], object]) -> None:
             process.kill()
     if any(codes):
         raise RuntimeError(f"the processes ended with {codes}")
+
+
+def take_cpus_for_accelerators() -> None:
+    """Let Accelerate use FSDP in this process; by itself it does so on accelerators only.
+
+    All else is as in a launch: PyTorch divides a model on CPUs just so, by gloo.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    made = PartialState.__init__
+
+    def make(self: PartialState, *arguments: Any, **options: Any) -> None:
+        made(self, *arguments, **options)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = make

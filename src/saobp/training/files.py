@@ -1,38 +1,22 @@
-"""Files that are whole or absent, whatever moment the process is killed at."""
+"""The files of a run: JSON, lines of JSON, and folders whose checksums tell whether they are as written."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from saobp.data.writing import UNFINISHED as UNFINISHED
+from saobp.data.writing import put_in_place, replacing, write_atomically
+
 MANIFEST = "manifest.json"
 """Name of the list of checksums inside a folder that is written whole."""
-UNFINISHED = ".unfinished-"
-"""How the name of something half written begins."""
 FULL_DISK = ("os error 28", "unexpected pos")
 """What safetensors and tokenizers, and torch, say where a disk is full."""
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file under another name, force it to the disk, then give it its name."""
-    temporary = path.with_name(f"{UNFINISHED}{path.name}")
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -52,34 +36,23 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
     A folder that had the name before is replaced.
     """
-    temporary = path.with_name(f"{UNFINISHED}{path.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        seal(temporary, path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with replacing(path) as folder:
+        yield folder
+        write_manifest(folder)
 
 
 def seal(filled: Path, path: Path) -> None:
-    """Write the manifest of a filled folder, force it to the disk and rename it."""
+    """Give a folder that several processes filled its manifest and its name."""
+    write_manifest(filled)
+    put_in_place(filled, path)
+
+
+def write_manifest(folder: Path) -> None:
     sums = {}
-    for file in sorted(file for file in filled.rglob("*") if file.is_file()):
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         with file.open("rb") as opened:
-            sums[file.relative_to(filled).as_posix()] = hashlib.file_digest(opened, "sha256").hexdigest()
-            os.fsync(opened.fileno())
-    write_json(filled / MANIFEST, sums)
-    if path.exists():
-        old = path.with_name(f"{UNFINISHED}old-{path.name}")
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-        filled.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        filled.rename(path)
-    sync_folder(path.parent)
+            sums[file.relative_to(folder).as_posix()] = hashlib.file_digest(opened, "sha256").hexdigest()
+    write_json(folder / MANIFEST, sums)
 
 
 def flaw(folder: Path) -> str | None:
@@ -107,30 +80,6 @@ def reason(problem: BaseException) -> str:
     words = str(problem)
     full = getattr(problem, "errno", None) == errno.ENOSPC or any(sign in words for sign in FULL_DISK)
     return "the disk is full" if full else words
-
-
-def clear_unfinished(folder: Path) -> None:
-    """Remove what a killed process left half written."""
-    if folder.is_dir():
-        for left in folder.glob(f"{UNFINISHED}*"):
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Force the names in a folder to the disk, where the system can."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
 
 
 def append_line(path: Path, content: Mapping[str, Any]) -> None:

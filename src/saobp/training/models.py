@@ -13,8 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from saobp.benchmarking.models import SIZES as PAPER_SIZES
-from saobp.benchmarking.models import Size
+from saobp.sizes import PAPER_SIZES, Size
 
 FAMILIES = ("bert", "gpt2", "modernbert")
 SIZES: dict[str, Size] = {"tiny": Size(2, 64, 4, 128), "micro": Size(3, 96, 4, 192), **PAPER_SIZES}

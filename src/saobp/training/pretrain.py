@@ -5,24 +5,27 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 from transformers.utils import logging as hf_logging
 
 import saobp
+from saobp.data import TokenStore
+from saobp.training.heads import strengths_of
 from saobp.training.models import build_model
 from saobp.training.objectives import objective_of
 from saobp.training.progress import ProgressBar, above_the_bar
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.runs import RunError, RunFolder
+from saobp.training.sharding import gathered_weights, sharding_asked_for
 from saobp.training.step import loss_as_forward
 from saobp.training.stream import Rows, Share
-from saobp.training.trainer import PretrainTrainer, arguments, strengths_of
+from saobp.training.trainer import PretrainTrainer, arguments
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def pretrain(
     *,
     train: Rows,
     validation: Rows | None,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     resume: bool = False,
     progress: bool = True,
     callbacks: Sequence[TrainerCallback] = (),
@@ -59,6 +62,10 @@ def pretrain(
     recipe from its last good checkpoint, or from the beginning where there is none. ``callbacks`` are
     Trainer's. In a distributed launch every process calls this; the first one writes.
     """
+    sharded = sharding_asked_for(recipe.regularizer)
+    stores: Mapping[str, TokenStore] = getattr(train, "stores", {})
+    for store in stores.values():
+        store.check_tokenizer(tokenizer)
     run = RunFolder(folder)
     args = arguments(recipe, run.path, report_to)
     Share(recipe, args.process_index, args.world_size, args.device)
@@ -69,7 +76,7 @@ def pretrain(
             "pretrain",
             recipe.to_dict(),
             seed=recipe.seed,
-            data=_checksums(train),
+            data={name: store.checksum for name, store in stores.items()},
             processes=args.world_size,
             resume=resume,
         ),
@@ -94,6 +101,10 @@ def pretrain(
         callbacks=[*callbacks, *([ProgressBar()] if progress else [])],
         say=tell,
     )
+    if sharded and not trainer.is_fsdp_enabled:
+        tell(
+            "Accelerate divides models on accelerators only: here every process keeps the whole model (DDP)."
+        )
     objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
     penalty = recipe.penalty()
     try:
@@ -107,7 +118,7 @@ def pretrain(
             replay=recipe.accumulation == 1 and trainer.args.world_size == 1,
         ):
             trainer.train(None if start is None else str(run.checkpoint_path(start)))
-            if trainer.held_out and recipe.steps % recipe.evaluation_steps:
+            if trainer.held_out and trainer.last_evaluation != recipe.steps:
                 trainer.evaluate()
         result = _result(recipe, trainer, model)
         _save_model(trainer, run, model, tokenizer)
@@ -121,7 +132,7 @@ def pretrain(
     return result
 
 
-def new_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def new_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """The recipe's model with random weights from its seed, refined as it says."""
     model = build_model(
         recipe.family,
@@ -155,10 +166,6 @@ def _on_main_process(args: TrainingArguments, work: Callable[[], object]) -> Non
         raise problem[0]
 
 
-def _checksums(train: Rows) -> dict[str, str]:
-    return {name: store.checksum for name, store in getattr(train, "stores", {}).items()}
-
-
 def _result(recipe: PretrainRecipe, trainer: PretrainTrainer, model: PreTrainedModel) -> Result:
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     held_out = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
@@ -169,7 +176,7 @@ def _result(recipe: PretrainRecipe, trainer: PretrainTrainer, model: PreTrainedM
     return Result(
         steps=trainer.state.global_step,
         tokens=recipe.tokens,
-        parameters=model.num_parameters(),
+        parameters=trainer.parameters,
         loss=losses[-1] if losses else math.nan,
         eval_loss=last,
         eval_perplexity=None if last is None else math.exp(min(last, 700.0)),
@@ -180,10 +187,12 @@ def _result(recipe: PretrainRecipe, trainer: PretrainTrainer, model: PreTrainedM
 
 
 def _save_model(
-    trainer: PretrainTrainer, run: RunFolder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    trainer: PretrainTrainer, run: RunFolder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Only the first process writes; a sharded model is gathered by all of them."""
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
+    weights = None
+    if trainer.is_fsdp_enabled:
+        weights = gathered_weights(trainer.accelerator, model)
     if trainer.is_world_process_zero():
         run.save_model(model, tokenizer, weights)
     trainer.accelerator.wait_for_everyone()

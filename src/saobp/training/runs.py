@@ -34,10 +34,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.benchmarking.machine import commit, processor, version
 from saobp.data.vocabulary import save_tokenizer
+from saobp.data.writing import clear_unfinished, is_unfinished
 from saobp.training.files import (
-    UNFINISHED,
     append_line,
-    clear_unfinished,
     flaw,
     keep_lines_up_to,
     read_json,
@@ -122,7 +121,7 @@ class RunFolder:
         if self.file("recipe.json").exists():
             if not resume:
                 raise RunError(f"{self.path} holds an unfinished run: add --resume, or name another folder")
-        elif self.path.is_file() or (self.path.exists() and any(map(_is_foreign, self.path.iterdir()))):
+        elif self.path.is_file() or (self.path.exists() and not all(map(is_unfinished, self.path.iterdir()))):
             raise RunError(f"{self.path} is not empty and holds no run: name another folder")
 
     def _check_continuation(self, asked: Mapping[str, Any], data: Mapping[str, str]) -> None:
@@ -274,10 +273,6 @@ def _command() -> str:
 def without_folders(words: Iterable[str]) -> str:
     """A command line that names no place of the machine: of a whole path only the last part."""
     return shlex.join(re.sub(r"(^|=)[~/].*/", r"\1", word) for word in words)
-
-
-def _is_foreign(path: Path) -> bool:
-    return not path.name.startswith(UNFINISHED)
 
 
 def _now() -> str:

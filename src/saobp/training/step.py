@@ -34,9 +34,9 @@ def loss_as_forward(
     graph, so with one nothing is compiled. With ``replay`` a GPU records the graph and replays it as a whole,
     since hundreds of small kernels take less time than their launches; its gradients are always in the same
     place, so they cannot be summed over parts of a batch or processes. Without gradients nothing is compiled
-    either: evaluations are rare, and compiling takes longer. Weights that are sharded cannot be rounded as a
-    whole: bfloat16 is then PyTorch's autocast. What a regularizer learns is meanwhile a part of the model:
-    optimised, shared between processes, kept in checkpoints.
+    either: evaluations are rare, and compiling takes longer. Sharded weights come and go layer by layer, so
+    nothing is compiled and no rounded copy is made of them: bfloat16 is then PyTorch's autocast. What a
+    regularizer learns is meanwhile a part of the model: optimised, shared between processes, in checkpoints.
     """
     autocast = sharded and precision == "bf16"
     kind = next(model.parameters()).device.type
@@ -50,7 +50,7 @@ def loss_as_forward(
         regularizer.attach(model)
         model.add_module(REGULARIZER, regularizer)
         step = with_penalty(model, loss, regularizer)
-    elif compiled:
+    elif compiled and not sharded:
         mode = "reduce-overhead" if kind == "cuda" and replay else None
         step = torch.compile(with_own_code(loss), dynamic=False, mode=mode)
 

@@ -1,12 +1,15 @@
 """Batches for one process, from any step on.
 
-A batch is gathered in half a millisecond and copied while the device computes. Nothing in a step waits for
-the device, so the host is always some steps ahead of it.
+Batches are gathered beside the training loop, some ahead of it, and copied while the device computes. Nothing
+in a step waits for the device, so the host is always some steps ahead of it.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +19,8 @@ from torch import Tensor
 from saobp.training.objectives import row_seeds
 from saobp.training.recipes import PretrainRecipe
 
+AHEAD = 2
+"""Batches that are gathered before they are needed."""
 HELD_OUT_SEED = 0x5A0BED
 """Masks of held-out rows come from here, whatever the seed of the run: every evaluation hides the same."""
 
@@ -47,18 +52,22 @@ class Share:
         self.rows = recipe.batch_size // parts
 
     def batch(self, rows: Rows, seed: int, step: int, part: int, count: int | None = None) -> Batch:
-        """Part ``part`` of this process in the batch of a step; ``count`` rows of a smaller batch."""
+        """Part ``part`` of this process in the batch of a step, on its device; or ``count`` rows of it."""
+        return self.moved(self.gathered(rows, seed, step, part, count))
+
+    def gathered(self, rows: Rows, seed: int, step: int, part: int, count: int | None = None) -> Batch:
+        """The same in the memory of the host, where a GPU can copy it by itself."""
         count = self.rows if count is None else count
         first = (part * self.processes + self.process) * count
         places = np.arange(first, first + count)
         ids = rows.at(step * self.recipe.batch_size + places)["input_ids"]
-        seeds = torch.from_numpy(row_seeds(seed, step, places))
-        return {"input_ids": self._moved(ids), "seeds": self._moved(seeds)}
-
-    def _moved(self, tensor: Tensor) -> Tensor:
+        batch = {"input_ids": ids, "seeds": torch.from_numpy(row_seeds(seed, step, places))}
         if self.device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+            return batch
+        return {name: tensor.pin_memory() for name, tensor in batch.items()}
+
+    def moved(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
 
 class TrainingStream:
@@ -68,12 +77,15 @@ class TrainingStream:
         self.rows, self.share, self.start = rows, share, start
 
     def __iter__(self) -> Iterator[Batch]:
+        """One thread gathers; copies are started by the training loop, in its own order."""
         recipe = self.share.recipe
-        step = self.start()
-        while True:
-            for part in range(recipe.accumulation):
-                yield self.share.batch(self.rows, recipe.seed, step, part)
-            step += 1
+        coming: deque[Future[Batch]] = deque()
+        with ThreadPoolExecutor(1, "batches") as worker:
+            for step in itertools.count(self.start()):
+                for part in range(recipe.accumulation):
+                    coming.append(worker.submit(self.share.gathered, self.rows, recipe.seed, step, part))
+                    if len(coming) > AHEAD:
+                        yield self.share.moved(coming.popleft().result())
 
 
 def held_out_batches(rows: Rows, share: Share) -> list[Batch]:
@@ -92,3 +104,12 @@ def held_out_batches(rows: Rows, share: Share) -> list[Batch]:
         for number in range(batches)
         for part in range(recipe.accumulation)
     ]
+
+
+def health_batch(rows: Rows, share: Share) -> Batch:
+    """The first held-out rows, as many as the recipe measures attention on, shared by the processes.
+
+    They are the same however many processes there are, if these divide their number.
+    """
+    wanted = min(share.recipe.health_texts, len(rows))
+    return share.batch(rows, HELD_OUT_SEED, 0, 0, max(1, wanted // share.processes))

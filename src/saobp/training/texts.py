@@ -22,7 +22,7 @@ from saobp.data import (
 )
 from saobp.data.tokens import DESCRIPTION, Progress
 from saobp.data.vocabulary import save_tokenizer, tokenizer_checksum
-from saobp.data.writing import only_one, replacing
+from saobp.data.writing import is_unfinished, only_one, replacing
 
 KINDS = {"bert": "wordpiece", "modernbert": "wordpiece", "gpt2": "bpe"}
 ORIGIN = "learned_from.json"
@@ -165,7 +165,8 @@ def stores_in(folder: Path) -> list[TokenStore]:
     """The token stores in a folder, not yet verified."""
     if not folder.is_dir():
         return []
-    return [TokenStore.open(path.parent, verify=False) for path in sorted(folder.glob(f"*/{DESCRIPTION}"))]
+    found = sorted(path.parent for path in folder.glob(f"*/{DESCRIPTION}"))
+    return [TokenStore.open(path, verify=False) for path in found if not is_unfinished(path)]
 
 
 def ready_stores(folder: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, TokenStore]:

@@ -16,17 +16,17 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from saobp.metrics.health import CROSS_LAYER
+from saobp.data.writing import unfinished
 from saobp.metrics.logging import HealthLog
 from saobp.metrics.probe import Recorder
-from saobp.training.files import UNFINISHED, read_json, reason, seal, write_json
+from saobp.training.files import read_json, reason, seal, write_json
+from saobp.training.heads import MEASURED, health_line, separate_strengths, strengths_of
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.runs import RunError, RunFolder
-from saobp.training.stream import Batch, Rows, Share, TrainingStream, held_out_batches
-from saobp.transformers.attached import attached
+from saobp.training.sharding import divide_by_layers
+from saobp.training.stream import Batch, Rows, Share, TrainingStream, health_batch, held_out_batches
 
 CLOCK = "clock.json"
-STATISTICS = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
 
 
 def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingArguments:
@@ -84,6 +84,9 @@ class PretrainTrainer(Trainer):
         self.rows = train
         self.share = Share(recipe, args.process_index, args.world_size, args.device)
         self.held_out: list[Batch] = [] if validation is None else held_out_batches(validation, self.share)
+        self.health_texts: Batch | None = None
+        if validation is not None and self.held_out and recipe.health_texts:
+            self.health_texts = health_batch(validation, self.share)
         args.per_device_train_batch_size = self.share.rows
         if not self.held_out:
             args.eval_strategy = "no"
@@ -95,39 +98,25 @@ class PretrainTrainer(Trainer):
             callbacks=callbacks,
         )
         self.remove_callback(PrinterCallback)
-        self.flops_per_token = 6 * sum(p.numel() for p in model.parameters())
+        if self.is_fsdp_enabled:
+            divide_by_layers(self.accelerator, model)
+        self.parameters = model.num_parameters()
         self.health_log = HealthLog(lambda logs, _: self.log(logs), untrained=True)
         self.clock = Clock()
+        self.last_evaluation: int | None = None
         self._last_checkpoint: int | None = None
 
     def get_train_dataloader(self) -> Any:
         return TrainingStream(self.rows, self.share, lambda: self.state.global_step)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Weight decay for matrices, none for the rest, and a group of their own for learned strengths."""
-        if self.optimizer is None:
-            owner: Any = self.model if model is None else model
-            decayed = set(self.get_decay_parameter_names(owner))
-            groups: dict[str, list[nn.Parameter]] = {"decayed": [], "plain": [], "strengths": []}
-            for name, parameter in owner.named_parameters():
-                if parameter.requires_grad:
-                    kind = "decayed" if name in decayed else "plain"
-                    groups["strengths" if name.endswith("strength_bias") else kind].append(parameter)
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, owner)
-            rate = self.args.learning_rate
-            self.optimizer = kind(
-                [
-                    {
-                        "params": parameters,
-                        "weight_decay": self.args.weight_decay if name == "decayed" else 0.0,
-                        "lr": rate * self.recipe.strength_rate if name == "strengths" else rate,
-                    }
-                    for name, parameters in groups.items()
-                    if parameters
-                ],
-                **options,
-            )
-        return self.optimizer
+    def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
+        """Trainer's groups (weight decay for matrices only), and one of their own for learned strengths."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(*arguments)
+        if is_new:
+            assert isinstance(self.model, PreTrainedModel)
+            separate_strengths(optimizer, self.model, self.args.learning_rate * self.recipe.strength_rate)
+        return optimizer
 
     def training_step(
         self,
@@ -138,7 +127,9 @@ class PretrainTrainer(Trainer):
         if not model.training:
             model.train()
         torch.compiler.cudagraph_mark_step_begin()
-        loss = self.compute_loss(model, inputs) / self.recipe.accumulation
+        loss = self.compute_loss(model, inputs)
+        if self.recipe.accumulation > 1:
+            loss = loss / self.recipe.accumulation
         self.accelerator.backward(loss)
         return loss.detach().clone()  # a replayed graph writes to the same place
 
@@ -152,7 +143,7 @@ class PretrainTrainer(Trainer):
         return model(**inputs)
 
     def floating_point_ops(self, inputs: Batch) -> int:
-        return self.flops_per_token * inputs["input_ids"].numel()
+        return 6 * self.parameters * inputs["input_ids"].numel()
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
@@ -167,31 +158,20 @@ class PretrainTrainer(Trainer):
             metrics = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-            if self.recipe.health_texts:
-                self.measure_health()
+            if self.health_texts is not None:
+                self.measure_health(self.health_texts)
+        self.last_evaluation = self.state.global_step
         return metrics
 
-    def measure_health(self) -> None:
+    def measure_health(self, texts: Batch) -> None:
         """GTD and entropies of every head on the first held-out texts, always the same."""
         assert self.model is not None
-        texts = {name: rows[: self.recipe.health_texts] for name, rows in self.held_out[0].items()}
-        recorder = Recorder(self.model, (*STATISTICS, CROSS_LAYER))
+        recorder = Recorder(self.model, MEASURED)
         with recorder.measuring():
             self.model_wrapped(**texts)
-        health = recorder.health.reduced()
+        line = health_line(self.state.global_step, recorder.health.reduced(), strengths_of(self.model))
         if self.is_world_process_zero():
-            self.run.log_health(
-                {
-                    "step": self.state.global_step,
-                    "layers": list(health.layers),
-                    "statistics": {
-                        name: [heads.tolist() for heads in health.values(name).values()]
-                        for name in STATISTICS
-                    },
-                    CROSS_LAYER: list(health.cross_layer_gtd().values()),
-                    "strengths": strengths_of(self.model),
-                }
-            )
+            self.run.log_health(line)
         self.health_log(recorder.health, self.state.global_step)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -212,7 +192,25 @@ class PretrainTrainer(Trainer):
         if resume_from_checkpoint is not None:
             seconds = read_json(Path(resume_from_checkpoint, CLOCK))["seconds"]
         self.clock = Clock(seconds)
+        if not self.is_fsdp_enabled:
+            self._remember_parameters()
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _remember_parameters(self) -> None:
+        """Spare the loop its two walks a step over all modules, to clip gradients and to forget them."""
+        assert self.model is not None
+        learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+        def clip(_: Any, most: float, norm_type: float = 2) -> Tensor:
+            return nn.utils.clip_grad_norm_(learning, most, norm_type)
+
+        def forget(set_to_none: bool = True) -> None:  # noqa: ARG001
+            for parameter in learning:
+                parameter.grad = None
+
+        self.accelerator.clip_grad_norm_ = clip
+        if self.args.world_size == 1:
+            self.model.zero_grad = forget  # type: ignore[method-assign]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:  # noqa: ARG002
         """A checkpoint that is whole or absent; where it cannot be written, training goes on.
@@ -224,7 +222,7 @@ class PretrainTrainer(Trainer):
         with self.clock.paused():
             step = self.state.global_step
             final = self.run.checkpoint_path(step)
-            folder = final.with_name(f"{UNFINISHED}{final.name}")
+            folder = unfinished(final)
             problem: Exception | None = self._written(folder)
             main = self.is_world_process_zero()
             if problem is None and main:
@@ -305,9 +303,3 @@ class Clock:
             yield
         finally:
             self._mark += time.monotonic() - start
-
-
-def strengths_of(model: nn.Module) -> list[list[float]] | None:
-    """Strength of each head by layer; None for a model without refinement."""
-    found = [own.strength.detach().float().cpu().tolist() for _, own in attached(model)]
-    return found or None

@@ -44,6 +44,7 @@ def harness_accuracy(
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     documents = datasets.Dataset.from_list(_documents(task, split, every))
@@ -54,7 +55,11 @@ def harness_accuracy(
     config |= {"task": name, "test_split": "test", "custom_dataset": lambda **_: {"test": documents}}
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, max_length=positions_of(model))
     found = simple_evaluate(
-        model=wrapped, tasks=[ConfigurableTask(config=config)], bootstrap_iters=0, log_samples=False
+        model=wrapped,
+        tasks=[ConfigurableTask(config=config)],
+        task_manager=TaskManager(include_defaults=False),  # its own would read thousands of definitions
+        bootstrap_iters=0,
+        log_samples=False,
     )
     assert found is not None
     return {"accuracy": 100 * found["results"][name]["acc,none"], "questions": len(documents)}

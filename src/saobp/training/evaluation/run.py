@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
-import saobp
 from saobp.data.tasks import TASKS, Split, load_split
 from saobp.refinement import Refinement
 from saobp.training.evaluation.harness import harness_accuracy, require_harness
@@ -30,8 +28,8 @@ from saobp.training.evaluation.perplexity import (
 )
 from saobp.training.evaluation.text import read_wikitext
 from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, positions_of, race_questions
-from saobp.training.finetune.models import checked_folder, load_tokenizer_of, model_checksum
 from saobp.training.runs import RunFolder
+from saobp.training.saved import config_of, load_model, load_tokenizer_of, model_checksum
 
 MEASURED = ("wikitext", "race-middle", "boolq")
 SPLITS = {"race-middle": "test", "boolq": "validation"}
@@ -117,18 +115,14 @@ def load_language_model(
     folder: str | Path, refinement: Refinement | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, bool]:
     """A saved language model in float32, on a GPU if there is one; its tokenizer; whether it is a decoder."""
-    name = checked_folder(folder)
-    config = AutoConfig.from_pretrained(name)
-    kinds = config.architectures or ["none"]
+    kinds = config_of(folder).architectures or ["none"]
     is_decoder = kinds[0].endswith(("LMHeadModel", "ForCausalLM"))
     if not is_decoder and not kinds[0].endswith("ForMaskedLM"):
-        raise ValueError(f"{name!r} holds {kinds[0]}, which is no language model: give a pretrained one")
+        raise ValueError(
+            f"{str(folder)!r} holds {kinds[0]}, which is no language model: give a pretrained one"
+        )
     kind = AutoModelForCausalLM if is_decoder else AutoModelForMaskedLM
-    saved = getattr(config, "saobp", None) is not None
-    options = {"dtype": torch.float32}
-    model = saobp.load(name, kind, **options) if saved else kind.from_pretrained(name, **options)
-    if refinement is not None:
-        model = saobp.remove(model) if refinement.is_plain else saobp.apply(model, refinement)
+    model = load_model(folder, kind, refinement)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), load_tokenizer_of(folder), is_decoder
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
-    AutoConfig,
     AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
-import saobp
 from saobp.data.tasks import TaskSpec
 from saobp.refinement import Refinement
+from saobp.training.saved import config_of, load_model
+from saobp.training.saved import model_checksum as model_checksum
 
 _HEADS: dict[str, tuple[Any, str]] = {
     "classification": (AutoModelForSequenceClassification, "sequence classification"),
@@ -27,27 +24,6 @@ _HEADS: dict[str, tuple[Any, str]] = {
     "choice": (AutoModelForMultipleChoice, "multiple choice"),
     "span": (AutoModelForQuestionAnswering, "question answering"),
 }
-
-
-def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer saved beside a model."""
-    tokenizer = AutoTokenizer.from_pretrained(checked_folder(folder))
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"the tokenizer in {str(folder)!r} is not a fast one, which the tasks need")
-    return tokenizer
-
-
-def checked_folder(folder: str | Path) -> str:
-    """The folder itself, or a sentence that says what it lacks."""
-    path = Path(folder)
-    if path.is_dir() and not (path / "config.json").exists():
-        inside = path / "model"
-        hint = f": give {str(inside)!r}" if (inside / "config.json").exists() else ""
-        raise FileNotFoundError(f"{str(path)!r} holds no model (it has no config.json){hint}")
-    named_on_hub = str(folder).count("/") <= 1 and not str(folder).startswith((".", "/", "~"))
-    if not path.is_dir() and not named_on_hub:
-        raise FileNotFoundError(f"there is no model folder {str(path)!r}")
-    return str(folder)
 
 
 def load_with_head(
@@ -60,47 +36,18 @@ def load_with_head(
 
     ``refinement`` takes the place of the checkpoint's own; the factor ``none`` takes it off.
     """
-    name = checked_folder(folder)
-    config = AutoConfig.from_pretrained(name)
+    config = config_of(folder)
     kind, words = _HEADS[spec.kind]
     if type(config) not in kind._model_mapping:
         raise ValueError(
             f"{spec.name} needs a head for {words}, which Transformers lacks for {config.model_type}"
         )
-    options: dict[str, Any] = {"dtype": torch.float32}
+    options: dict[str, Any] = {}
     if spec.kind in ("classification", "regression"):
         options["num_labels"] = max(1, len(spec.labels))
         options["problem_type"] = "regression" if spec.kind == "regression" else "single_label_classification"
-    saved = getattr(config, "saobp", None) is not None
-    model = saobp.load(name, kind, **options) if saved else kind.from_pretrained(name, **options)
-    if refinement is not None:
-        model = saobp.remove(model) if refinement.is_plain else saobp.apply(model, refinement)
+    model = load_model(folder, kind, refinement, **options)
     if model.config.pad_token_id is None:
         padding = tokenizer.pad_token_id
         model.config.pad_token_id = tokenizer.eos_token_id if padding is None else padding
     return model
-
-
-def effective_refinement(folder: str | Path, refinement: Refinement | None) -> dict[str, Any] | None:
-    """What a checkpoint runs with: what was asked, else what it was saved with; None for plain attention."""
-    if refinement is not None:
-        return None if refinement.is_plain else refinement.to_dict()
-    return getattr(AutoConfig.from_pretrained(checked_folder(folder)), "saobp", None)
-
-
-def most_positions(folder: str | Path) -> int | None:
-    """Longest input of a checkpoint in tokens, where it says so."""
-    config = AutoConfig.from_pretrained(checked_folder(folder))
-    positions = getattr(config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else None
-
-
-def model_checksum(folder: str | Path) -> str:
-    """sha256 over the weights of a checkpoint folder; a name on the hub stands for itself."""
-    path = Path(folder)
-    digest = hashlib.sha256(b"" if path.is_dir() else str(folder).encode())
-    names = sorted(file for file in path.glob("*") if file.suffix in (".safetensors", ".bin"))
-    for file in names:
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return digest.hexdigest()

@@ -16,14 +16,12 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from saobp.data.tasks import TaskSpec
-from saobp.metrics.health import CROSS_LAYER
 from saobp.training.files import reason
 from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.finetune.rows import EpochBatches, LengthBatches, Rows
+from saobp.training.heads import MEASURED, health_line, separate_strengths, strengths_of
 from saobp.training.runs import RunFolder
-from saobp.training.trainer import STATISTICS, strengths_of
-from saobp.transformers import strength_parameters
 
 CHECKPOINT_SECONDS = 60.0
 """An epoch's end writes a checkpoint if so much time has passed since the last; short runs start again."""
@@ -80,19 +78,13 @@ class TaskTrainer(Trainer):
         return self.accelerator.prepare(loader)
 
     def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
-        """The Trainer's groups, and one of their own for learned strengths: no decay, own rate."""
-        if self.optimizer is None:
-            optimizer = super().create_optimizer(*arguments)
+        """The Trainer's groups, and one of their own for learned strengths."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(*arguments)
+        if is_new:
             assert isinstance(self.model, PreTrainedModel)
-            strengths = strength_parameters(self.model)
-            ours = {id(parameter) for parameter in strengths}
-            for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) not in ours]
-            if strengths:
-                rate = self.recipe.rate * self.recipe.strength_rate
-                optimizer.add_param_group({"params": strengths, "weight_decay": 0.0, "lr": rate})
-            return optimizer
-        return self.optimizer
+            separate_strengths(optimizer, self.model, self.recipe.rate * self.recipe.strength_rate)
+        return optimizer
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Score the validation rows and measure attention health; the line in the log carries the epoch."""
@@ -101,7 +93,7 @@ class TaskTrainer(Trainer):
         metrics = {f"eval_{name}": value for name, value in found.items()}
         self.log(dict(metrics))
         if self.recipe.health_texts:
-            self.run.log_health({"step": self.state.global_step, **self.health()})
+            self.run.log_health(self.health())
         return metrics
 
     def health(self) -> dict[str, Any]:
@@ -109,15 +101,8 @@ class TaskTrainer(Trainer):
         assert isinstance(self.model, PreTrainedModel)
         rows = self.rows["validation"]
         count = min(len(rows), max(1, self.recipe.health_texts // rows.group))
-        measured = measure_attention(self.model, rows, range(count), (*STATISTICS, CROSS_LAYER))
-        return {
-            "layers": list(measured.layers),
-            "statistics": {
-                name: [heads.tolist() for heads in measured.values(name).values()] for name in STATISTICS
-            },
-            CROSS_LAYER: list(measured.cross_layer_gtd().values()),
-            "strengths": strengths_of(self.model),
-        }
+        measured = measure_attention(self.model, rows, range(count), MEASURED)
+        return health_line(self.state.global_step, measured, strengths_of(self.model))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)

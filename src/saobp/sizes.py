@@ -1,0 +1,23 @@
+"""The widths and depths of the paper's models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Size:
+    """Layers, width of hidden states, heads, and width inside the feed-forward part."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+
+
+PAPER_SIZES = {
+    "mini": Size(4, 256, 4, 1024),
+    "small": Size(4, 512, 8, 2048),
+    "medium": Size(8, 512, 8, 2048),
+}
+"""The same for BERT and GPT-2."""

@@ -1,0 +1,89 @@
+"""Models that were saved, with tokenizer and refinement: what fine-tuning and evaluation begin with."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+import saobp
+from saobp.refinement import Refinement
+
+
+def checked_folder(folder: str | Path) -> str:
+    """The folder of a saved model, or a name on the hub; the folder of a run stands for the model in it."""
+    path = Path(folder)
+    if path.is_dir():
+        for place in (path, path / "model"):
+            if (place / "config.json").exists():
+                return str(place)
+        raise FileNotFoundError(f"{str(path)!r} holds no model (it has no config.json)")
+    named_on_hub = str(folder).count("/") <= 1 and not str(folder).startswith((".", "/", "~"))
+    if not named_on_hub:
+        raise FileNotFoundError(f"there is no model folder {str(path)!r}")
+    return str(folder)
+
+
+def config_of(folder: str | Path) -> Any:
+    """The config of a saved model."""
+    name = checked_folder(folder)
+    try:
+        return AutoConfig.from_pretrained(name)
+    except OSError as problem:
+        if Path(name).is_dir():
+            raise
+        raise FileNotFoundError(
+            f"there is no model folder {str(folder)!r}, and the hub gave no model of that name"
+        ) from problem
+
+
+def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer saved beside a model."""
+    tokenizer = AutoTokenizer.from_pretrained(checked_folder(folder), config=config_of(folder))
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(f"the tokenizer in {str(folder)!r} is not a fast one, which saobp needs")
+    return tokenizer
+
+
+def load_model(
+    folder: str | Path, kind: Any, refinement: Refinement | None = None, **options: Any
+) -> PreTrainedModel:
+    """A model of a kind (an Auto class) in float32, refined as it was saved or as asked.
+
+    ``refinement`` takes the place of the checkpoint's own; the factor ``none`` takes it off.
+    """
+    name = checked_folder(folder)
+    options = {"dtype": torch.float32, **options}
+    saved = getattr(config_of(folder), "saobp", None) is not None
+    model = saobp.load(name, kind, **options) if saved else kind.from_pretrained(name, **options)
+    if refinement is None:
+        return model
+    return saobp.remove(model) if refinement.is_plain else saobp.apply(model, refinement)
+
+
+def effective_refinement(folder: str | Path, refinement: Refinement | None) -> dict[str, Any] | None:
+    """What a checkpoint runs with: what was asked, else what it was saved with; None for plain attention."""
+    if refinement is not None:
+        return None if refinement.is_plain else refinement.to_dict()
+    return getattr(config_of(folder), "saobp", None)
+
+
+def most_positions(folder: str | Path) -> int | None:
+    """Longest input of a checkpoint in tokens, where it says so."""
+    config = config_of(folder)
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
+
+
+def model_checksum(folder: str | Path) -> str:
+    """sha256 over the weights of a checkpoint folder; a name on the hub stands for itself."""
+    path = Path(checked_folder(folder))
+    digest = hashlib.sha256(b"" if path.is_dir() else str(folder).encode())
+    names = sorted(file for file in path.glob("*") if file.suffix in (".safetensors", ".bin"))
+    for file in names:
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()

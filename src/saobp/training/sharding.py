@@ -1,0 +1,88 @@
+"""Weights, gradients and optimiser state divided between processes: FSDP 2.
+
+Accelerate divides where ``accelerate launch --use_fsdp --fsdp_version 2`` asks for it. Here it is told how: a
+layer at a time, and all else together, since the head shares weights with the token embeddings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+def sharding_asked_for(regularizer: str | None = None) -> bool:
+    """Whether the launch asks for FSDP; its first version is refused, and so is a regularizer with it."""
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if asked and regularizer is not None:
+        raise ValueError(
+            f"the regularizer {regularizer!r} looks at the whole model at once, which FSDP divides: leave "
+            "--use_fsdp out"
+        )
+    if asked and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise ValueError(
+            "pretraining is divided by FSDP 2, and Accelerate's default is version 1: add --fsdp_version 2 "
+            "to accelerate launch"
+        )
+    return asked
+
+
+def divide_by_layers(accelerator: Accelerator, model: PreTrainedModel) -> None:
+    """Let Accelerate divide the model by its layers when it prepares it."""
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.transformer_cls_names_to_wrap is None:
+        plugin.transformer_cls_names_to_wrap = layer_classes(model)
+    plugin.cpu_ram_efficient_loading = False  # every process makes the same weights from the seed
+    prepare = accelerator.prepare
+
+    def prepare_together(*objects: Any, **options: Any) -> Any:
+        with _embeddings_unnamed(model):
+            return prepare(*objects, **options)
+
+    accelerator.prepare = prepare_together
+
+
+def layer_classes(model: PreTrainedModel) -> list[str]:
+    """Names of the classes that Transformers calls indivisible, without those that hold token embeddings."""
+    table = model.get_input_embeddings().weight
+    indivisible = set(model._no_split_modules or ())
+    return sorted(
+        {
+            type(module).__name__
+            for module in model.modules()
+            if type(module).__name__ in indivisible and all(p is not table for p in module.parameters())
+        }
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A parameter, put together from its parts if it is divided; then every process must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered_weights(accelerator: Accelerator, model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of a divided model, tied ones once, on the first process; every process must call this."""
+    tied = set(model._tied_weights_keys or ())
+    return {name: weight for name, weight in accelerator.get_state_dict(model).items() if name not in tied}
+
+
+@contextmanager
+def _embeddings_unnamed(model: PreTrainedModel) -> Iterator[None]:
+    """Meanwhile the model does not tell which modules are its embeddings.
+
+    Accelerate would make them a group of their own and so part BERT's head from the bias that it shares.
+    """
+    names = ("get_input_embeddings", "get_output_embeddings")
+    for name in names:
+        setattr(model, name, lambda: None)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(model, name)
