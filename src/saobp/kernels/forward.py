@@ -25,6 +25,7 @@ from saobp.kernels.arithmetic import (
     relative,
     store_rows,
 )
+from saobp.kernels.pairs import boosted, multiply, pair_message
 
 
 @triton.jit
@@ -155,6 +156,17 @@ def key_weights(
 
 
 @triton.jit
+def add_row_sums(totals, tile, ones, PRECISE: tl.constexpr):
+    """Adds the sums of a tile's rows to every column of ``totals`` ``[rows, 16]``: half types on the tensor cores.
+
+    Sums are of the rounded weights that meet the values. So a row that sees one key gives exactly its value.
+    """
+    if PRECISE == 2:
+        return totals + tl.sum(tile, 1)[:, None]
+    return tl.dot(tile, ones, totals)
+
+
+@triton.jit
 def refined_output(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, heard_ptr, weight_ptr,
     anchor_ptr, inverse_ptr, lowest_ptr,
@@ -184,7 +196,10 @@ def refined_output(
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
-    total = tl.zeros([ROWS], tl.float32)
+    KIND: tl.constexpr = v_ptr.dtype.element_ty
+    pair = pair_message(message, KIND)
+    ones = tl.full([KEYS, 16], 1.0, KIND)
+    totals = tl.zeros([ROWS, 16], tl.float32)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     for start in tl.range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
@@ -192,20 +207,28 @@ def refined_output(
         raw = raw_scores(q, k, real_tokens(mask_base, keys, tokens, MASKED), TAIL or MASKED, PRECISION)
         # Refined weights as a product, a * weight / message: one exponential per entry.
         a = tl.exp2(relative(raw, high[:, None], low[:, None], score_scale, PRECISE))
-        refined = inverse_message(a, message, PRECISE)
-        if MASKED:
-            refined = tl.where(rows_real[:, None], refined, 1.0)
-        if HEARS:
-            a *= load_vector(weight_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
-        refined *= a
-        total += tl.sum(refined, 1)
+        if PRECISE == 0:
+            refined = boosted(a.to(KIND), pair)
+            if MASKED:
+                refined = tl.where(rows_real[:, None], refined, a.to(KIND))
+            if HEARS:
+                weight = load_vector(weight_ptr + row_base, keys, tokens, 0.0, TAIL)
+                refined = multiply(refined, weight[None, :])
+        else:
+            inverse = inverse_message(a, message, PRECISE)
+            if MASKED:
+                inverse = tl.where(rows_real[:, None], inverse, 1.0)
+            if HEARS:
+                a *= load_vector(weight_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
+            refined = (a * inverse).to(KIND)
+        totals = add_row_sums(totals, refined, ones, PRECISE)
         if DROPS:
-            keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
-            refined = tl.where(keep, refined * keep_scale, 0.0)
+            refined = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-        out = tl.dot(refined.to(v.dtype), v, out, input_precision=PRECISION)
+        out = tl.dot(refined, v, out, input_precision=PRECISION)
+    total = tl.max(totals, 1)
     visible = (high < float("inf")) & (total > 0)
-    out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
+    out *= tl.where(visible, keep_scale / total, 0.0)[:, None]
     out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
     tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)
@@ -262,17 +285,15 @@ def careful_output(
         raised = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(raised == float("-inf"), 0.0, raised)
         shrink = tl.exp2(top - anchor)
-        refined = tl.exp2(scores - anchor[:, None]) * inverse
-        total = total * shrink + tl.sum(refined, 1)
+        refined = (tl.exp2(scores - anchor[:, None]) * inverse).to(v_ptr.dtype.element_ty)
+        total = total * shrink + tl.sum(refined.to(tl.float32), 1)
         if DROPS:
-            refined = tl.where(
-                kept(seed, rows[:, None], keys[None, :], drop_threshold), refined * keep_scale, 0.0
-            )
+            refined = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-        out = tl.dot(refined.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+        out = tl.dot(refined, v, out * shrink[:, None], input_precision=PRECISION)
         top = raised
     visible = (high < float("inf")) & (total > 0)
-    out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
+    out *= tl.where(visible, keep_scale / total, 0.0)[:, None]
     out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
     tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)

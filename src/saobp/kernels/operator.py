@@ -33,7 +33,8 @@ def _fake_forward(
     out = empty_states(problem, query)
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     rows = (problem.batch, problem.heads, problem.length)
-    heard, weight = (torch.empty(rows if hears else 0, **floats) for _ in range(2))
+    heard = torch.empty(rows if hears else 0, **floats)
+    weight = torch.empty(rows if hears else 0, dtype=problem.weight_dtype, device=query.device)
     lowest = torch.empty(problem.sequences * problem.heads * lowest_blocks(problem), **floats)
     return (
         out,
