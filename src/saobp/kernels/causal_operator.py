@@ -21,7 +21,7 @@ def _fake_forward(
     return empty_states(problem, query), lse, heard, belief
 
 
-@registered("saobp::causal_refined_attention", _fake_forward)
+@registered("causal_refined_attention", _fake_forward)
 def causal_refined_attention(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
@@ -39,7 +39,7 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, stre
     return dq, dk, dv, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-@registered("saobp::causal_refined_attention_backward", _fake_backward)
+@registered("causal_refined_attention_backward", _fake_backward)
 def causal_refined_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor,
@@ -55,4 +55,4 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return gradients(causal_refined_attention_backward, ctx, grad)
 
 
-causal_refined_attention.register_autograd(_backward, setup_context=saved_for_backward)
+torch.library.register_autograd(causal_refined_attention, _backward, setup_context=saved_for_backward)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saobp.kernels.elemmul_launch import centre_shape, elemmul_problem, run_elemmul, run_elemmul_backward
-from saobp.kernels.operator import registered
+from saobp.kernels.operator import only_output_learns, registered
 from saobp.kernels.problem import empty_states
 
 
@@ -23,7 +23,7 @@ def _fake_forward(
     return out, lse, centre, gathered, received, inverse
 
 
-@registered("saobp::elemmul_attention", _fake_forward)
+@registered("elemmul_attention", _fake_forward)
 def elemmul_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None, longest: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -40,7 +40,7 @@ def _fake_backward(
     return dq, dk, dv
 
 
-@registered("saobp::elemmul_attention_backward", _fake_backward)
+@registered("elemmul_attention_backward", _fake_backward)
 def elemmul_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None,
     out: Tensor, lse: Tensor, centre: Tensor, gathered: Tensor, received: Tensor, inverse: Tensor, longest: int, scale: float,
@@ -52,6 +52,7 @@ def elemmul_attention_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    only_output_learns(ctx, output)
     ctx.save_for_backward(*inputs[:5], *output)
     ctx.numbers = inputs[5:]
 
@@ -66,4 +67,4 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, None, None, None, None
 
 
-elemmul_attention.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(elemmul_attention, _backward, setup_context=_setup_context)

@@ -87,7 +87,7 @@ def fused_attention(
     from saobp.kernels.elemmul_operator import elemmul_attention
     from saobp.kernels.operator import refined_attention
     from saobp.kernels.problem import is_short
-    from saobp.kernels.short_operator import short_refined_attention
+    from saobp.kernels.short_operator import short_refined_attention, short_refined_output
 
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     longest = query.shape[2] if longest is None else longest
@@ -101,14 +101,18 @@ def fused_attention(
     known = strongest is not None and not strength.requires_grad
     bound = -math.expm1(-sign * strongest) if known else 0.0  # type: ignore[operator]
     seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
-    if is_causal:
-        operator = causal_refined_attention
-    elif is_short(longest, query.shape[3], query.dtype):
-        operator = short_refined_attention
-    else:
-        operator = refined_attention
-    out, *_ = operator(
+    arguments = (
         query, key, value, strength, padding_mask, cumulative_lengths, seed,
         longest, scale, dropout_p, sign, hears, bound,
     )  # fmt: skip
-    return out
+    if is_causal:
+        return causal_refined_attention(*arguments)[0]
+    if not is_short(longest, query.shape[3], query.dtype):
+        return refined_attention(*arguments)[0]
+    if learns(query, key, value, strength):
+        return short_refined_attention(*arguments)[0]
+    return short_refined_output(*arguments)
+
+
+def learns(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
