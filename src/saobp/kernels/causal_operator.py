@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from saobp.kernels.causal_launch import run_causal_backward, run_causal_forward, saved_shapes
-from saobp.kernels.operator import gradients, registered, saved_for_backward
+from saobp.kernels.operator import differentiable, gradients, registered, saved_for_backward
 from saobp.kernels.problem import Problem, empty_states
 
 
@@ -51,8 +51,6 @@ def causal_refined_attention_backward(
     )
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    return gradients(causal_refined_attention_backward, ctx, grad)
-
-
-torch.library.register_autograd(causal_refined_attention, _backward, setup_context=saved_for_backward)
+differentiable(
+    causal_refined_attention, partial(gradients, causal_refined_attention_backward), saved_for_backward
+)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saobp.kernels.elemmul_launch import centre_shape, elemmul_problem, run_elemmul, run_elemmul_backward
-from saobp.kernels.operator import only_output_learns, registered
+from saobp.kernels.operator import differentiable, registered
 from saobp.kernels.problem import empty_states
 
 
@@ -52,12 +52,11 @@ def elemmul_attention_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    only_output_learns(ctx, output)
     ctx.save_for_backward(*inputs[:5], *output)
     ctx.numbers = inputs[5:]
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, mask, cu, *saved = ctx.saved_tensors
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
@@ -67,4 +66,4 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, None, None, None, None
 
 
-torch.library.register_autograd(elemmul_attention, _backward, setup_context=_setup_context)
+differentiable(elemmul_attention, _backward, _setup_context)

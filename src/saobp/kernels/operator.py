@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.function import once_differentiable
 from torch.library import Library, infer_schema, register_fake
 
 from saobp.kernels.launch import lowest_blocks, run_backward, run_forward
 from saobp.kernels.problem import Problem, empty_states
 from saobp.refinement import MAX_STRENGTH
 
-
 _library = Library("saobp", "FRAGMENT")
 
 
 def registered(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], OpOverload]:
-    """An operator that the compiler keeps whole and knows by the shapes that ``fake`` gives.
+    """An operator of fresh tensors that the compiler keeps whole and knows by the shapes that ``fake`` gives.
 
-    ``torch.library.custom_op`` would do the same at 20 microseconds more a call: it asks each time whether autograd
-    and aliases matter. These operators return fresh tensors, and those with gradients are registered for them.
+    Not by ``torch.library.custom_op``, whose checks of every call take 20 microseconds.
     """
 
     def register(function: Callable[..., Any]) -> OpOverload:
@@ -33,6 +33,48 @@ def registered(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         return operator
 
     return register
+
+
+def differentiable(
+    operator: OpOverload,
+    backward: Callable[..., tuple[Tensor | None, ...]],
+    save: Callable[[Any, tuple[Any, ...], tuple[Tensor, ...]], None],
+) -> None:
+    """Gives the first of an operator's outputs gradients; the others are what the backward pass needs.
+
+    Not by ``torch.library.register_autograd``, which reads the schema anew in every call, for 50 microseconds.
+    """
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs_and_keys: Any) -> tuple[Tensor, ...]:
+            *inputs, keys = inputs_and_keys
+            output = below(keys, *inputs)
+            ctx.mark_non_differentiable(*output[1:])
+            ctx.set_materialize_grads(False)  # zeros for the others would be launches
+            save(ctx, tuple(inputs), output)
+            return output
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+            if grad is None:
+                return (None,) * len(ctx.needs_input_grad)
+            return *backward(ctx, grad), None
+
+    def below(keys: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            output: tuple[Tensor, ...] = operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+        return output
+
+    def autograd(keys: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            output: tuple[Tensor, ...] = Differentiable.apply(*inputs, keys)
+            return output
+        return below(keys, *inputs)
+
+    Differentiable.__name__ = Differentiable.__qualname__ = f"{operator._opname}_with_gradients"
+    _library.impl(operator._opname, autograd, "Autograd", with_keyset=True)
 
 
 def _fake_forward(
@@ -101,15 +143,8 @@ def refined_attention_backward(
     )
 
 
-def only_output_learns(ctx: Any, output: tuple[Tensor, ...]) -> None:
-    """The rest is kept for the backward pass and gets no gradient, not even zeros, which would be launches."""
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
 def saved_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Tensors in and out; the first seven inputs are tensors, the rest numbers."""
-    only_output_learns(ctx, output)
     ctx.save_for_backward(*inputs[:7], *output)
     ctx.numbers = inputs[7:]
 
@@ -133,8 +168,4 @@ def gradients(operator: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Ten
     return dq, dk, dv, d_strength, *[None] * 9
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    return gradients(refined_attention_backward, ctx, grad)
-
-
-torch.library.register_autograd(refined_attention, _backward, setup_context=saved_for_backward)
+differentiable(refined_attention, partial(gradients, refined_attention_backward), saved_for_backward)

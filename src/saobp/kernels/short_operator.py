@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saobp.kernels.operator import gradients, only_output_learns, registered
+from saobp.kernels.fused import learns
+from saobp.kernels.operator import differentiable, gradients, registered
 from saobp.kernels.problem import Problem, empty_states
 from saobp.kernels.short_launch import run_short_backward, run_short_forward, saved_shapes
 
@@ -16,9 +18,7 @@ def _fake_output(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> Tensor:  # fmt: skip
-    return empty_states(
-        Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound), query
-    )
+    return empty_states(Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound), query)
 
 
 @registered("short_refined_output", _fake_output)
@@ -27,6 +27,8 @@ def short_refined_output(
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> Tensor:  # fmt: skip
     """For inference: what only the backward pass needs is neither allocated nor stored."""
+    if learns(query, key, value, strength):
+        raise RuntimeError("short_refined_output has no gradient: use short_refined_attention, or no_grad")
     return run_short_forward(
         query, key, value, strength, mask, cu, seed, longest, scale, dropout, sign, hears, bound, saves=False
     )[0]
@@ -74,13 +76,8 @@ def short_refined_attention_backward(
 
 def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """All but the output: the backward pass has the whole map and needs no product with it."""
-    only_output_learns(ctx, output)
     ctx.save_for_backward(*inputs[:7], *output[1:])
     ctx.numbers = inputs[7:]
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    return gradients(short_refined_attention_backward, ctx, grad)
-
-
-torch.library.register_autograd(short_refined_attention, _backward, setup_context=_saved)
+differentiable(short_refined_attention, partial(gradients, short_refined_attention_backward), _saved)

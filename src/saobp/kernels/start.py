@@ -31,9 +31,7 @@ class Launch:
     once, with addresses in place of tensors.
     """
 
-    def __init__(
-        self, kernel: Any, programs: int, numbers: Mapping[str, Any], device: torch.device
-    ) -> None:
+    def __init__(self, kernel: Any, programs: int, numbers: Mapping[str, Any], device: torch.device) -> None:
         self.kernel, self.programs, self.device = kernel, programs, device
         self.numbers = tuple(numbers[name] for name in kernel.arg_names if not name.endswith("_ptr"))
         self.options = {name: numbers[name] for name in OPTIONS if name in numbers}
