@@ -35,6 +35,10 @@ def registered(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     return register
 
 
+def learns(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def differentiable(
     operator: OpOverload,
     backward: Callable[..., tuple[Tensor | None, ...]],

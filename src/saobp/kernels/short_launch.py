@@ -75,8 +75,11 @@ def call_looks(
     """All that a launch depends on in its tensors, but the alignment of their addresses."""
     return (
         query.shape, query.stride(), query.dtype, query.device,
-        key.shape, key.stride(), key.dtype, value.stride(), value.dtype, strength.dtype,
-        mask if mask is None else mask.dtype, cu if cu is None else (cu.dtype, cu.shape), seed if seed is None else seed.dtype,
+        key.shape, key.stride(), key.dtype, key.device, value.stride(), value.dtype, value.device,
+        strength.dtype, strength.device,
+        mask if mask is None else (mask.dtype, mask.device),
+        cu if cu is None else (cu.dtype, cu.device, cu.shape),
+        seed if seed is None else (seed.dtype, seed.device),
     )  # fmt: skip
 
 

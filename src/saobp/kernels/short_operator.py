@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels.fused import learns
-from saobp.kernels.operator import differentiable, gradients, registered
+from saobp.kernels.operator import differentiable, gradients, learns, registered
 from saobp.kernels.problem import Problem, empty_states
 from saobp.kernels.short_launch import run_short_backward, run_short_forward, saved_shapes
 

@@ -35,28 +35,29 @@ class Launch:
         self.kernel, self.programs, self.device = kernel, programs, device
         self.numbers = tuple(numbers[name] for name in kernel.arg_names if not name.endswith("_ptr"))
         self.options = {name: numbers[name] for name in OPTIONS if name in numbers}
-        self._binaries: dict[tuple[int, ...], Any] = {}
+        self._ready: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         if INTERPRETED:
             self._by_triton(tensors)
             return
-        if self.device.index != driver.active.get_current_device():
+        gpu, place = driver.active, self.device.index
+        if place != gpu.get_current_device():
             with torch.cuda.device(self.device):
-                self._start(tensors)
-        else:
-            self._start(tensors)
-
-    def _start(self, tensors: tuple[Tensor, ...]) -> None:
+                self(*tensors)
+            return
         addresses = [tensor.data_ptr() for tensor in tensors]
         alignment = tuple([address & 15 for address in addresses])
-        binary = self._binaries.get(alignment)
-        if binary is None or is_watched(self.kernel):
-            self._binaries[alignment] = self._by_triton(tensors)
+        ready = self._ready.get(alignment)
+        if ready is None or is_watched(self.kernel):
+            binary = self._by_triton(tensors)
+            if binary is not None:
+                self._ready[alignment] = (binary.run, binary.function, binary.packed_metadata)
             return
-        binary.run(
-            self.programs, 1, 1, driver.active.get_current_stream(self.device.index), binary.function,
-            binary.packed_metadata, None, None, None, *addresses, *self.numbers,
+        run, function, metadata = ready
+        run(
+            self.programs, 1, 1, gpu.get_current_stream(place), function, metadata,
+            None, None, None, *addresses, *self.numbers,
         )  # fmt: skip
 
     def _by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
@@ -65,8 +66,8 @@ class Launch:
 
 def is_watched(kernel: Any) -> bool:
     """Whether someone asked Triton to be told of launches, as profilers do."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks) or bool(kernel.pre_run_hooks)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or kernel.pre_run_hooks)
 
 
 _launches: dict[Hashable, Launch] = {}
@@ -78,8 +79,8 @@ def start_kernel(kernel: Any, programs: int, **arguments: Any) -> None:
     tensors = [value for value in values if isinstance(value, Tensor)]
     device = tensors[0].device
     key = (
-        id(kernel), programs, device, tuple([tensor.dtype for tensor in tensors]), tuple(values[len(tensors) :]),
-        *[arguments.get(option) for option in OPTIONS],
+        id(kernel), programs, *[tensor.dtype for tensor in tensors], *[tensor.device for tensor in tensors],
+        *values[len(tensors) :], *[arguments.get(option) for option in OPTIONS],
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
