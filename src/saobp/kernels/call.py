@@ -10,8 +10,9 @@ from torch import Tensor
 from saobp.kernels.causal_operator import causal_refined_attention
 from saobp.kernels.elemmul_operator import elemmul_attention
 from saobp.kernels.fused import POTTS
-from saobp.kernels.operator import learns, refined_attention
+from saobp.kernels.operator import refined_attention
 from saobp.kernels.problem import is_short
+from saobp.kernels.registered import learns
 from saobp.kernels.short_operator import short_refined_attention, short_refined_output
 from saobp.refinement import Refinement
 

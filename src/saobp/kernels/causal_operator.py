@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from saobp.kernels.causal_launch import run_causal_backward, run_causal_forward, saved_shapes
-from saobp.kernels.operator import differentiable, gradients, registered, saved_for_backward
+from saobp.kernels.operator import gradients, saved_for_backward
 from saobp.kernels.problem import Problem, empty_states
+from saobp.kernels.registered import differentiable, registered
 
 
 def _fake_forward(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from saobp.kernels.elemmul_launch import centre_shape, elemmul_problem, run_elemmul, run_elemmul_backward
-from saobp.kernels.operator import differentiable, registered
 from saobp.kernels.problem import empty_states
+from saobp.kernels.registered import differentiable, registered
 
 
 def _fake_forward(

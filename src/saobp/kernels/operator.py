@@ -1,4 +1,4 @@
-"""The fused operation as registered operators that autograd, ``torch.compile`` and CUDA graphs understand."""
+"""The fused operation on long sequences as registered operators, and what the other operators share with it."""
 
 from __future__ import annotations
 
@@ -8,77 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.autograd.function import once_differentiable
-from torch.library import Library, infer_schema, register_fake
 
 from saobp.kernels.launch import lowest_blocks, run_backward, run_forward
 from saobp.kernels.problem import Problem, empty_states
+from saobp.kernels.registered import differentiable, registered
 from saobp.refinement import MAX_STRENGTH
-
-_library = Library("saobp", "FRAGMENT")
-
-
-def registered(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], OpOverload]:
-    """An operator of fresh tensors that the compiler keeps whole and knows by the shapes that ``fake`` gives.
-
-    Not by ``torch.library.custom_op``, whose checks of every call take 20 microseconds.
-    """
-
-    def register(function: Callable[..., Any]) -> OpOverload:
-        _library.define(name + infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
-        register_fake(f"saobp::{name}", fake, lib=_library)
-        operator: OpOverload = getattr(torch.ops.saobp, name).default
-        return operator
-
-    return register
-
-
-def learns(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def differentiable(
-    operator: OpOverload,
-    backward: Callable[..., tuple[Tensor | None, ...]],
-    save: Callable[[Any, tuple[Any, ...], tuple[Tensor, ...]], None],
-) -> None:
-    """Gives the first of an operator's outputs gradients; the others are what the backward pass needs.
-
-    Not by ``torch.library.register_autograd``, which reads the schema anew in every call, for 50 microseconds.
-    """
-
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs_and_keys: Any) -> tuple[Tensor, ...]:
-            *inputs, keys = inputs_and_keys
-            output = below(keys, *inputs)
-            ctx.mark_non_differentiable(*output[1:])
-            ctx.set_materialize_grads(False)  # zeros for the others would be launches
-            save(ctx, tuple(inputs), output)
-            return output
-
-        @staticmethod
-        @once_differentiable
-        def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-            if grad is None:
-                return (None,) * len(ctx.needs_input_grad)
-            return *backward(ctx, grad), None
-
-    def below(keys: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            output: tuple[Tensor, ...] = operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
-        return output
-
-    def autograd(keys: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            output: tuple[Tensor, ...] = Differentiable.apply(*inputs, keys)
-            return output
-        return below(keys, *inputs)
-
-    Differentiable.__name__ = Differentiable.__qualname__ = f"{operator._opname}_with_gradients"
-    _library.impl(operator._opname, autograd, "Autograd", with_keyset=True)
 
 
 def _fake_forward(

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels.operator import differentiable, gradients, learns, registered
+from saobp.kernels.operator import gradients
 from saobp.kernels.problem import Problem, empty_states
+from saobp.kernels.registered import differentiable, learns, registered
 from saobp.kernels.short_launch import run_short_backward, run_short_forward, saved_shapes
 
 
