@@ -7,6 +7,7 @@ the numbers, from the types and the device of the tensors, and from the alignmen
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 MOST_KEPT = 4096
 """Shapes remembered for each purpose; then all are forgotten, which costs time but nothing else."""
 
+Key = TypeVar("Key", bound=Hashable)
 Kept = TypeVar("Kept")
 
 
@@ -71,24 +73,31 @@ def is_watched(kernel: Any) -> bool:
 
 
 _launches: dict[Hashable, Launch] = {}
+_readers: dict[int, tuple[Any, itemgetter, itemgetter]] = {}
 
 
 def start_kernel(kernel: Any, programs: int, **arguments: Any) -> None:
     """Runs ``programs`` copies of a kernel; one whose numbers and types were seen before starts at once."""
-    values = [arguments[name] for name in kernel.arg_names]
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    device = tensors[0].device
+    place = id(kernel)  # Triton's own hash of a kernel takes a lock
+    _, pointers, numbers = _readers.get(place) or keep(_readers, place, (kernel, *readers(kernel)))
+    tensors = pointers(arguments)
     key = (
-        id(kernel), programs, *[tensor.dtype for tensor in tensors], *[tensor.device for tensor in tensors],
-        *values[len(tensors) :], *[arguments.get(option) for option in OPTIONS],
+        place, programs, numbers(arguments), *[tensor.dtype for tensor in tensors], *[tensor.device for tensor in tensors],
+        *[arguments.get(option) for option in OPTIONS],
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
-        launch = keep(_launches, key, Launch(kernel, programs, arguments, device))
+        launch = keep(_launches, key, Launch(kernel, programs, arguments, tensors[0].device))
     launch(*tensors)
 
 
-def keep(shelf: dict[Hashable, Kept], key: Hashable, made: Kept) -> Kept:
+def readers(kernel: Any) -> tuple[itemgetter, itemgetter]:
+    """How to take a kernel's tensors and its numbers from its arguments, in order; there are several of each."""
+    pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
+    return itemgetter(*pointers), itemgetter(*kernel.arg_names[len(pointers) :])
+
+
+def keep(shelf: dict[Key, Kept], key: Key, made: Kept) -> Kept:
     """Puts what was made on a shelf of bounded size."""
     if len(shelf) >= MOST_KEPT:
         shelf.clear()
