@@ -43,9 +43,9 @@ def short_forward(
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS."""
+    """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS; SAVES what the backward pass needs."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
@@ -70,10 +70,11 @@ def short_forward(
     a = tl.exp2(scores)
     total = tl.sum(a, 1)
     a *= inverse_or_zero(total, TAIL or MASKED)[:, None]
-    high += tl.log2(total)
-    if TAIL or MASKED:
-        high = tl.where(visible, high, float("inf"))
-    tl.store(lse_ptr + row_base + places, high, mask=places < tokens)
+    if SAVES:
+        high += tl.log2(total)
+        if TAIL or MASKED:
+            high = tl.where(visible, high, float("inf"))
+        tl.store(lse_ptr + row_base + places, high, mask=places < tokens)
 
     PAIRS: tl.constexpr = PRECISE == 0 and not CAREFUL
     KIND: tl.constexpr = v_ptr.dtype.element_ty
@@ -87,8 +88,9 @@ def short_forward(
             heard = tl.where(real, heard, float("-inf"))
         peak = tl.max(heard, 0)
         heard -= tl.where(peak == float("-inf"), 0.0, peak)
-        key_part = heard if CAREFUL else tl.exp2(heard)
-        tl.store(key_part_ptr + row_base + places, key_part, mask=places < tokens)
+        if SAVES:
+            key_part = heard if CAREFUL else tl.exp2(heard)
+            tl.store(key_part_ptr + row_base + places, key_part, mask=places < tokens)
     if PAIRS:
         refined = boosted(a.to(KIND), pair_message(message, KIND))
         if MASKED:
@@ -106,7 +108,8 @@ def short_forward(
                 anchor = tl.where(visible, anchor, 0.0)
                 total = tl.where(visible, total, 1.0)
             weights *= tl.exp2(beliefs - anchor[:, None])
-            tl.store(anchor_ptr + row_base + places, anchor - tl.log2(total), mask=places < tokens)
+            if SAVES:
+                tl.store(anchor_ptr + row_base + places, anchor - tl.log2(total), mask=places < tokens)
         elif HEARS:
             weights *= a * tl.exp2(heard)[None, :]
         else:
