@@ -119,7 +119,7 @@ def test_collapsed_heads(length: int, kind: str, gap: float, dtype: torch.dtype)
 def test_collapsed_heads_of_weak_strength(kind: str, gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sink that the other rows shun: gradients are what is left after large terms cancel.
 
-    The interpreter has no bfloat16, so float16 goes its way there, weaker: parabolas are made for fewer digits.
+    The interpreter has no bfloat16, so float16 goes its way, and weaker: the parabolas are for fewer digits.
     """
     dtype, strength = (torch.bfloat16, 0.2) if GPU else (torch.float16, 0.05)
     if not GPU:
