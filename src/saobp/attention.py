@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from saobp.kernels.fused import fused_attention, unsupported
+from saobp.kernels.fused import unsupported
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
@@ -69,8 +69,9 @@ def attention(
     strength = call_strength(refinement, strength, query.shape[1], query.device)
     if is_causal and refinement.future == "paper":
         warn_of_leak()
-    kernels = kernels_apply(query, key, value, refinement, is_causal, scale, dropout_p, backend)
-    if kernels:
+    if kernels_apply(query, key, value, refinement, is_causal, scale, dropout_p, backend):
+        from saobp.kernels.call import fused_attention
+
         return fused_attention(
             query, key, value, refinement, strength, strongest=strongest,
             padding_mask=padding_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
@@ -224,18 +225,22 @@ def call_strength(
 
 
 def check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.ndim == key.ndim == value.ndim == 4:
-        raise ValueError(f"query, key and value must be [batch, heads, length, dim], not {shapes}")
+        raise ValueError(
+            f"query, key and value must be [batch, heads, length, dim], not {_shapes(query, key, value)}"
+        )
     if not (query.dtype == key.dtype == value.dtype and query.is_floating_point()):
         kinds = f"{query.dtype}, {key.dtype} and {value.dtype}"
         raise ValueError(f"query, key and value must share one floating-point type, not {kinds}")
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"query, key and value do not fit together: {shapes}")
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"query heads must be a multiple of key heads, not {query.shape[1]} and {key.shape[1]}"
-        )
+    (batch, heads, _, dim), (key_batch, key_heads, keys, key_dim) = query.shape, key.shape
+    if batch != key_batch or dim != key_dim or value.shape[:3] != (batch, key_heads, keys):
+        raise ValueError(f"query, key and value do not fit together: {_shapes(query, key, value)}")
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(f"query heads must be a multiple of key heads, not {heads} and {key_heads}")
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
 def check_padding(padding_mask: Tensor, shape: tuple[int, ...]) -> None:
@@ -251,9 +256,9 @@ def check_dropout(dropout_p: float) -> None:
 
 
 def check_lengths(queries: int, keys: int, refinement: Refinement, is_causal: bool) -> None:
-    factor = get_factor(refinement.factor)
     if queries == keys or not is_causal:
         return
+    factor = get_factor(refinement.factor)
     if factor is not None and factor.remembers:
         raise ValueError(
             f"causal {refinement.factor!r} with {queries} queries and {keys} keys lacks the messages of the "

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from saobp.attention import Backend, attention, call_strength, check_dropout, check_states, kernels_apply
-from saobp.kernels.fused import fused_attention
 from saobp.refinement import Refinement
 
 
@@ -90,6 +89,8 @@ def attention_packed(
     if not (fused and cumulative_lengths.is_cuda):
         _check_values(cumulative_lengths, max_length, total)
     if fused:
+        from saobp.kernels.call import fused_attention
+
         out = fused_attention(
             q, k, v, refinement, strength, strongest=strongest, dropout_p=dropout_p, scale=scale,
             cumulative_lengths=cumulative_lengths.contiguous(),

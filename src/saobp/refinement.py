@@ -70,10 +70,11 @@ class Refinement:
     @property
     def strongest(self) -> float | None:
         """Largest strength of any head, or None where it is not a fixed number."""
+        if isinstance(self.strength, float):
+            return self.strength
         if isinstance(self.strength, str):
             return None
-        entries = (self.strength,) if isinstance(self.strength, float) else self.strength
-        return max(max(entry) if isinstance(entry, tuple) else entry for entry in entries)
+        return max(max(entry) if isinstance(entry, tuple) else entry for entry in self.strength)
 
     @classmethod
     def of(cls, given: Refinement | str | Mapping[str, Any]) -> Refinement:

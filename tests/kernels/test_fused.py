@@ -13,7 +13,7 @@ from torch import Tensor
 import saobp
 from saobp import Refinement
 from saobp.kernels.operator import refined_attention
-from saobp.kernels.problem import SHORT, STRONGEST, WEAKEST, Problem, kept_problem, parabola
+from saobp.kernels.problem import STRONGEST, WEAKEST, Problem, kept_problem, parabola
 from saobp.kernels.short_operator import short_refined_attention
 from saobp.testing.budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
@@ -25,8 +25,13 @@ LENGTHS = [1, 7, 37, 64, 111, 128, 129] + ([513, 1023] if GPU else [])
 
 
 def check(
-    inputs: AttentionInputs, refinement: Refinement, strongest: float | None = None, times: float = 2.0
+    inputs: AttentionInputs,
+    refinement: Refinement,
+    strongest: float | None = None,
+    frozen: bool = False,
 ) -> None:
+    """Frozen strengths are known, and weak ones go by shorter ways."""
+
     def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
         return saobp.attention(
             query,
@@ -34,12 +39,12 @@ def check(
             value,
             refinement,
             padding_mask=inputs.padding_mask,
-            strength=strength,
+            strength=strength.detach() if frozen else strength,
             strongest=strongest,
             backend="fused",
         )
 
-    assert_within_budget(fused, inputs, refinement, times=times)
+    assert_within_budget(fused, inputs, refinement, frozen=frozen)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,6 +54,8 @@ def test_every_length_in_every_precision(length: int, dtype: torch.dtype) -> Non
         1 if length > 64 else 2, 2, length, 16, transposed=True, dtype=dtype, device=DEVICE, seed=length
     )
     check(inputs, Refinement("high", 0.2), strongest=0.2)
+    if dtype == torch.bfloat16:
+        check(inputs, Refinement("high", 0.2), strongest=0.2, frozen=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,17 +109,27 @@ def test_head_sizes(length: int, dim: int) -> None:
 @pytest.mark.parametrize("gap", [90.0, 1000.0])
 @pytest.mark.parametrize("kind", ["sink", "diagonal"])
 @pytest.mark.parametrize("length", [24, 140])
-def test_collapsed_heads(
-    length: int, kind: str, gap: float, dtype: torch.dtype, request: pytest.FixtureRequest
-) -> None:
+def test_collapsed_heads(length: int, kind: str, gap: float, dtype: torch.dtype) -> None:
     inputs = attention_inputs(1, 1, length, 16, dtype=dtype, device=DEVICE, strength=2.0)
-    inputs = collapsed_inputs(inputs, gap, kind)
-    # Known shortfall: at scores of a thousand the sweeps' key gradients reach 3.1 times eager's error.
-    wide = dtype != torch.float32 and gap > 100 and length > SHORT
-    if wide and dtype == torch.bfloat16 and kind == "sink":
-        reason = "gradients that are exactly zero come out as 1e-3"
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
-    check(inputs, Refinement("high", "learned"), times=3.5 if wide else 2.0)
+    check(collapsed_inputs(inputs, gap, kind), Refinement("high", "learned"))
+
+
+@pytest.mark.parametrize("gap", [2.0, 5.0, 12.0, 90.0])
+@pytest.mark.parametrize("kind", ["sink", "diagonal"])
+def test_collapsed_heads_of_weak_strength(kind: str, gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sink that the other rows shun: gradients are what is left after large terms cancel.
+
+    The interpreter has no bfloat16, so float16 goes its way, and weaker: the parabolas are for fewer digits.
+    """
+    dtype, strength = (torch.bfloat16, 0.2) if GPU else (torch.float16, 0.05)
+    if not GPU:
+        monkeypatch.setattr(Problem, "precise", 0)
+        kept_problem.cache_clear()
+    try:
+        inputs = attention_inputs(1, 1, 260, 32, dtype=dtype, strength=strength, device=DEVICE, seed=3)
+        check(collapsed_inputs(inputs, gap, kind), Refinement("high", strength), strength, frozen=True)
+    finally:
+        kept_problem.cache_clear()
 
 
 @pytest.mark.parametrize("careful", [False, True])

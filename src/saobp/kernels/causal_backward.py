@@ -279,8 +279,8 @@ def _key_loop(
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, TYPE: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    for begin in tl.range(start, stop, ROWS):
-        begin = tl.multiple_of(begin, ROWS)
+    for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
+        begin = tl.multiple_of(start + step * ROWS, ROWS)
         local = tl.arange(0, ROWS)
         rows = begin + local
         place = ((begin - span_start) // ROWS).to(tl.int64) * length

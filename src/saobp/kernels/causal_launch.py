@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels import backward, causal, causal_backward
+from saobp.kernels import causal, causal_backward, gradient_parts
 from saobp.kernels.problem import Block, Problem, ceil_div, empty_states, given, resources, strides
 from saobp.kernels.start import start_kernel
 
@@ -126,8 +126,8 @@ def run_causal_backward(
     delta, own, dgamma = (torch.empty(rows_shape, **floats) for _ in range(3))
     constants = problem.constants
     start_kernel(
-        backward.row_products, programs(problem, problem.longest, 128),
-        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, strength), inverse_ptr=strength, delta_ptr=delta, scaled_ptr=strength, SCALED=False,
+        gradient_parts.row_products, programs(problem, problem.longest, 128),
+        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, strength), delta_ptr=delta,
         **strides("g", grad), **strides("o", out),
         heads=problem.heads, length=problem.length, blocks=ceil_div(problem.longest, 128), ROWS=128,
         DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,

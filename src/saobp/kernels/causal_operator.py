@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from saobp.kernels.causal_launch import run_causal_backward, run_causal_forward, saved_shapes
-from saobp.kernels.operator import gradients, registered, saved_for_backward
+from saobp.kernels.operator import gradients, saved_for_backward
 from saobp.kernels.problem import Problem, empty_states
+from saobp.kernels.registered import differentiable, registered
 
 
 def _fake_forward(
@@ -21,7 +22,7 @@ def _fake_forward(
     return empty_states(problem, query), lse, heard, belief
 
 
-@registered("saobp::causal_refined_attention", _fake_forward)
+@registered("causal_refined_attention", _fake_forward)
 def causal_refined_attention(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
@@ -39,7 +40,7 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, stre
     return dq, dk, dv, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-@registered("saobp::causal_refined_attention_backward", _fake_backward)
+@registered("causal_refined_attention_backward", _fake_backward)
 def causal_refined_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor,
@@ -51,8 +52,6 @@ def causal_refined_attention_backward(
     )
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    return gradients(causal_refined_attention_backward, ctx, grad)
-
-
-causal_refined_attention.register_autograd(_backward, setup_context=saved_for_backward)
+differentiable(
+    causal_refined_attention, partial(gradients, causal_refined_attention_backward), saved_for_backward
+)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from saobp.kernels.elemmul_launch import centre_shape, elemmul_problem, run_elemmul, run_elemmul_backward
-from saobp.kernels.operator import registered
 from saobp.kernels.problem import empty_states
+from saobp.kernels.registered import differentiable, registered
 
 
 def _fake_forward(
@@ -23,7 +23,7 @@ def _fake_forward(
     return out, lse, centre, gathered, received, inverse
 
 
-@registered("saobp::elemmul_attention", _fake_forward)
+@registered("elemmul_attention", _fake_forward)
 def elemmul_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None, longest: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -40,7 +40,7 @@ def _fake_backward(
     return dq, dk, dv
 
 
-@registered("saobp::elemmul_attention_backward", _fake_backward)
+@registered("elemmul_attention_backward", _fake_backward)
 def elemmul_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None,
     out: Tensor, lse: Tensor, centre: Tensor, gathered: Tensor, received: Tensor, inverse: Tensor, longest: int, scale: float,
@@ -56,7 +56,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.numbers = inputs[5:]
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, mask, cu, *saved = ctx.saved_tensors
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
@@ -66,4 +66,4 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, None, None, None, None
 
 
-elemmul_attention.register_autograd(_backward, setup_context=_setup_context)
+differentiable(elemmul_attention, _backward, _setup_context)

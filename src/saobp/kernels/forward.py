@@ -25,6 +25,7 @@ from saobp.kernels.arithmetic import (
     relative,
     store_rows,
 )
+from saobp.kernels.pairs import boosted, log2_parts, multiply, pair_message, short_log2
 
 
 @triton.jit
@@ -119,6 +120,9 @@ def column_messages(
     mask_base = mask_ptr + batch64 * length
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    parts = log2_parts(message)
+    ones = tl.full([ROWS, 16], 1.0, tl.float16)
+    sums = tl.zeros([KEYS, 16], tl.float32)
     heard = tl.zeros([KEYS], tl.float32)
     for start in tl.range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
@@ -128,7 +132,12 @@ def column_messages(
         if MASKED:
             high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
         a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
-        heard += tl.sum(log2_message(a, message, PRECISE), 1)
+        if PRECISE == 0:
+            sums = tl.dot(short_log2(a.to(tl.float16), parts), ones, sums)
+        else:
+            heard += tl.sum(log2_message(a, message, PRECISE), 1)
+    if PRECISE == 0:
+        heard = tl.max(sums, 1) * parts[0]
     real = real_tokens(mask_base, keys, tokens, MASKED)
     heard = tl.where(real, heard, float("-inf"))
     tl.store(heard_ptr + row_base + keys, heard, mask=keys < tokens)
@@ -152,6 +161,17 @@ def key_weights(
     heard -= tl.where(peak == float("-inf"), 0.0, peak)
     tl.store(heard_ptr + base + keys, heard, mask=keys < tokens)
     tl.store(weight_ptr + base + keys, tl.exp2(heard), mask=keys < tokens)
+
+
+@triton.jit
+def add_row_sums(totals, tile, ones, PRECISE: tl.constexpr):
+    """Adds the sums of a tile's rows to every column of ``totals`` ``[rows, 16]``: half types on the tensor cores.
+
+    Sums are of the rounded weights that meet the values. So a row that sees one key gives exactly its value.
+    """
+    if PRECISE == 2:
+        return totals + tl.sum(tile, 1)[:, None]
+    return tl.dot(tile, ones, totals)
 
 
 @triton.jit
@@ -184,7 +204,10 @@ def refined_output(
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
-    total = tl.zeros([ROWS], tl.float32)
+    KIND: tl.constexpr = v_ptr.dtype.element_ty
+    pair = pair_message(message, KIND)
+    ones = tl.full([KEYS, 16], 1.0, KIND)
+    totals = tl.zeros([ROWS, 16], tl.float32)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     for start in tl.range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
@@ -192,20 +215,28 @@ def refined_output(
         raw = raw_scores(q, k, real_tokens(mask_base, keys, tokens, MASKED), TAIL or MASKED, PRECISION)
         # Refined weights as a product, a * weight / message: one exponential per entry.
         a = tl.exp2(relative(raw, high[:, None], low[:, None], score_scale, PRECISE))
-        refined = inverse_message(a, message, PRECISE)
-        if MASKED:
-            refined = tl.where(rows_real[:, None], refined, 1.0)
-        if HEARS:
-            a *= load_vector(weight_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
-        refined *= a
-        total += tl.sum(refined, 1)
+        if PRECISE == 0:
+            refined = boosted(a.to(KIND), pair)
+            if MASKED:
+                refined = tl.where(rows_real[:, None], refined, a.to(KIND))
+            if HEARS:
+                weight = load_vector(weight_ptr + row_base, keys, tokens, 0.0, TAIL)
+                refined = multiply(refined, weight[None, :])
+        else:
+            inverse = inverse_message(a, message, PRECISE)
+            if MASKED:
+                inverse = tl.where(rows_real[:, None], inverse, 1.0)
+            if HEARS:
+                a *= load_vector(weight_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
+            refined = (a * inverse).to(KIND)
+        totals = add_row_sums(totals, refined, ones, PRECISE)
         if DROPS:
-            keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
-            refined = tl.where(keep, refined * keep_scale, 0.0)
+            refined = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-        out = tl.dot(refined.to(v.dtype), v, out, input_precision=PRECISION)
+        out = tl.dot(refined, v, out, input_precision=PRECISION)
+    total = tl.max(totals, 1)
     visible = (high < float("inf")) & (total > 0)
-    out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
+    out *= tl.where(visible, keep_scale / total, 0.0)[:, None]
     out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
     tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)
@@ -262,17 +293,15 @@ def careful_output(
         raised = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(raised == float("-inf"), 0.0, raised)
         shrink = tl.exp2(top - anchor)
-        refined = tl.exp2(scores - anchor[:, None]) * inverse
-        total = total * shrink + tl.sum(refined, 1)
+        refined = (tl.exp2(scores - anchor[:, None]) * inverse).to(v_ptr.dtype.element_ty)
+        total = total * shrink + tl.sum(refined.to(tl.float32), 1)
         if DROPS:
-            refined = tl.where(
-                kept(seed, rows[:, None], keys[None, :], drop_threshold), refined * keep_scale, 0.0
-            )
+            refined = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-        out = tl.dot(refined.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+        out = tl.dot(refined, v, out * shrink[:, None], input_precision=PRECISION)
         top = raised
     visible = (high < float("inf")) & (total > 0)
-    out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
+    out *= tl.where(visible, keep_scale / total, 0.0)[:, None]
     out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
     tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)

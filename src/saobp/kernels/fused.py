@@ -1,9 +1,8 @@
-"""What the fused operation supports, and the call into it."""
+"""What the fused operation supports, without importing it."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 
 import torch
@@ -60,55 +59,3 @@ def unsupported(
     if 0 in query.shape:
         return "there is nothing to compute"
     return None
-
-
-def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    refinement: Refinement,
-    strength: Tensor,
-    *,
-    strongest: float | None = None,
-    padding_mask: Tensor | None = None,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    cumulative_lengths: Tensor | None = None,
-    longest: int | None = None,
-) -> Tensor:
-    """Refined attention by the kernels; arguments as in :func:`saobp.attention`, checked already.
-
-    ``strongest`` bounds |strength|, where that is known without asking the GPU; kernels that know a bound give
-    the strength no gradient, so it only counts for one that does not learn. A packed batch is one of
-    batch size 1 with ``cumulative_lengths`` and the length of its ``longest`` sequence.
-    """
-    from saobp.kernels.causal_operator import causal_refined_attention
-    from saobp.kernels.elemmul_operator import elemmul_attention
-    from saobp.kernels.operator import refined_attention
-    from saobp.kernels.problem import is_short
-    from saobp.kernels.short_operator import short_refined_attention
-
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    longest = query.shape[2] if longest is None else longest
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if padding_mask is not None:
-        padding_mask = padding_mask.contiguous()
-    if refinement.factor == "elemmul":
-        out, *_ = elemmul_attention(query, key, value, padding_mask, cumulative_lengths, longest, scale)
-        return out
-    sign, hears = POTTS[refinement.factor]
-    known = strongest is not None and not strength.requires_grad
-    bound = -math.expm1(-sign * strongest) if known else 0.0  # type: ignore[operator]
-    seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
-    if is_causal:
-        operator = causal_refined_attention
-    elif is_short(longest, query.shape[3], query.dtype):
-        operator = short_refined_attention
-    else:
-        operator = refined_attention
-    out, *_ = operator(
-        query, key, value, strength, padding_mask, cumulative_lengths, seed,
-        longest, scale, dropout_p, sign, hears, bound,
-    )  # fmt: skip
-    return out

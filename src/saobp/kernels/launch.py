@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saobp.kernels import backward, forward
+from saobp.kernels import backward, forward, gradient_parts
 from saobp.kernels.problem import Block, Problem, blocks, ceil_div, empty_states, given, next_power, strides
 from saobp.kernels.start import start_kernel
 
@@ -57,7 +57,9 @@ def run_sums(
     """What does not depend on values: lse of the rows, heard and weight of the keys."""
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     lse = torch.empty(problem.lse_shape, **floats)
-    heard, weight = (torch.empty(problem.rows_shape if problem.hears else 0, **floats) for _ in range(2))
+    keys_shape = problem.rows_shape if problem.hears else 0
+    heard = torch.empty(keys_shape, **floats)
+    weight = torch.empty(keys_shape, dtype=problem.weight_dtype, device=query.device)
     common = _scores(problem, query, key, strength, mask, cu)
     common |= {"lse_ptr": lse, "low_plane": problem.low_plane, "PRECISE": problem.precise}
     block = sweep_block(problem, "row_sums")
@@ -130,85 +132,100 @@ def run_backward(
     """dq, dk and dv with one key head per query head, and the gradient of gamma in parts ``[..., heads, ...]``."""
     dq, dk = (empty_states(problem, query) for _ in range(2))
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    rows_shape = problem.rows_shape
-    delta, scaled, heard_grad, dgamma, row_term = (torch.empty(rows_shape, **floats) for _ in range(5))
-    constants = problem.constants
-    start_kernel(
-        backward.row_products, problem.programs(128),
-        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, strength), inverse_ptr=inverse, delta_ptr=delta, scaled_ptr=scaled,
-        **strides("g", grad), **strides("o", out),
-        heads=problem.heads, length=problem.length, blocks=ceil_div(problem.longest, 128), ROWS=128,
-        DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], SCALED=True, PACKED=problem.packed,
-    )  # fmt: skip
-    states = (grad, query, key, value, strength, mask, cu, seed)
-    dv = run_value_gradient(problem, *states, lse, heard, weight, anchor, inverse, lowest, delta, heard_grad)
-    common, ways = _gradients(problem, *states, lse, heard, weight, anchor, inverse, lowest)
-    common |= strides("d", dq)
-    common |= {"heard_grad_ptr": heard_grad, "row_term_ptr": row_term}
+    dgamma, row_term = (torch.empty(problem.rows_shape, **floats) for _ in range(2))
+    states = (query, key, value, strength, mask, cu, seed, lse, heard, weight, anchor, inverse, lowest)
+    scaled = scale_gradient(problem, grad, out, inverse, cu)
+    dv, heard_grads = run_value_gradient(problem, scaled, *states)
+    common, ways = _gradients(problem, scaled, *states)
+    common |= strides("d", dq) | {"row_term_ptr": row_term}
     block = sweep_block(problem, "query_gradient")
-    for part in (0,) if problem.precise == 0 else (1, 2):
-        for way in ways:
-            start_kernel(
-                backward.query_gradient, problem.programs(block.rows),
-                **common, **way, **blocks(problem, block, block.rows, block.keys), PART=part,
-                delta_ptr=scaled, dq_ptr=dq, strength_grad_ptr=dgamma,
-            )  # fmt: skip
+    for way in ways:
+        start_kernel(
+            backward.query_gradient, problem.programs(block.rows),
+            **common, **way, **blocks(problem, block, block.rows, block.keys), **heard_grads,
+            inverse_ptr=inverse, dq_ptr=dq, strength_grad_ptr=dgamma,
+        )  # fmt: skip
     block = sweep_block(problem, "key_gradient")
     for way in ways:
         start_kernel(
             backward.key_gradient, problem.programs(block.keys),
             **common, **way, **blocks(problem, block, block.keys, block.rows),
-            delta_ptr=scaled, dk_ptr=dk,
+            heard_grad_ptr=heard_grads["heard_grad_ptr"], dk_ptr=dk,
         )  # fmt: skip
     return dq, dk, dv, dgamma
 
 
+class ScaledGradient(NamedTuple):
+    """The output's gradient over the rows' normalisers; D of that, also in parts; powers of two kept apart."""
+
+    gradient: Tensor
+    delta: Tensor
+    parts: Tensor
+    power: Tensor
+
+
+PARTS = 16
+"""Columns of D's parts: the least that a product on the tensor cores takes."""
+
+
+def scale_gradient(
+    problem: Problem, grad: Tensor, out: Tensor, inverse: Tensor, cu: Tensor | None
+) -> ScaledGradient:
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": grad.device}
+    gradient = empty_states(problem, grad)
+    delta = torch.empty(problem.rows_shape, **floats)
+    parts = torch.empty((*problem.rows_shape, PARTS), dtype=grad.dtype, device=grad.device)
+    power = torch.empty(problem.rows_shape if problem.splits_inverse else 0, **floats)
+    start_kernel(
+        gradient_parts.scaled_gradients, problem.programs(128),
+        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, inverse), inverse_ptr=inverse,
+        scaled_ptr=gradient, delta_ptr=delta, parts_ptr=parts, power_ptr=power,
+        **strides("g", grad), **strides("o", out), **strides("s", gradient), part_row=PARTS,
+        heads=problem.heads, length=problem.length, blocks=ceil_div(problem.longest, 128), ROWS=128,
+        DIM=problem.dim, BLOCK_DIM=problem.constants["BLOCK_DIM"], PACKED=problem.packed,
+        POWER=problem.splits_inverse, PRECISE=problem.precise,
+    )  # fmt: skip
+    return ScaledGradient(gradient, delta, parts, power)
+
+
 def run_value_gradient(
-    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
+    problem: Problem, scaled: ScaledGradient, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
     lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor, lowest: Tensor,
-    delta: Tensor, heard_grad: Tensor,
-) -> Tensor:  # fmt: skip
-    """dv, the refined rows' transpose times grad; fills heard_grad from delta on the way."""
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """dv, the refined rows' transpose times the gradient, and the gradients of what keys hear, by argument name."""
     dv = empty_states(problem, query)
     common, ways = _gradients(
-        problem,
-        grad,
-        query,
-        key,
-        value,
-        strength,
-        mask,
-        cu,
-        seed,
-        lse,
-        heard,
-        weight,
-        anchor,
-        inverse,
-        lowest,
-    )
+        problem, scaled, query, key, value, strength, mask, cu, seed, lse, heard, weight, anchor, inverse, lowest
+    )  # fmt: skip
+    heard_grads = {
+        "heard_grad_ptr": torch.empty(problem.rows_shape, dtype=torch.float32, device=query.device),
+        "heard_half_ptr": torch.empty(
+            problem.rows_shape if problem.precise == 0 else 0, dtype=query.dtype, device=query.device
+        ),
+    }
     block = sweep_block(problem, "value_gradient")
     for way in ways:
         start_kernel(
             backward.value_gradient, problem.programs(block.keys),
-            **common, **way, **strides("d", dv), **blocks(problem, block, block.keys, block.rows),
-            delta_ptr=delta, dv_ptr=dv, heard_grad_ptr=heard_grad,
+            **common, **way, **strides("d", dv), **blocks(problem, block, block.keys, block.rows), **heard_grads,
+            parts_ptr=scaled.parts, part_row=PARTS, dv_ptr=dv,
         )  # fmt: skip
-    return dv
+    return dv, heard_grads
 
 
 def _gradients(
-    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
+    problem: Problem, scaled: ScaledGradient, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
     lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor, lowest: Tensor,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
     """What every backward sweep needs, and the ways in which it is launched."""
     common = _scores(problem, query, key, strength, mask, cu) | {
-        "v_ptr": value, "grad_ptr": grad, "strength_ptr": strength, "seed_ptr": given(seed, strength),
-        **strides("v", value), **strides("g", grad), **problem.drop_numbers, **problem.message_numbers,
+        "v_ptr": value, "grad_ptr": scaled.gradient, "strength_ptr": strength, "seed_ptr": given(seed, strength),
+        **strides("v", value), **strides("g", scaled.gradient), **problem.drop_numbers, **problem.message_numbers,
         "scale": problem.scale, "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
-        "lse_ptr": lse, "low_plane": problem.low_plane, "anchor_ptr": anchor, "inverse_ptr": inverse,
+        "lse_ptr": lse, "low_plane": problem.low_plane, "anchor_ptr": anchor, "delta_ptr": scaled.delta,
+        "power_ptr": scaled.power, "POWER": problem.splits_inverse,
         "lowest_ptr": lowest, "lowest_blocks": lowest_blocks(problem), "LOWEST_BLOCKS": next_power(lowest_blocks(problem)),
         "lowest_sum": problem.lowest_sum, "CHECKED": problem.may_underflow,
     }  # fmt: skip

@@ -1,28 +1,18 @@
-"""The fused operation as registered operators that autograd, ``torch.compile`` and CUDA graphs understand."""
+"""The fused operation on long sequences as registered operators, and what the other operators share with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from saobp.kernels.launch import lowest_blocks, run_backward, run_forward
 from saobp.kernels.problem import Problem, empty_states
+from saobp.kernels.registered import differentiable, registered
 from saobp.refinement import MAX_STRENGTH
-
-
-def registered(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """An operator that the compiler keeps whole and knows by the shapes that ``fake`` gives."""
-
-    def register(function: Callable[..., Any]) -> Any:
-        operator = custom_op(name, function, mutates_args=())
-        operator.register_fake(fake)
-        return operator
-
-    return register
 
 
 def _fake_forward(
@@ -33,7 +23,8 @@ def _fake_forward(
     out = empty_states(problem, query)
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     rows = (problem.batch, problem.heads, problem.length)
-    heard, weight = (torch.empty(rows if hears else 0, **floats) for _ in range(2))
+    heard = torch.empty(rows if hears else 0, **floats)
+    weight = torch.empty(rows if hears else 0, dtype=problem.weight_dtype, device=query.device)
     lowest = torch.empty(problem.sequences * problem.heads * lowest_blocks(problem), **floats)
     return (
         out,
@@ -46,7 +37,7 @@ def _fake_forward(
     )
 
 
-@registered("saobp::refined_attention", _fake_forward)
+@registered("refined_attention", _fake_forward)
 def refined_attention(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
@@ -64,7 +55,7 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, stre
     return dq, dk, dv, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-@registered("saobp::refined_attention_backward", _fake_backward)
+@registered("refined_attention_backward", _fake_backward)
 def refined_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor, lowest: Tensor,
@@ -116,8 +107,4 @@ def gradients(operator: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Ten
     return dq, dk, dv, d_strength, *[None] * 9
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    return gradients(refined_attention_backward, ctx, grad)
-
-
-refined_attention.register_autograd(_backward, setup_context=saved_for_backward)
+differentiable(refined_attention, partial(gradients, refined_attention_backward), saved_for_backward)

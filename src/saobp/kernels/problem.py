@@ -75,6 +75,16 @@ class Problem:
         return 0 if polynomial else 1
 
     @property
+    def weight_dtype(self) -> torch.dtype:
+        """In which type keys' factors are kept: where tiles are refined in the inputs' own type, in that."""
+        return self.dtype if self.precise == 0 else torch.float32
+
+    @property
+    def splits_inverse(self) -> bool:
+        """Whether a row's inverse normaliser is too large for the type of its scaled gradient."""
+        return self.dtype == torch.float16 and self.precise != 0
+
+    @property
     def low_plane(self) -> int:
         """Distance of the second part of the rows' log-sum-exp from the first."""
         return self.batch * self.heads * self.length
@@ -90,8 +100,13 @@ class Problem:
 
     @property
     def lowest_sum(self) -> float:
-        """Below this normaliser a row is computed with logarithms; float16 weights have far less range."""
-        return 2.0**-6 if self.dtype == torch.float16 else 2.0**-80
+        """Below this normaliser a row is computed with logarithms.
+
+        float16 weights have little range; tiles refined in bfloat16 guess from the normaliser what rounding left.
+        """
+        if self.dtype == torch.float16:
+            return 2.0**-6
+        return 2.0**-40 if self.precise == 0 else 2.0**-80
 
     @cached_property
     def may_underflow(self) -> bool:

@@ -22,6 +22,8 @@ from saobp.kernels.arithmetic import (
     real_tokens,
     store_rows,
 )
+from saobp.kernels.forward import add_row_sums
+from saobp.kernels.pairs import boosted, multiply, pair_message
 
 
 @triton.jit
@@ -41,9 +43,9 @@ def short_forward(
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS."""
+    """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS; SAVES what the backward pass needs."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
@@ -68,11 +70,14 @@ def short_forward(
     a = tl.exp2(scores)
     total = tl.sum(a, 1)
     a *= inverse_or_zero(total, TAIL or MASKED)[:, None]
-    high += tl.log2(total)
-    if TAIL or MASKED:
-        high = tl.where(visible, high, float("inf"))
-    tl.store(lse_ptr + row_base + places, high, mask=places < tokens)
+    if SAVES:
+        high += tl.log2(total)
+        if TAIL or MASKED:
+            high = tl.where(visible, high, float("inf"))
+        tl.store(lse_ptr + row_base + places, high, mask=places < tokens)
 
+    PAIRS: tl.constexpr = PRECISE == 0 and not CAREFUL
+    KIND: tl.constexpr = v_ptr.dtype.element_ty
     heard = tl.zeros([KEYS], tl.float32)
     if HEARS:
         sent = log2_message(a, message, PRECISE)
@@ -83,30 +88,39 @@ def short_forward(
             heard = tl.where(real, heard, float("-inf"))
         peak = tl.max(heard, 0)
         heard -= tl.where(peak == float("-inf"), 0.0, peak)
-        key_part = heard if CAREFUL else tl.exp2(heard)
-        tl.store(key_part_ptr + row_base + places, key_part, mask=places < tokens)
-    refined = inverse_message(a, message, PRECISE)
-    if MASKED:
-        refined = tl.where(real[:, None], refined, 1.0)
-    if CAREFUL:
-        beliefs = scores + heard[None, :]
-        anchor = tl.max(beliefs, 1)
-        if TAIL or MASKED:
-            anchor = tl.where(visible, anchor, 0.0)
-            total = tl.where(visible, total, 1.0)
-        refined *= tl.exp2(beliefs - anchor[:, None])
-        tl.store(anchor_ptr + row_base + places, anchor - tl.log2(total), mask=places < tokens)
-    elif HEARS:
-        refined *= a * tl.exp2(heard)[None, :]
+        if SAVES:
+            key_part = heard if CAREFUL else tl.exp2(heard)
+            tl.store(key_part_ptr + row_base + places, key_part, mask=places < tokens)
+    if PAIRS:
+        refined = boosted(a.to(KIND), pair_message(message, KIND))
+        if MASKED:
+            refined = tl.where(real[:, None], refined, a.to(KIND))
+        if HEARS:
+            refined = multiply(refined, tl.exp2(heard).to(KIND)[None, :])
     else:
-        refined *= a
-    inverse = inverse_or_zero(tl.sum(refined, 1), TAIL or MASKED)
+        weights = inverse_message(a, message, PRECISE)
+        if MASKED:
+            weights = tl.where(real[:, None], weights, 1.0)
+        if CAREFUL:
+            beliefs = scores + heard[None, :]
+            anchor = tl.max(beliefs, 1)
+            if TAIL or MASKED:
+                anchor = tl.where(visible, anchor, 0.0)
+                total = tl.where(visible, total, 1.0)
+            weights *= tl.exp2(beliefs - anchor[:, None])
+            if SAVES:
+                tl.store(anchor_ptr + row_base + places, anchor - tl.log2(total), mask=places < tokens)
+        elif HEARS:
+            weights *= a * tl.exp2(heard)[None, :]
+        else:
+            weights *= a
+        refined = weights.to(KIND)
+    totals = add_row_sums(tl.zeros([KEYS, 16], tl.float32), refined, tl.full([KEYS, 16], 1.0, KIND), PRECISE)
+    inverse = keep_scale * inverse_or_zero(tl.max(totals, 1), TAIL or MASKED)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
-        refined = tl.where(
-            kept(seed, places[:, None], places[None, :], drop_threshold), refined * keep_scale, 0.0
-        )
-    out = tl.dot(refined.to(v.dtype), v, input_precision=PRECISION) * inverse[:, None]
+        refined = tl.where(kept(seed, places[:, None], places[None, :], drop_threshold), refined, 0.0)
+    out = tl.dot(refined, v, input_precision=PRECISION) * inverse[:, None]
     store_rows(out_base, 0, tokens, o_row, out, KEYS, DIM, BLOCK_DIM)
 
 

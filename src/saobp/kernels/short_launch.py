@@ -1,15 +1,111 @@
-"""Short sequences, not causal: one launch forward, one backward."""
+"""Short sequences, not causal: one launch forward, one backward, planned once for calls that look alike."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saobp.kernels import short
 from saobp.kernels.problem import SHORT, Block, Problem, empty_states, given, next_power, resources, strides
-from saobp.kernels.start import start_kernel
+from saobp.kernels.start import Launch, keep
+
+
+class Plan(NamedTuple):
+    """What calls that look alike share: the launch, the layout of states that it fills, the shapes of vectors."""
+
+    launch: Launch
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    vectors: tuple[tuple[int, ...], ...]
+
+
+_plans: dict[Hashable, Plan] = {}
+
+
+def run_short_forward(
+    query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
+    *, saves: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Output and, if it ``saves``, what the backward pass needs: lse, key_part, anchor."""
+    numbers = (longest, scale, dropout, sign, hears, bound)
+    looks = (saves, *call_looks(query, key, value, strength, mask, cu, seed), *numbers)
+    plan = _plans.get(looks)
+    if plan is None:
+        problem = Problem.of(query, key, mask, cu, *numbers)
+        plan = keep(_plans, looks, plan_forward(problem, query, key, value, saves))
+    out = query.new_empty_strided(plan.sizes, plan.strides)
+    saved = [query.new_empty(shape, dtype=torch.float32) for shape in plan.vectors]
+    lse, key_part, anchor = saved or (strength, strength, strength)
+    plan.launch(
+        query, key, value, out, given(mask, strength), given(cu, strength), given(seed, strength),
+        lse, strength, key_part, anchor,
+    )  # fmt: skip
+    return out, *saved
+
+
+def run_short_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, lse: Tensor, key_part: Tensor, anchor: Tensor,
+    longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv with one key head per query head, and the gradient of gamma row by row."""
+    numbers = (longest, scale, dropout, sign, hears, bound)
+    looks = (grad.stride(), grad.dtype, *call_looks(query, key, value, strength, mask, cu, seed), *numbers)
+    plan = _plans.get(looks)
+    if plan is None:
+        problem = Problem.of(query, key, mask, cu, *numbers)
+        plan = keep(_plans, looks, plan_backward(problem, grad, query, key, value))
+    dq, dk, dv = (query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3))
+    dgamma = query.new_empty(plan.vectors[0], dtype=torch.float32)
+    plan.launch(
+        query, key, value, grad, given(mask, strength), given(cu, strength), given(seed, strength),
+        lse, strength, key_part, anchor, dq, dk, dv, dgamma,
+    )  # fmt: skip
+    return dq, dk, dv, dgamma
+
+
+def call_looks(
+    query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
+    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
+) -> tuple[Hashable, ...]:  # fmt: skip
+    """All that a launch depends on in its tensors, but the alignment of their addresses."""
+    return (
+        query.shape, query.stride(), query.dtype, query.device,
+        key.shape, key.stride(), key.dtype, key.device, value.stride(), value.dtype, value.device,
+        strength.dtype, strength.device,
+        mask if mask is None else (mask.dtype, mask.device),
+        cu if cu is None else (cu.dtype, cu.device, cu.shape),
+        seed if seed is None else (seed.dtype, seed.device),
+    )  # fmt: skip
+
+
+def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, saves: bool) -> Plan:
+    out = empty_states(problem, query)
+    numbers = _numbers(problem, query, key, value, backward=False) | strides("o", out) | {"SAVES": saves}
+    launch = Launch(short.short_forward, problem.sequences * problem.heads, numbers, query.device)
+    return Plan(launch, out.shape, out.stride(), saved_shapes(problem) if saves else ())
+
+
+def plan_backward(problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Plan:
+    dq = empty_states(problem, query)
+    numbers = _numbers(problem, query, key, value, backward=True) | strides("g", grad) | strides("d", dq)
+    launch = Launch(
+        short.short_backward,
+        problem.sequences * problem.heads,
+        numbers | {"scale": problem.scale},
+        query.device,
+    )
+    return Plan(launch, dq.shape, dq.stride(), (problem.rows_shape,))
+
+
+def saved_shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Of lse, key_part (what keys hear, or its exponential) and anchor; unused ones have no entry."""
+    rows = problem.rows_shape
+    return rows, rows if problem.hears else (0,), rows if problem.may_underflow else (0,)
 
 
 def short_block(problem: Problem, backward: bool) -> Block:
@@ -19,55 +115,11 @@ def short_block(problem: Problem, backward: bool) -> Block:
     return Block(keys, keys, warps=8 if large else 4, stages=1)
 
 
-def run_short_forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
-    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output and what the backward pass needs: lse, key_part, anchor."""
-    out = empty_states(problem, query)
-    lse, key_part, anchor = saved_vectors(problem, query)
-    start_kernel(
-        short.short_forward, problem.sequences * problem.heads,
-        **_common(problem, query, key, value, strength, mask, cu, seed, backward=False),
-        **strides("o", out), out_ptr=out, lse_ptr=lse, key_part_ptr=key_part, anchor_ptr=anchor,
-    )  # fmt: skip
-    return out, lse, key_part, anchor
-
-
-def run_short_backward(
-    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
-    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
-    lse: Tensor, key_part: Tensor, anchor: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv with one key head per query head, and the gradient of gamma row by row."""
-    dq, dk, dv = (empty_states(problem, query) for _ in range(3))
-    dgamma = torch.empty(problem.rows_shape, dtype=torch.float32, device=query.device)
-    start_kernel(
-        short.short_backward, problem.sequences * problem.heads,
-        **_common(problem, query, key, value, strength, mask, cu, seed, backward=True),
-        **strides("g", grad), **strides("d", dq), scale=problem.scale,
-        grad_ptr=grad, lse_ptr=lse, key_part_ptr=key_part, anchor_ptr=anchor,
-        dq_ptr=dq, dk_ptr=dk, dv_ptr=dv, strength_grad_ptr=dgamma,
-    )  # fmt: skip
-    return dq, dk, dv, dgamma
-
-
-def saved_vectors(problem: Problem, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty lse, key_part (what keys hear, or its exponential) and anchor; unused ones have no entry."""
-    rows = problem.rows_shape
-    shapes = (rows, rows if problem.hears else (0,), rows if problem.may_underflow else (0,))
-    lse, key_part, anchor = (torch.empty(shape, dtype=torch.float32, device=like.device) for shape in shapes)
-    return lse, key_part, anchor
-
-
-def _common(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
-    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None, *, backward: bool,
-) -> dict[str, Any]:  # fmt: skip
+def _numbers(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, backward: bool
+) -> dict[str, Any]:
     block = short_block(problem, backward)
     return {
-        "q_ptr": query, "k_ptr": key, "v_ptr": value, "strength_ptr": strength,
-        "mask_ptr": given(mask, strength), "cu_ptr": given(cu, strength), "seed_ptr": given(seed, strength),
         **strides("q", query), **strides("k", key), **strides("v", value),
         **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
         "KEYS": block.keys, "TAIL": problem.packed or problem.length != block.keys,

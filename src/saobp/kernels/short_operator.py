@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saobp.kernels.operator import gradients, registered
+from saobp.kernels.operator import gradients
 from saobp.kernels.problem import Problem, empty_states
-from saobp.kernels.short_launch import run_short_backward, run_short_forward, saved_vectors
+from saobp.kernels.registered import differentiable, learns, registered
+from saobp.kernels.short_launch import run_short_backward, run_short_forward, saved_shapes
+
+
+def _fake_output(
+    query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
+) -> Tensor:  # fmt: skip
+    return empty_states(Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound), query)
+
+
+@registered("short_refined_output", _fake_output)
+def short_refined_output(
+    query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
+) -> Tensor:  # fmt: skip
+    """For inference: what only the backward pass needs is neither allocated nor stored."""
+    if learns(query, key, value, strength):
+        raise RuntimeError("short_refined_output has no gradient: use short_refined_attention, or no_grad")
+    return run_short_forward(
+        query, key, value, strength, mask, cu, seed, longest, scale, dropout, sign, hears, bound, saves=False
+    )[0]
 
 
 def _fake_forward(
@@ -17,16 +39,18 @@ def _fake_forward(
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
-    return empty_states(problem, query), *saved_vectors(problem, query)
+    lse, key_part, anchor = (query.new_empty(shape, dtype=torch.float32) for shape in saved_shapes(problem))
+    return empty_states(problem, query), lse, key_part, anchor
 
 
-@registered("saobp::short_refined_attention", _fake_forward)
+@registered("short_refined_attention", _fake_forward)
 def short_refined_attention(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
-    return run_short_forward(problem, query, key, value, strength, mask, cu, seed)
+    return run_short_forward(  # type: ignore[return-value]
+        query, key, value, strength, mask, cu, seed, longest, scale, dropout, sign, hears, bound, saves=True
+    )
 
 
 def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None,
@@ -38,16 +62,16 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, stre
     return dq, dk, dv, query.new_empty(problem.rows_shape, dtype=torch.float32)
 
 
-@registered("saobp::short_refined_attention_backward", _fake_backward)
+@registered("short_refined_attention_backward", _fake_backward)
 def short_refined_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, lse: Tensor, key_part: Tensor, anchor: Tensor,
     longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
     return run_short_backward(
-        problem, grad, query, key, value, strength, mask, cu, seed, lse, key_part, anchor
-    )
+        grad, query, key, value, strength, mask, cu, seed, lse, key_part, anchor,
+        longest, scale, dropout, sign, hears, bound,
+    )  # fmt: skip
 
 
 def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -56,8 +80,4 @@ def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.numbers = inputs[7:]
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    return gradients(short_refined_attention_backward, ctx, grad)
-
-
-short_refined_attention.register_autograd(_backward, setup_context=_saved)
+differentiable(short_refined_attention, partial(gradients, short_refined_attention_backward), _saved)

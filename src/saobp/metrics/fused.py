@@ -70,26 +70,17 @@ class FusedOperator:
         return out
 
     def _gather(self, states: Tensor) -> Tensor:
-        from saobp.kernels.launch import run_value_gradient
+        from saobp.kernels.launch import run_value_gradient, scale_gradient
 
         if self.row_parts is None:
             self._spread(torch.zeros_like(states))
         assert self.row_parts is not None
-        unused = states.new_zeros(self.problem.rows_shape, dtype=torch.float32)
+        scaled = scale_gradient(self.problem, states, states, self.row_parts[1], None)
         saved = (*self.sums, *self.row_parts)
-        return run_value_gradient(
-            self.problem,
-            states,
-            *self.states,
-            states,
-            self.strength,
-            None,
-            None,
-            None,
-            *saved,
-            unused,
-            unused,
+        product, _ = run_value_gradient(
+            self.problem, scaled, *self.states, states, self.strength, None, None, None, *saved
         )
+        return product
 
 
 def can_fuse(query: Tensor, key: Tensor, refinement: Refinement, mask: Mask, scale: float) -> bool:

@@ -74,11 +74,14 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
 def note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of an attention module: the attention function itself never sees the cache."""
     own: LayerRefinement = module.saobp  # type: ignore[assignment]
-    own.memory = None
-    factor = get_factor(own.refinement.factor)
+    if own.memory is not None:
+        own.memory = None
     cache = find_cache(args, kwargs)
+    if cache is None:
+        return
+    factor = get_factor(own.refinement.factor)
     in_use = module.config._attn_implementation == IMPLEMENTATION  # type: ignore[union-attr]
-    if cache is None or not in_use or factor is None or not factor.remembers:
+    if not in_use or factor is None or not factor.remembers:
         return
     index = getattr(module, "layer_idx", None)
     if index is None:
@@ -112,9 +115,9 @@ def is_causal_call(module: nn.Module, is_causal: bool | None = None) -> bool:
     """Whether rows may see earlier keys only: the call's word, else the config's, else the module's."""
     if is_causal is not None:
         return is_causal
-    if getattr(getattr(module, "config", None), "is_causal", None) is False:
+    if not getattr(module, "is_causal", True):
         return False
-    return bool(getattr(module, "is_causal", True))
+    return getattr(getattr(module, "config", None), "is_causal", None) is not False
 
 
 def attached(model: nn.Module) -> Iterator[tuple[str, LayerRefinement]]:

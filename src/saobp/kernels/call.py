@@ -1,0 +1,66 @@
+"""The call into the kernels: which operator takes it, and in what numbers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from saobp.kernels.causal_operator import causal_refined_attention
+from saobp.kernels.elemmul_operator import elemmul_attention
+from saobp.kernels.fused import POTTS
+from saobp.kernels.operator import refined_attention
+from saobp.kernels.problem import is_short
+from saobp.kernels.registered import learns
+from saobp.kernels.short_operator import short_refined_attention, short_refined_output
+from saobp.refinement import Refinement
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    refinement: Refinement,
+    strength: Tensor,
+    *,
+    strongest: float | None = None,
+    padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    cumulative_lengths: Tensor | None = None,
+    longest: int | None = None,
+) -> Tensor:
+    """Refined attention by the kernels; arguments as in :func:`saobp.attention`, checked already.
+
+    ``strongest`` bounds |strength|, where that is known without asking the GPU; kernels that know a bound give
+    the strength no gradient, so it only counts for one that does not learn. A packed batch is one of
+    batch size 1 with ``cumulative_lengths`` and the length of its ``longest`` sequence.
+    """
+    if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
+        query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    _, _, length, dim = query.shape
+    longest = length if longest is None else longest
+    scale = dim**-0.5 if scale is None else scale
+    strength = strength.contiguous()
+    if padding_mask is not None:
+        padding_mask = padding_mask.contiguous()
+    if refinement.factor == "elemmul":
+        out, *_ = elemmul_attention(query, key, value, padding_mask, cumulative_lengths, longest, scale)
+        return out
+    sign, hears = POTTS[refinement.factor]
+    known = strongest is not None and not strength.requires_grad
+    bound = -math.expm1(-sign * strongest) if known else 0.0  # type: ignore[operator]
+    seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
+    arguments = (
+        query, key, value, strength, padding_mask, cumulative_lengths, seed,
+        longest, scale, dropout_p, sign, hears, bound,
+    )  # fmt: skip
+    if is_causal:
+        return causal_refined_attention(*arguments)[0]
+    if not is_short(longest, dim, query.dtype):
+        return refined_attention(*arguments)[0]
+    if learns(query, key, value, strength):
+        return short_refined_attention(*arguments)[0]
+    return short_refined_output(*arguments)

@@ -1,0 +1,128 @@
+"""What the backward sweeps share: row products, scaled gradients, and a tile's weights made again."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.arithmetic import (
+    inverse_message,
+    load_rows,
+    load_vector,
+    locate,
+    relative,
+    store_rows,
+)
+
+
+@triton.jit
+def row_products(
+    grad_ptr, out_ptr, cu_ptr, delta_ptr, g_batch, g_head, g_row, o_batch, o_head, o_row, heads, length, blocks,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """D = rowsum(dO * O)."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    o_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
+    grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
+    out = load_rows(o_base, block * ROWS, tokens, o_row, ROWS, DIM, BLOCK_DIM, True)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(delta_ptr + (batch64 * heads + head) * length + first64 + rows, delta, mask=rows < tokens)
+
+
+@triton.jit
+def scaled_gradients(
+    grad_ptr, out_ptr, cu_ptr, inverse_ptr, scaled_ptr, delta_ptr, parts_ptr, power_ptr,
+    g_batch, g_head, g_row, o_batch, o_head, o_row, s_batch, s_head, s_row, part_row, heads, length, blocks,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
+    POWER: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """dO over the row's normaliser, and D of that; for half types D also as a sum of two ``parts`` ``[rows, 16]``.
+
+    POWER: float16 has no room for large inverses, so a power of two of them is kept apart, for the weights.
+    """
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    o_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
+    s_base = scaled_ptr + batch64 * s_batch + head * s_head + first64 * s_row
+    row_base = (batch64 * heads + head) * length + first64
+    grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
+    out = load_rows(o_base, block * ROWS, tokens, o_row, ROWS, DIM, BLOCK_DIM, True)
+    inverse = tl.load(inverse_ptr + row_base + rows, mask=rows < tokens, other=0.0)
+    if POWER:
+        power = tl.where(inverse > 1.0, tl.exp2(tl.floor(tl.log2(tl.maximum(inverse, 1.0)))), 1.0)
+        tl.store(power_ptr + row_base + rows, power, mask=rows < tokens)
+        inverse /= power
+    KIND: tl.constexpr = grad_ptr.dtype.element_ty
+    scaled = (grad.to(tl.float32) * inverse[:, None]).to(KIND)
+    store_rows(s_base, block * ROWS, tokens, s_row, scaled, ROWS, DIM, BLOCK_DIM)
+    delta = tl.sum(scaled.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(delta_ptr + row_base + rows, delta, mask=rows < tokens)
+    if PRECISE != 2:
+        large = delta.to(KIND)
+        small = (delta - large.to(tl.float32)).to(KIND)
+        columns = tl.arange(0, 16)[None, :]
+        parts = tl.where(columns == 0, large[:, None], tl.where(columns == 1, small[:, None], 0.0))
+        store_rows(parts_ptr + row_base * part_row, block * ROWS, tokens, part_row, parts, ROWS, 16, 16)
+
+
+@triton.jit
+def prior_weights(
+    raw, high, low, keys_real, score_scale, TAIL: tl.constexpr, PRECISE: tl.constexpr
+):  # fmt: skip
+    """Relative scores and prior weights of a tile; vectors come ready to broadcast."""
+    if TAIL:
+        raw = tl.where(keys_real, raw, float("-inf"))
+    scores = relative(raw, high, low, score_scale, PRECISE)
+    return scores, tl.exp2(scores)
+
+
+@triton.jit
+def spoken_inverse(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
+    """1 / (1 - gamma a); padding rows, which send nothing, have 1."""
+    inverse = inverse_message(a, message, PRECISE)
+    if MASKED:
+        inverse = tl.where(rows_real, inverse, 1.0)
+    return inverse
+
+
+@triton.jit
+def before_normalising(
+    scores, u, inverse, anchor, power, key_part, HEARS: tl.constexpr, CAREFUL: tl.constexpr, POWER: tl.constexpr
+):  # fmt: skip
+    """Refined weights times their row's normaliser. CAREFUL: key_part is a logarithm; else a factor."""
+    if CAREFUL:
+        if HEARS:
+            scores += key_part
+        weights = tl.exp2(scores - anchor) * inverse
+    elif HEARS:
+        weights = u * key_part
+    else:
+        weights = u
+    if POWER:
+        weights *= power
+    return weights
+
+
+@triton.jit
+def load_power(base, rows, tokens, TAIL: tl.constexpr, POWER: tl.constexpr):
+    """The part of each row's inverse normaliser that its scaled gradient could not take."""
+    if POWER:
+        return load_vector(base, rows, tokens, 0.0, TAIL)
+    else:
+        return tl.zeros_like(rows).to(tl.float32)
+
+
+@triton.jit
+def closeness(inverse):
+    """How close rows of a are to rows of P, from 0 to 1, guessed from the inverse of a row's normaliser.
+
+    The normaliser is the mean factor of the keys that a row looks at: 1 if none of them is shunned.
+    """
+    mean = tl.minimum(tl.where(inverse > 0.0, 1.0 / tl.where(inverse > 0.0, inverse, 1.0), 0.0), 1.0)
+    square = mean * mean
+    return square * square * square * square
