@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from saobp.cli import app
-from saobp.commands.reproduce import _Work
+from saobp.lab.session import Session
 from saobp.report.library import MissingPlotlyError, plotly_library
 from saobp.testing.runs import make_run
 
@@ -57,5 +57,5 @@ def test_a_reproduction_goes_on_without_its_page(tmp_path: Path) -> None:
         ),
         say=said.append,
     )
-    _Work.write_page(work)  # type: ignore[arg-type]
+    Session.write_page(work)  # type: ignore[arg-type]
     assert said == [str(MissingPlotlyError())]

@@ -142,13 +142,17 @@ class Session:
             self.say(f"{recipe.family}: {', '.join(found.train.stores)} in {self.places.tokens}")
 
     def _tabulate(self) -> None:
-        """Pages, and the page to look at: the claims, and curves and heads of the runs that are finished."""
         from saobp.lab.tabulate import tabulate
-        from saobp.report.library import MissingPlotlyError
-        from saobp.report.reproduction import write_reproduction
 
         for path in tabulate(self.plan, self.places.runs, self.places.out):
             self.say(f"wrote {path}")
+        self.write_page()
+
+    def write_page(self) -> None:
+        """The page to look at: the claims, and curves and heads of the runs that are finished."""
+        from saobp.report.library import MissingPlotlyError
+        from saobp.report.reproduction import write_reproduction
+
         folders = [model.folder(self.places.runs) for model in self.plan.trained()]
         finished = [folder for folder in folders if RunFolder(folder).is_finished]
         if finished:
