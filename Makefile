@@ -17,7 +17,7 @@ $(READY): requirements.lock pyproject.toml
 	  { echo "saobp needs Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
 	@echo "setting up $(VENV): a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install -r requirements.lock
+	@$(PIP) install --no-deps -r requirements.lock  # which is complete; lm_eval asks for more, for metrics not called here
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $(READY)
 

@@ -23,7 +23,7 @@ def has_harness() -> bool:
 
 def require_harness() -> None:
     if not has_harness():
-        raise ValueError("--harness needs lm-evaluation-harness: pip install lm_eval")
+        raise ValueError("--harness needs lm-evaluation-harness: pip install 'saobp[harness]'")
 
 
 def harness_accuracy(
