@@ -262,5 +262,5 @@ def test_the_harness_finds_the_same_number(decoder, data_dir, task, every):
 def test_without_the_harness_a_sentence_says_what_to_install(decoder, data_dir, monkeypatch):
     monkeypatch.setattr("saobp.training.evaluation.harness.has_harness", lambda: False)
     split = load_split(TASKS["boolq"], "validation", data_dir)
-    with pytest.raises(ValueError, match="pip install lm_eval"):
+    with pytest.raises(ValueError, match=r"pip install .saobp\[harness\]"):
         harness_accuracy(*decoder, "boolq", split)
