@@ -162,6 +162,20 @@ def test_the_way_of_weak_strengths(
         kept_problem.cache_clear()
 
 
+@pytest.mark.parametrize("length", [40, 140])
+def test_heads_of_strength_zero_among_weak_ones(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that says nothing is plain attention; the interpreter sends float16 the way of bfloat16."""
+    dtype, strongest = (torch.bfloat16, 0.2) if GPU else (torch.float16, 0.05)
+    if not GPU:
+        monkeypatch.setattr(Problem, "precise", 0)
+    kept_problem.cache_clear()
+    try:
+        inputs = attention_inputs(1, 2, length, 16, strength=(0.0, strongest), dtype=dtype, device=DEVICE)
+        check(inputs, Refinement("high", strongest), strongest, frozen=True)
+    finally:
+        kept_problem.cache_clear()
+
+
 def test_rows_that_underflow_are_done_with_logarithms() -> None:
     """Many rows on one key and one row that has nothing but it: a product of weights would give 0 / 0."""
     length, dim = 160, 16
