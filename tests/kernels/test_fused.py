@@ -245,6 +245,7 @@ def test_the_operators_are_well_formed(length: int, operator: Any) -> None:
     kinds = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator, arguments, test_utils=kinds)
     torch.library.opcheck(operator, arguments, test_utils="test_aot_dispatch_static")
+    torch.library.opcheck(operator, arguments, test_utils="test_aot_dispatch_dynamic")
 
 
 def test_compiled_without_a_graph_break() -> None:
