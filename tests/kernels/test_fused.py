@@ -100,7 +100,9 @@ def test_a_sequence_of_padding_gives_zeros_and_no_gradient(length: int) -> None:
         assert torch.isfinite(leaf.grad).all()
 
 
-@pytest.mark.parametrize(("length", "dim"), [(33, 8), (33, 64), (33, 80), (20, 128), (20, 256), (140, 48)])
+@pytest.mark.parametrize(
+    ("length", "dim"), [(20, 1), (140, 1), (33, 8), (33, 64), (33, 80), (20, 128), (20, 256), (140, 48)]
+)
 def test_head_sizes(length: int, dim: int) -> None:
     check(attention_inputs(1, 1, length, dim, dtype=DTYPES[-1], device=DEVICE), Refinement("high", 0.2), 0.2)
 
