@@ -47,7 +47,8 @@ def attention(
     ``[batch, heads, queries, dim]``. Padding rows send no message; rows that see no key give zeros.
 
     strength ``[heads]``, of either sign, takes the place of ``refinement.strength``: the way in for
-    trained values; ``strongest``, an upper bound on it if one is known, makes the kernels faster.
+    trained values; ``strongest``, an upper bound on it if one is known and no head's is negative, makes the
+    kernels faster.
 
     backend ``auto`` takes the fused kernels on a CUDA GPU where they support the call and says once why
     where they do not; ``fused`` insists on them. On a CPU, ``auto`` takes a lean path where no gradient is

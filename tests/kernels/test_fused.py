@@ -100,7 +100,9 @@ def test_a_sequence_of_padding_gives_zeros_and_no_gradient(length: int) -> None:
         assert torch.isfinite(leaf.grad).all()
 
 
-@pytest.mark.parametrize(("length", "dim"), [(33, 8), (33, 64), (33, 80), (20, 128), (20, 256), (140, 48)])
+@pytest.mark.parametrize(
+    ("length", "dim"), [(20, 1), (140, 1), (33, 8), (33, 64), (33, 80), (20, 128), (20, 256), (140, 48)]
+)
 def test_head_sizes(length: int, dim: int) -> None:
     check(attention_inputs(1, 1, length, dim, dtype=DTYPES[-1], device=DEVICE), Refinement("high", 0.2), 0.2)
 
@@ -158,6 +160,20 @@ def test_the_way_of_weak_strengths(
     try:
         for found, expected in zip(run("fused"), run("reference"), strict=True):
             assert float((found - expected).norm() / expected.norm()) < 1e-3
+    finally:
+        kept_problem.cache_clear()
+
+
+@pytest.mark.parametrize("length", [40, 140])
+def test_heads_of_strength_zero_among_weak_ones(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that says nothing is plain attention; the interpreter sends float16 the way of bfloat16."""
+    dtype, strongest = (torch.bfloat16, 0.2) if GPU else (torch.float16, 0.05)
+    if not GPU:
+        monkeypatch.setattr(Problem, "precise", 0)
+    kept_problem.cache_clear()
+    try:
+        inputs = attention_inputs(1, 2, length, 16, strength=(0.0, strongest), dtype=dtype, device=DEVICE)
+        check(inputs, Refinement("high", strongest), strongest, frozen=True)
     finally:
         kept_problem.cache_clear()
 
@@ -231,6 +247,7 @@ def test_the_operators_are_well_formed(length: int, operator: Any) -> None:
     kinds = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator, arguments, test_utils=kinds)
     torch.library.opcheck(operator, arguments, test_utils="test_aot_dispatch_static")
+    torch.library.opcheck(operator, arguments, test_utils="test_aot_dispatch_dynamic")
 
 
 def test_compiled_without_a_graph_break() -> None:

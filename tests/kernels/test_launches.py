@@ -269,6 +269,17 @@ def test_gradients_cannot_be_differentiated_again() -> None:
         torch.autograd.grad(again, query)
 
 
+@pytest.mark.parametrize("learning", [False, True])
+def test_forward_mode_derivatives_are_refused(learning: bool) -> None:
+    """PyTorch would call them 0."""
+    query, key, value, *_ = arguments(learning)
+    call = lambda query: saobp.attention(query, key, value, HIGH, backend="fused")  # noqa: E731
+    with pytest.raises(RuntimeError, match="no forward-mode derivatives: use backend='reference'"):
+        torch.func.jvp(call, (query.detach(),), (torch.ones_like(query),))
+    with torch.autograd.forward_ad.dual_level():
+        assert call(query.detach()).shape == query.shape
+
+
 def test_the_compiler_takes_the_operator_of_inference_where_nothing_learns() -> None:
     query, key, value, *_ = arguments(learning=True)
     graphs: list[str] = []

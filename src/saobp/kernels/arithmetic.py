@@ -125,7 +125,7 @@ def load_rows(
     """``[ROWS, BLOCK_DIM]`` from row ``start`` on, zero beyond the head size and, if TAIL, beyond the sequence."""
     local = tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
-    pointers = base + stride.to(tl.int64) * start + (local * stride + dims)
+    pointers = base + tl.cast(stride, tl.int64) * start + (local * stride + dims)
     if TAIL and DIM != BLOCK_DIM:
         return tl.load(pointers, mask=(start + local < tokens) & (dims < DIM), other=0.0)
     if TAIL:
@@ -141,7 +141,7 @@ def store_rows(
 ):
     local = tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
-    pointers = base + stride.to(tl.int64) * start + (local * stride + dims)
+    pointers = base + tl.cast(stride, tl.int64) * start + (local * stride + dims)
     tl.store(pointers, values.to(base.dtype.element_ty), mask=(start + local < tokens) & (dims < DIM))
 
 

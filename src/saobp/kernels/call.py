@@ -12,7 +12,7 @@ from saobp.kernels.elemmul_operator import elemmul_attention
 from saobp.kernels.fused import POTTS
 from saobp.kernels.operator import refined_attention
 from saobp.kernels.problem import is_short
-from saobp.kernels.registered import learns
+from saobp.kernels.registered import learns, refuse_tangents
 from saobp.kernels.short_operator import short_refined_attention, short_refined_output
 from saobp.refinement import Refinement
 
@@ -34,10 +34,11 @@ def fused_attention(
 ) -> Tensor:
     """Refined attention by the kernels; arguments as in :func:`saobp.attention`, checked already.
 
-    ``strongest`` bounds |strength|, where that is known without asking the GPU; kernels that know a bound give
-    the strength no gradient, so it only counts for one that does not learn. A packed batch is one of
+    ``strongest`` says that strengths lie from 0 to it, where that is known without asking the GPU; kernels that know
+    a bound give the strength no gradient, so it only counts for one that does not learn. A packed batch is one of
     batch size 1 with ``cumulative_lengths`` and the length of its ``longest`` sequence.
     """
+    refuse_tangents(query, key, value, strength)
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     _, _, length, dim = query.shape

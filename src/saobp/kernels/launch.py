@@ -14,7 +14,8 @@ from saobp.kernels.start import start_kernel
 
 
 def sweep_block(problem: Problem, sweep: str) -> Block:
-    return _sweep_block(problem.dtype, problem.dim, sweep)
+    """The compiler's symbol for a head size becomes the number it stands for: tiles depend on it."""
+    return _sweep_block(problem.dtype, int(problem.dim), sweep)
 
 
 @lru_cache(maxsize=4096)

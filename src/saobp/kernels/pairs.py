@@ -60,7 +60,8 @@ def boosted(a, pair):
 def log2_parts(message):
     """Coefficients of ``short_log2`` in float16, and the factor that it leaves out."""
     gamma, r0, r1, r2, l0, l1, l2 = message
-    return l0, (l1 / l0).to(tl.float16), (l2 / l0).to(tl.float16)
+    slope = tl.where(l0 == 0.0, 1.0, l0)  # a head of strength 0 says nothing, but the quotients would not
+    return l0, (l1 / slope).to(tl.float16), (l2 / slope).to(tl.float16)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.library import Library, infer_schema, register_fake
 
 _library = Library("saobp", "FRAGMENT")
@@ -31,6 +32,16 @@ def registered(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 
 def learns(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def refuse_tangents(*tensors: Tensor) -> None:
+    """PyTorch takes an operator without forward-mode derivatives for a constant, and says nothing."""
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise RuntimeError(
+            "the fused kernels have no forward-mode derivatives: use backend='reference' for those"
+        )
 
 
 class OnlyOnce(torch.autograd.Function):
