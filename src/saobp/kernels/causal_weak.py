@@ -52,6 +52,17 @@ def weak_triangle(logarithm, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _first(one, other):
+    return one
+
+
+@triton.jit
+def sums_over_rows(tile, ones):
+    """Sums over the rows of a tile ``[keys, rows]`` of a half type, by a product; its 16 columns are all the same."""
+    return tl.reduce(tl.dot(tile, ones, input_precision="ieee"), 1, _first)
+
+
+@triton.jit
 def add_rows(totals, tile):
     """Adds a tile ``[keys, rows]`` of a half type to partial sums ``[keys / 16, 8, rows]`` of float32.
 
@@ -93,7 +104,7 @@ def _add_weak(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, False
         )
         _, _, messages = weak_prior(raw, high, keys_real, logarithm, score_scale, False)
-        heard += tl.max(tl.dot(messages, ones), 1) * logarithm[0]
+        heard += sums_over_rows(messages, ones) * logarithm[0]
     return heard
 
 

@@ -28,7 +28,14 @@ from saobp.kernels.arithmetic import (
     store_rows,
 )
 from saobp.kernels.causal import larger, row_walk
-from saobp.kernels.causal_weak import add_rows, store_sums, weak_prior, weak_scores, weak_triangle
+from saobp.kernels.causal_weak import (
+    add_rows,
+    store_sums,
+    sums_over_rows,
+    weak_prior,
+    weak_scores,
+    weak_triangle,
+)
 from saobp.kernels.forward import is_careful
 from saobp.kernels.pairs import boosted, multiply, multiply_add, pair_logarithm, pair_message, rounded
 
@@ -59,16 +66,14 @@ def logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS: tl.constexp
 
 
 @triton.jit
-def score_gradients(prior, d_logits, triangle, later, rows_real, pair, MASKED: tl.constexpr):
+def score_gradients(u, d_logits, triangle, later, rows_real, pair, MASKED: tl.constexpr):
     """d = dT - gamma u g of a tile ``[keys, rows]``; padding rows, which send nothing, have dT.
 
     ``later`` ``[keys]`` is -gamma times the sum of dT over the rows after the tile; the triangle adds those within.
     """
     KIND: tl.constexpr = d_logits.dtype
     g = rounded(tl.dot(d_logits, triangle, input_precision="ieee"), KIND)
-    d_scores = multiply_add(
-        boosted(prior, pair), multiply_add(g, -pair[0], later.to(KIND)[:, None]), d_logits
-    )
+    d_scores = multiply_add(u, multiply_add(g, -pair[0], later.to(KIND)[:, None]), d_logits)
     if MASKED:
         d_scores = tl.where(rows_real[None, :], d_scores, d_logits)
     return d_scores
@@ -100,7 +105,8 @@ def _climb(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, False
         )
         scores, a, messages = weak_prior(raw, high, rows_real, logarithm, score_scale, MASKED)
-        heard -= tl.max(tl.dot(messages, ones), 1) * logarithm[0]
+        prior = rounded(a, KIND)
+        heard -= sums_over_rows(messages, ones) * logarithm[0]
         later = after * -gamma
         store_sums(past_base + place, keys, tokens, keys_real, heard, MASKED)
         store_sums(later_base + place, keys, tokens, keys_real, later, MASKED)
@@ -113,9 +119,9 @@ def _climb(
             weights = tl.where(keep, refined, 0.0)
         dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
         d_logits = logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS)
-        after += tl.sum(tl.dot(d_logits, ones_here, input_precision="ieee"), 1) * 0.0625
+        after += sums_over_rows(d_logits, ones_here)
         d_scores = score_gradients(
-            rounded(a, KIND), d_logits, larger(ROWS, KIND), later, rows_real, pair, MASKED
+            boosted(prior, pair), d_logits, larger(ROWS, KIND), later, rows_real, pair, MASKED
         )
         dk = tl.dot(d_scores, q, dk, input_precision=PRECISION)
     return dv, dk, heard, after
@@ -222,6 +228,7 @@ def _query_loop(
         )
         scores, a, messages = weak_prior(raw, high, rows_real, logarithm, score_scale, MASKED)
         prior = rounded(a, KIND)
+        u = boosted(prior, pair)
         prior_k = tl.dot(tl.trans(k), prior, prior_k, input_precision=PRECISION)
         refined = rounded(tl.exp2(tl.dot(messages, triangle, scores + past[:, None])), KIND)
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
@@ -229,7 +236,7 @@ def _query_loop(
         if DROPS:
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
         d_logits = logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS)
-        d_scores = score_gradients(prior, d_logits, larger(ROWS, KIND), later, rows_real, pair, MASKED)
+        d_scores = score_gradients(u, d_logits, larger(ROWS, KIND), later, rows_real, pair, MASKED)
         row_terms = add_rows(row_terms, d_scores)
         dq = tl.dot(tl.trans(k), d_scores, dq, input_precision=PRECISION)
     return dq, prior_k, row_terms
