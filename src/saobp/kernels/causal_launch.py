@@ -37,10 +37,11 @@ def causal_block(problem: Problem, sweep: str) -> Block:
         "row_sums": Block(128, 64, 4, 3),
         "earlier_messages": Block(64, 128, 4, 3),
         "output": Block(64, 64, 4, 3),
+        "weak_messages": Block(64, 128, 4, 3, 168),
         "weak_output": Block(64, 64, 4, 2, 168),
         "weak_climb": Block(64, 64, 4, 2),
         "weak_query_gradient": Block(64, 64, 4, 2),
-        "weak_prior_gradient": Block(64, 64, 4, 3),
+        "weak_prior_gradient": Block(64, 64, 4, 3, 168),
         "key_gradient": Block(64, 128, 8, 2),
         "query_gradient": Block(64, 64, 4, 2),
         "value_gradient": Block(64, 128, 8, 2),
@@ -144,7 +145,7 @@ def run_causal_forward(
         common |= {"span_start": start, "span_stop": stop}
         if problem.hears:
             kernel = causal_weak.weak_messages if weak else causal.earlier_messages
-            block = causal_block(problem, "earlier_messages")
+            block = causal_block(problem, "weak_messages" if weak else "earlier_messages")
             start_sweep(kernel, problem, block, stop, block.keys, **common)
         if weak:
             block = causal_block(problem, "weak_output")
