@@ -364,3 +364,16 @@ def test_dropout_and_packing_of_weak_strengths(monkeypatch: pytest.MonkeyPatch) 
     packed, together = packed.detach(), together.detach()
     for one, other in zip((packed, *found), (together, *expected), strict=True):
         assert float((one - other).norm() / other.norm()) < 1e-3
+
+
+@pytest.mark.usefixtures("weak_way")
+def test_the_operator_of_weak_strengths_is_sound() -> None:
+    from saobp.kernels.causal_operator import causal_refined_attention
+
+    query, key, value, _ = attention_inputs(1, 2, 70, 16, key_heads=1, device=DEVICE).leaves()
+    strength = torch.tensor([0.2, 0.1], device=DEVICE)
+    torch.library.opcheck(
+        causal_refined_attention,
+        (query, key, value, strength, None, None, None, 70, 0.25, 0.0, 1.0, True, -math.expm1(-0.2)),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )

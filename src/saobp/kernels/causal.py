@@ -63,7 +63,8 @@ def larger(SIZE: tl.constexpr, TYPE: tl.constexpr):
 def spoken(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
     """Log messages of a tile's rows; padding is silent. ``rows_real`` comes ready to broadcast."""
     if PRECISE == 0:
-        messages = short_log2(a.to(tl.float16), pair_logarithm(message)).to(tl.float32) * message[4]
+        logarithm = pair_logarithm(message)
+        messages = short_log2(a.to(tl.float16), logarithm).to(tl.float32) * logarithm[0]
     else:
         messages = log2_message(a, message, PRECISE)
     if MASKED:

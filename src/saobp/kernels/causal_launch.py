@@ -88,9 +88,15 @@ def lowest_numbers(problem: Problem, lowest: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sums(problem: Problem, device: torch.device) -> Tensor:
-    """``[batch, heads, slots, length]`` for one number per block of a span's rows and key."""
-    shape = (problem.batch, problem.heads, span_slots(problem), problem.length) if problem.hears else (0,)
+def sums(problem: Problem, device: torch.device, numbers: int) -> Tensor:
+    """``[batch, heads, slots, length, numbers]``: so many numbers per block of a span's rows and key."""
+    shape = (
+        problem.batch,
+        problem.heads,
+        span_slots(problem),
+        problem.length,
+        numbers if problem.hears else 0,
+    )
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
@@ -133,7 +139,7 @@ def run_causal_forward(
     common: dict[str, Any] = {
         "q_ptr": query, "k_ptr": key, "v_ptr": value, "out_ptr": out, "strength_ptr": strength,
         "mask_ptr": given(mask, strength), "cu_ptr": given(cu, strength), "seed_ptr": given(seed, strength),
-        "lse_ptr": lse, "past_ptr": sums(problem, query.device), "heard_ptr": heard, "belief_ptr": belief,
+        "lse_ptr": lse, "past_ptr": sums(problem, query.device, 1), "heard_ptr": heard, "belief_ptr": belief,
         **strides("q", query), **strides("k", key), **strides("v", value), **strides("o", out),
         **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
         **lowest_numbers(problem, lowest), "low_plane": problem.low_plane, "slots": span_slots(problem),
@@ -169,11 +175,14 @@ def run_causal_backward(
     # Over several spans dK and dV are summed up in memory, so in float32.
     exact = torch.empty((), **floats) if len(in_spans) > 1 else query
     dk, dv = (empty_states(problem, exact) for _ in range(2))
+    # One way pairs the sums, the other keeps them apart; each is done with them before the other begins.
+    both_sums = sums(problem, query.device, 2)
+    past, later = both_sums.view(2, -1)
     common: dict[str, Any] = {
         "q_ptr": query, "k_ptr": key, "v_ptr": value, "strength_ptr": strength,
         "mask_ptr": given(mask, strength), "cu_ptr": given(cu, strength), "seed_ptr": given(seed, strength),
         "lse_ptr": lse, "belief_ptr": belief, "heard_ptr": heard.clone(),
-        "past_ptr": sums(problem, query.device), "later_ptr": sums(problem, query.device),
+        "sums_ptr": both_sums, "past_ptr": past, "later_ptr": later,
         "dq_ptr": dq, "dv_ptr": dv, "strength_grad_ptr": dgamma,
         **strides("q", query), **strides("k", key), **strides("v", value), **strides("d", dq),
         **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
@@ -198,7 +207,7 @@ def run_causal_backward(
         block = causal_block(problem, "weak_prior_gradient")
         start_sweep(
             causal_weak_backward.weak_prior_gradient, problem, block, problem.longest, block.keys,
-            **common, **strides("s", dk_sums), sums_ptr=dk_sums, dk_ptr=dk,
+            **common, **strides("s", dk_sums), dk_sums_ptr=dk_sums, dk_ptr=dk,
         )  # fmt: skip
     return dq, dk.to(query.dtype), dv.to(query.dtype), dgamma
 

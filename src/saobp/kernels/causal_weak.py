@@ -46,9 +46,10 @@ def weak_prior(raw, high, rows_real, logarithm, score_scale, MASKED: tl.constexp
 
 
 @triton.jit
-def weak_triangle(logarithm, ROWS: tl.constexpr):
-    """``[ROWS, ROWS]``: the messages' slope where the first index is smaller than the second, else 0."""
-    return (smaller(ROWS, tl.float32) * logarithm[0]).to(tl.float16)
+def weak_triangle(logarithm, ROWS: tl.constexpr, EARLIER: tl.constexpr):
+    """``[ROWS, ROWS]``: the messages' slope for every row (second index) and those EARLIER, or for the others; else 0."""
+    earlier = smaller(ROWS, tl.float32)
+    return ((earlier if EARLIER else 1.0 - earlier) * logarithm[0]).to(tl.float16)
 
 
 @triton.jit
@@ -57,9 +58,15 @@ def _first(one, other):
 
 
 @triton.jit
+def any_column(tile):
+    """``[keys]`` from a tile whose columns are all the same: threads need not ask each other."""
+    return tl.reduce(tile, 1, _first)
+
+
+@triton.jit
 def sums_over_rows(tile, ones):
-    """Sums over the rows of a tile ``[keys, rows]`` of a half type, by a product; its 16 columns are all the same."""
-    return tl.reduce(tl.dot(tile, ones, input_precision="ieee"), 1, _first)
+    """Sums over the rows of a tile ``[keys, rows]`` of a half type, by a product with ones ``[rows, 16]``."""
+    return any_column(tl.dot(tile, ones, input_precision="ieee"))
 
 
 @triton.jit
@@ -203,7 +210,7 @@ def weak_output(
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     logarithm = pair_logarithm(head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2))
-    triangle = weak_triangle(logarithm, ROWS)
+    triangle = weak_triangle(logarithm, ROWS, True)
     high = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     seed = tl.zeros([], tl.uint32)

@@ -2,8 +2,8 @@
 
 With the same letters, dO over the rows' normalisers (``scaled_gradients``) and d = dT - gamma u g:
 
-1. ``weak_climb`` (over keys, upwards): dV, d^T Q, and for every block of rows what its keys heard before it
-   (``past``) and -gamma times the sum of dT after it (``later``).
+1. ``weak_climb`` (over keys, upwards): dV, d^T Q, and for every block of rows two ``sums`` of each key: what it
+   heard before the block, and -gamma times the sum of dT after it.
 2. ``weak_query_gradient`` (over rows): t = rowsum(d), dQ = d K - t (a K).
 3. ``weak_prior_gradient`` (over keys): dK = d^T Q - (a t)^T Q.
 
@@ -30,6 +30,7 @@ from saobp.kernels.arithmetic import (
 from saobp.kernels.causal import larger, row_walk
 from saobp.kernels.causal_weak import (
     add_rows,
+    any_column,
     store_sums,
     sums_over_rows,
     weak_prior,
@@ -41,20 +42,34 @@ from saobp.kernels.pairs import boosted, multiply, multiply_add, pair_logarithm,
 
 
 @triton.jit
-def load_row_pairs(base, begin, tokens, ROWS: tl.constexpr, EDGE: tl.constexpr):
-    """Two numbers for each row, from ``[length, 2]``: log-sum-exp, infinite beyond the sequence, and another.
+def load_pairs(base, begin, tokens, other, SIZE: tl.constexpr, EDGE: tl.constexpr):
+    """Two numbers for each place from ``begin`` on, of ``[length, 2]``; beyond the sequence ``other`` and 0.
 
-    Together they are as many as threads, so they are fetched once; a vector as short as a tile's rows
+    Together they are as many as threads, so they are fetched once; a vector as short as a tile's side
     would be fetched by every thread for itself.
     """
-    local = tl.arange(0, ROWS)
+    local = tl.arange(0, SIZE)
     pointers = base + 2 * begin + 2 * local[:, None] + tl.arange(0, 2)[None, :]
     if EDGE:
         inside = local < tokens - begin
-        high, other = tl.split(tl.load(pointers, mask=inside[:, None], other=0.0))
-        return tl.where(inside, high, float("inf")), other
+        one, two = tl.split(tl.load(pointers, mask=inside[:, None], other=0.0))
+        return tl.where(inside, one, other), two
     else:
         return tl.split(tl.load(pointers))
+
+
+@triton.jit
+def store_pairs(base, places, tokens, one, two):
+    pointers = base + 2 * places[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(pointers, tl.join(one, two), mask=(places < tokens)[:, None])
+
+
+@triton.jit
+def store_key_pairs(base, keys, tokens, keys_real, one, two, MASKED: tl.constexpr):
+    """Two numbers per key, 0 for padding."""
+    if MASKED:
+        one, two = tl.where(keys_real, one, 0.0), tl.where(keys_real, two, 0.0)
+    store_pairs(base, keys, tokens, one, two)
 
 
 @triton.jit
@@ -82,36 +97,34 @@ def score_gradients(u, d_logits, triangle, later, rows_real, pair, MASKED: tl.co
 @triton.jit
 def _climb(
     dv, dk, heard, after, k, v, keys, keys_real, gamma, logarithm, pair, q_base, q_row, g_base, g_row, mask_base,
-    pair_base, past_base, later_base, length, span_start, start, stop, tokens, score_scale,
-    seed, drop_threshold, keep_scale,
+    pair_base, sums_base, length, span_start, start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
     MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS; ``after`` is the sum of dT so far."""
+    """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS.
+
+    ``heard`` is what keys have heard after the tile: later rows' messages are taken from it. ``after``
+    ``[keys, 16]`` has the sum of dT so far in every column.
+    """
     KIND: tl.constexpr = k.dtype
-    triangle = weak_triangle(logarithm, ROWS)
+    back = -weak_triangle(logarithm, ROWS, False)
     ones = tl.full([ROWS, 16], 1.0, tl.float16)
     ones_here = tl.full([ROWS, 16], 1.0, KIND)
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
         begin = tl.multiple_of(start + (tl.cdiv(stop - start, ROWS) - 1 - step) * ROWS, ROWS)
-        local = tl.arange(0, ROWS)
-        rows = begin + local
-        place = ((begin - span_start) // ROWS).to(tl.int64) * length
+        rows = begin + tl.arange(0, ROWS)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
         grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, EDGE)
-        high, delta = load_row_pairs(pair_base, begin, tokens, ROWS, EDGE)
+        high, delta = load_pairs(pair_base, begin, tokens, float("inf"), ROWS, EDGE)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-        raw = weak_scores(
-            tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, False
-        )
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        raw = weak_scores(raw, keys, rows, keys_real, EDGE, False)
         scores, a, messages = weak_prior(raw, high, rows_real, logarithm, score_scale, MASKED)
         prior = rounded(a, KIND)
+        beliefs = tl.dot(messages, back, scores + heard[:, None])
         heard -= sums_over_rows(messages, ones) * logarithm[0]
-        later = after * -gamma
-        store_sums(past_base + place, keys, tokens, keys_real, heard, MASKED)
-        store_sums(later_base + place, keys, tokens, keys_real, later, MASKED)
-        refined = rounded(tl.exp2(tl.dot(messages, triangle, scores + heard[:, None])), KIND)
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        refined = rounded(tl.exp2(beliefs), KIND)
         keep = rows_real[None, :]
         weights = refined
         if DROPS:
@@ -119,18 +132,21 @@ def _climb(
             weights = tl.where(keep, refined, 0.0)
         dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
         d_logits = logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS)
-        after += sums_over_rows(d_logits, ones_here)
+        later = any_column(after) * -gamma
+        after = tl.dot(d_logits, ones_here, after, input_precision="ieee")
         d_scores = score_gradients(
             boosted(prior, pair), d_logits, larger(ROWS, KIND), later, rows_real, pair, MASKED
         )
         dk = tl.dot(d_scores, q, dk, input_precision=PRECISION)
+        place = ((begin - span_start) // ROWS).to(tl.int64) * length
+        store_key_pairs(sums_base + 2 * place, keys, tokens, keys_real, heard, later, MASKED)
     return dv, dk, heard, after
 
 
 @triton.jit
 def weak_climb(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    pairs_ptr, lowest_ptr, heard_ptr, after_ptr, past_ptr, later_ptr, dv_ptr, dk_ptr,
+    pairs_ptr, lowest_ptr, heard_ptr, after_ptr, sums_ptr, dv_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, slots, span_start, span_stop, lowest_blocks, lowest_sum,
@@ -168,29 +184,29 @@ def weak_climb(
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     heard = load_vector(heard_ptr + row_base, keys, tokens, 0.0, True)
-    after = tl.zeros([KEYS], tl.float32)
+    after = tl.zeros([KEYS, 16], tl.float32)
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     if not LAST:
-        after = load_vector(after_ptr + row_base, keys, tokens, 0.0, True)
+        after += load_vector(after_ptr + row_base, keys, tokens, 0.0, True)[:, None]
         dv = load_rows(dv_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True)
         dk = load_rows(dk_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True)
     start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
     dv, dk, heard, after = _climb(
         dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, q_base, q_row, g_base, g_row, mask_base,
-        pairs_ptr + row_base * 2, past_ptr + sums_base, later_ptr + sums_base, length, span_start,
+        pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
         tail, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
         ROWS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION,
     )  # fmt: skip
     dv, dk, heard, after = _climb(
         dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, q_base, q_row, g_base, g_row, mask_base,
-        pairs_ptr + row_base * 2, past_ptr + sums_base, later_ptr + sums_base, length, span_start,
+        pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
         full, tail, tokens, score_scale, seed, drop_threshold, keep_scale,
         ROWS, DIM, BLOCK_DIM, False, MASKED, DROPS, PRECISION,
     )  # fmt: skip
     dv, dk, heard, after = _climb(
         dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, q_base, q_row, g_base, g_row, mask_base,
-        pairs_ptr + row_base * 2, past_ptr + sums_base, later_ptr + sums_base, length, span_start,
+        pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
         start, full, tokens, score_scale, seed, drop_threshold, keep_scale,
         ROWS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION,
     )  # fmt: skip
@@ -202,13 +218,13 @@ def weak_climb(
     store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
     store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)
     store_sums(heard_ptr + row_base, keys, tokens, keys_real, heard, MASKED)
-    store_sums(after_ptr + row_base, keys, tokens, keys_real, after, MASKED)
+    store_sums(after_ptr + row_base, keys, tokens, keys_real, any_column(after), MASKED)
 
 
 @triton.jit
 def _query_loop(
     dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
-    k_base, k_row, v_base, v_row, mask_base, past_base, later_base,
+    k_base, k_row, v_base, v_row, mask_base, sums_base,
     start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
     MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
@@ -221,22 +237,23 @@ def _query_loop(
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, EDGE)
         v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, EDGE)
         keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-        past = load_vector(past_base + begin, local, stop - begin, 0.0, EDGE)
-        later = load_vector(later_base + begin, local, stop - begin, 0.0, EDGE)
+        past, later = load_pairs(sums_base, begin, stop, 0.0, KEYS, EDGE)
         raw = weak_scores(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, MASKED
         )
         scores, a, messages = weak_prior(raw, high, rows_real, logarithm, score_scale, MASKED)
         prior = rounded(a, KIND)
-        u = boosted(prior, pair)
-        prior_k = tl.dot(tl.trans(k), prior, prior_k, input_precision=PRECISION)
-        refined = rounded(tl.exp2(tl.dot(messages, triangle, scores + past[:, None])), KIND)
+        beliefs = tl.dot(messages, triangle, scores + past[:, None])
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        refined = rounded(tl.exp2(beliefs), KIND)
+        prior_k = tl.dot(tl.trans(k), prior, prior_k, input_precision=PRECISION)
         keep = rows_real[None, :]
         if DROPS:
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
         d_logits = logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS)
-        d_scores = score_gradients(u, d_logits, larger(ROWS, KIND), later, rows_real, pair, MASKED)
+        d_scores = score_gradients(
+            boosted(prior, pair), d_logits, larger(ROWS, KIND), later, rows_real, pair, MASKED
+        )
         row_terms = add_rows(row_terms, d_scores)
         dq = tl.dot(tl.trans(k), d_scores, dq, input_precision=PRECISION)
     return dq, prior_k, row_terms
@@ -245,7 +262,7 @@ def _query_loop(
 @triton.jit
 def weak_query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, delta_ptr, lowest_ptr, past_ptr, later_ptr, dq_ptr, term_pairs_ptr,
+    lse_ptr, delta_ptr, lowest_ptr, sums_ptr, dq_ptr, term_pairs_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, slots, span_start, lowest_blocks, lowest_sum,
@@ -276,7 +293,7 @@ def weak_query_gradient(
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
     pair = pair_message(message, q_ptr.dtype.element_ty)
-    triangle = weak_triangle(logarithm, ROWS)
+    triangle = weak_triangle(logarithm, ROWS, True)
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
@@ -291,13 +308,13 @@ def weak_query_gradient(
     edge = row_start // KEYS * KEYS
     dq, prior_k, row_terms = _query_loop(
         dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
-        k_base, k_row, v_base, v_row, mask_base, past_ptr + sums_base, later_ptr + sums_base,
+        k_base, k_row, v_base, v_row, mask_base, sums_ptr + sums_base * 2,
         0, edge, tokens, score_scale, seed, drop_threshold, keep_scale,
         ROWS, KEYS, DIM, BLOCK_DIM, False, MASKED, DROPS, PRECISION,
     )  # fmt: skip
     dq, prior_k, row_terms = _query_loop(
         dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
-        k_base, k_row, v_base, v_row, mask_base, past_ptr + sums_base, later_ptr + sums_base,
+        k_base, k_row, v_base, v_row, mask_base, sums_ptr + sums_base * 2,
         edge, min(row_start + ROWS, tokens), tokens, score_scale, seed, drop_threshold, keep_scale,
         ROWS, KEYS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION,
     )  # fmt: skip
@@ -305,8 +322,7 @@ def weak_query_gradient(
     dq = (dq - row_term[None, :] * prior_k) * scale
     dq_base = dq_ptr + batch64 * d_batch + head * d_head + first64 * d_row
     store_rows(dq_base, row_start, tokens, d_row, tl.trans(dq), ROWS, DIM, BLOCK_DIM)
-    pairs = term_pairs_ptr + (row_base + rows)[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(pairs, tl.join(high, row_term), mask=(rows < tokens)[:, None])
+    store_pairs(term_pairs_ptr + row_base * 2, rows, tokens, high, row_term)
 
 
 @triton.jit
@@ -318,7 +334,7 @@ def _prior_loop(
         begin = tl.multiple_of(start + step * ROWS, ROWS)
         local = tl.arange(0, ROWS)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
-        high, row_term = load_row_pairs(pair_base, begin, tokens, ROWS, EDGE)
+        high, row_term = load_pairs(pair_base, begin, tokens, float("inf"), ROWS, EDGE)
         raw = weak_scores(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, begin + local, keys, EDGE, False
         )
@@ -329,14 +345,14 @@ def _prior_loop(
 
 @triton.jit
 def weak_prior_gradient(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, term_pairs_ptr, lowest_ptr, sums_ptr, dk_ptr,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, term_pairs_ptr, lowest_ptr, dk_sums_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, s_batch, s_head, s_row, d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, lowest_sum, scale, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK of a block of keys, from ``sums`` = d^T Q and the rows' t."""
+    """dK of a block of keys, from ``dk_sums`` = d^T Q and the rows' t."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -348,7 +364,7 @@ def weak_prior_gradient(
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
     k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    s_base = sums_ptr + batch64 * s_batch + head * s_head + first64 * s_row
+    s_base = dk_sums_ptr + batch64 * s_batch + head * s_head + first64 * s_row
     dk_base = dk_ptr + batch64 * d_batch + head * d_head + first64 * d_row
     row_base = (batch64 * heads + head) * length + first64
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)

@@ -73,10 +73,10 @@ def boosted(a, pair):
 
 @triton.jit
 def pair_logarithm(message):
-    """The slope l0 of log2(1 - gamma a) at 0 and, in float16, the coefficients of ``short_log2``."""
+    """The slope l0 of log2(1 - gamma a) at 0, as float16 has it, and the coefficients of ``short_log2`` in that type."""
     gamma, r0, r1, r2, l0, l1, l2 = message
     slope = tl.where(l0 == 0.0, 1.0, l0)
-    return l0, (l1 / slope).to(tl.float16), (l2 / slope).to(tl.float16)
+    return l0.to(tl.float16).to(tl.float32), (l1 / slope).to(tl.float16), (l2 / slope).to(tl.float16)
 
 
 @triton.jit
