@@ -377,3 +377,20 @@ def test_the_operator_of_weak_strengths_is_sound() -> None:
         (query, key, value, strength, None, None, None, 70, 0.25, 0.0, 1.0, True, -math.expm1(-0.2)),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
+
+
+@pytest.mark.usefixtures("weak_way")
+def test_heads_of_either_sign() -> None:
+    """A bound on strengths does not tell their sign; parabolas made for the other sign are less exact."""
+    inputs = collapsed_inputs(attention_inputs(1, 2, 250, 16, device=DEVICE), 12.0)
+    query, key, value, _ = inputs.leaves()
+    results = []
+    for backend in ("fused", "reference"):
+        out = saobp.attention(
+            query, key, value, Refinement("high"), is_causal=True, backend=backend,
+            strength=torch.tensor([0.2, -0.2], device=DEVICE), strongest=0.2,
+        )  # fmt: skip
+        results.append([out.detach(), *torch.autograd.grad(out, (query, key, value), inputs.output_gradient)])
+    for found, expected in zip(*results, strict=True):
+        assert float((found - expected)[:, 0].norm() / expected[:, 0].norm()) < 1e-3
+        assert float((found - expected).norm() / expected.norm()) < 1e-2

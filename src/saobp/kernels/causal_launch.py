@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -109,21 +110,17 @@ def span_blocks(block: Block, tokens: int, step: int) -> dict[str, Any]:
     return {"blocks": ceil_div(tokens, step), "ROWS": block.rows, "KEYS": block.keys, **resources(block)}
 
 
-def fitting(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that a kernel takes."""
-    return {name: value for name, value in arguments.items() if name in kernel.arg_names}
+@lru_cache
+def _names(kernel: Any) -> frozenset[str]:
+    return frozenset(kernel.arg_names)
 
 
 def start_sweep(
     kernel: Any, problem: Problem, block: Block, tokens: int, step: int, **arguments: Any
 ) -> None:
-    """A sweep with a program for every ``step`` of so many tokens."""
-    start_kernel(
-        kernel,
-        programs(problem, tokens, step),
-        **fitting(kernel, arguments),
-        **span_blocks(block, tokens, step),
-    )
+    """A sweep with a program for every ``step`` of so many tokens, and those of the arguments that it takes."""
+    taken = {name: value for name, value in arguments.items() if name in _names(kernel)}
+    start_kernel(kernel, programs(problem, tokens, step), **taken, **span_blocks(block, tokens, step))
 
 
 def run_causal_forward(

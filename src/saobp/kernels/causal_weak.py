@@ -2,7 +2,7 @@
 
 Tiles are ``[keys, rows]``, so that messages, which are products' first operand, stay in registers. No message
 raises a belief, so beliefs relative to the row's log-sum-exp need no maximum; a block of rows whose normaliser
-comes near underflow is noted in ``lowest`` and done again by ``causal_output``.
+comes near underflow, or whose head has the other sign, is noted in ``lowest`` and done again by ``causal_output``.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ def weak_output(
     past_base = past_ptr + ((batch64 * heads + head) * slots + slot) * length + first64
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
-    logarithm = pair_logarithm(head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2))
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    logarithm = pair_logarithm(message)
     triangle = weak_triangle(logarithm, ROWS, True)
     high = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
@@ -237,4 +238,6 @@ def weak_output(
     tl.store(
         belief_ptr + row_base + rows, tl.where(visible, tl.log2(total), float("inf")), mask=rows < tokens
     )
-    tl.store(lowest_ptr + lowest_place, tl.min(tl.where(high < float("inf"), total, 1.0), 0))
+    # A strength of the other sign raises beliefs, so it needs care too: they may overflow.
+    lowest = tl.where(message[0] < 0.0, 0.0, tl.min(tl.where(high < float("inf"), total, 1.0), 0))
+    tl.store(lowest_ptr + lowest_place, lowest)
