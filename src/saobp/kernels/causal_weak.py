@@ -35,14 +35,20 @@ def weak_scores(raw, keys, rows, keys_real, EDGE: tl.constexpr, MASKED: tl.const
 
 
 @triton.jit
-def weak_prior(raw, high, rows_real, logarithm, score_scale, MASKED: tl.constexpr):
-    """Relative scores of a tile ``[keys, rows]``, prior weights, and log messages over their slope in float16."""
+def weak_prior(raw, high, rows_real, score_scale, MASKED: tl.constexpr):
+    """Relative scores of a tile ``[keys, rows]``, prior weights, and those of them that speak: not padding's."""
     scores = raw * score_scale - high[None, :]
     a = tl.exp2(scores)
-    messages = short_log2(rounded(a, tl.float16), logarithm)
     if MASKED:
-        messages = tl.where(rows_real[None, :], messages, 0.0)
-    return scores, a, messages
+        return scores, a, tl.where(rows_real[None, :], a, 0.0)
+    else:
+        return scores, a, a
+
+
+@triton.jit
+def weak_spoken(a, logarithm):
+    """Log messages over their slope, in float16."""
+    return short_log2(rounded(a, tl.float16), logarithm)
 
 
 @triton.jit
@@ -81,6 +87,22 @@ def add_rows(totals, tile):
 
 
 @triton.jit
+def halves(tile):
+    """The earlier and the later rows of a tile ``[keys, rows]``, without moving a number."""
+    KEYS: tl.constexpr = tile.shape[0]
+    HALF: tl.constexpr = tile.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(tile, [KEYS, 2, HALF]), (0, 2, 1)))
+
+
+@triton.jit
+def joined(earlier, later):
+    """The tile of which these are the halves."""
+    KEYS: tl.constexpr = earlier.shape[0]
+    ROWS: tl.constexpr = 2 * earlier.shape[1]
+    return tl.reshape(tl.permute(tl.join(earlier, later), (0, 2, 1)), [KEYS, ROWS])
+
+
+@triton.jit
 def store_sums(base, keys, tokens, keys_real, sums, MASKED: tl.constexpr):
     """One number per key, 0 for padding."""
     if MASKED:
@@ -110,8 +132,8 @@ def _add_weak(
         raw = weak_scores(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, False
         )
-        _, _, messages = weak_prior(raw, high, keys_real, logarithm, score_scale, False)
-        heard += sums_over_rows(messages, ones) * logarithm[0]
+        _, a, _ = weak_prior(raw, high, keys_real, score_scale, False)
+        heard += sums_over_rows(weak_spoken(a, logarithm), ones) * logarithm[0]
     return heard
 
 
@@ -172,9 +194,10 @@ def _add_output(
         raw = weak_scores(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, MASKED
         )
-        scores, _, messages = weak_prior(raw, high, rows_real, logarithm, score_scale, MASKED)
+        scores, _, speaking = weak_prior(raw, high, rows_real, score_scale, MASKED)
         v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, EDGE)
-        refined = rounded(tl.exp2(tl.dot(messages, triangle, scores + past[:, None])), v.dtype)
+        beliefs = tl.dot(weak_spoken(speaking, logarithm), triangle, scores + past[:, None])
+        refined = rounded(tl.exp2(beliefs), v.dtype)
         # The rounded weights that meet the values, so that a row that sees one key gives exactly its value.
         totals = add_rows(totals, refined)
         if DROPS:

@@ -8,7 +8,8 @@ With the same letters, dO over the rows' normalisers (``scaled_gradients``) and 
 3. ``weak_prior_gradient`` (over keys): dK = d^T Q - (a t)^T Q.
 
 In a collapsed row gradients are what is left after large terms cancel. Weights are rounded as in the forward pass,
-so D balances them; and d is rounded before both its product and its sum, so what rounding leaves cancels too.
+so D balances them. Sweeps 1 and 2 make d by the very same operations and round it before products and sum alike:
+otherwise what rounding leaves would not cancel.
 Heads where a row's normaliser came near underflow are left to ``causal_backward``.
 """
 
@@ -31,10 +32,13 @@ from saobp.kernels.causal import larger, row_walk
 from saobp.kernels.causal_weak import (
     add_rows,
     any_column,
+    halves,
+    joined,
     store_sums,
     sums_over_rows,
     weak_prior,
     weak_scores,
+    weak_spoken,
     weak_triangle,
 )
 from saobp.kernels.forward import is_careful
@@ -81,17 +85,14 @@ def logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS: tl.constexp
 
 
 @triton.jit
-def score_gradients(u, d_logits, triangle, later, rows_real, pair, MASKED: tl.constexpr):
-    """d = dT - gamma u g of a tile ``[keys, rows]``; padding rows, which send nothing, have dT.
+def score_gradients(u, d_logits, triangle, later, pair):
+    """d = dT - gamma u g of a tile ``[keys, rows]``.
 
     ``later`` ``[keys]`` is -gamma times the sum of dT over the rows after the tile; the triangle adds those within.
     """
     KIND: tl.constexpr = d_logits.dtype
     g = rounded(tl.dot(d_logits, triangle, input_precision="ieee"), KIND)
-    d_scores = multiply_add(u, multiply_add(g, -pair[0], later.to(KIND)[:, None]), d_logits)
-    if MASKED:
-        d_scores = tl.where(rows_real[None, :], d_scores, d_logits)
-    return d_scores
+    return multiply_add(u, multiply_add(g, -pair[0], later.to(KIND)[:, None]), d_logits)
 
 
 @triton.jit
@@ -107,8 +108,11 @@ def _climb(
     ``[keys, 16]`` has the sum of dT so far in every column.
     """
     KIND: tl.constexpr = k.dtype
-    back = -weak_triangle(logarithm, ROWS, False)
-    ones = tl.full([ROWS, 16], 1.0, tl.float16)
+    HALF: tl.constexpr = ROWS // 2
+    # Each half takes a quarter of the triangle; the rest of it is the sum of one half, which is needed anyway.
+    back = -weak_triangle(logarithm, HALF, False)
+    ahead = larger(ROWS, KIND)
+    ones = tl.full([HALF, 16], 1.0, tl.float16)
     ones_here = tl.full([ROWS, 16], 1.0, KIND)
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
         begin = tl.multiple_of(start + (tl.cdiv(stop - start, ROWS) - 1 - step) * ROWS, ROWS)
@@ -119,12 +123,17 @@ def _climb(
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         raw = weak_scores(raw, keys, rows, keys_real, EDGE, False)
-        scores, a, messages = weak_prior(raw, high, rows_real, logarithm, score_scale, MASKED)
-        prior = rounded(a, KIND)
-        beliefs = tl.dot(messages, back, scores + heard[:, None])
-        heard -= sums_over_rows(messages, ones) * logarithm[0]
+        scores, _, speaking = weak_prior(raw, high, rows_real, score_scale, MASKED)
+        u = boosted(rounded(speaking, KIND), pair)
+        scores0, scores1 = halves(scores)
+        speaking0, speaking1 = halves(speaking)
+        messages0, messages1 = weak_spoken(speaking0, logarithm), weak_spoken(speaking1, logarithm)
+        beliefs1 = tl.dot(messages1, back, scores1 + heard[:, None])
+        heard -= sums_over_rows(messages1, ones) * logarithm[0]
+        beliefs0 = tl.dot(messages0, back, scores0 + heard[:, None])
+        heard -= sums_over_rows(messages0, ones) * logarithm[0]
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        refined = rounded(tl.exp2(beliefs), KIND)
+        refined = joined(rounded(tl.exp2(beliefs0), KIND), rounded(tl.exp2(beliefs1), KIND))
         keep = rows_real[None, :]
         weights = refined
         if DROPS:
@@ -134,9 +143,7 @@ def _climb(
         d_logits = logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS)
         later = any_column(after) * -gamma
         after = tl.dot(d_logits, ones_here, after, input_precision="ieee")
-        d_scores = score_gradients(
-            boosted(prior, pair), d_logits, larger(ROWS, KIND), later, rows_real, pair, MASKED
-        )
+        d_scores = score_gradients(u, d_logits, ahead, later, pair)
         dk = tl.dot(d_scores, q, dk, input_precision=PRECISION)
         place = ((begin - span_start) // ROWS).to(tl.int64) * length
         store_key_pairs(sums_base + 2 * place, keys, tokens, keys_real, heard, later, MASKED)
@@ -241,9 +248,9 @@ def _query_loop(
         raw = weak_scores(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, MASKED
         )
-        scores, a, messages = weak_prior(raw, high, rows_real, logarithm, score_scale, MASKED)
+        scores, a, speaking = weak_prior(raw, high, rows_real, score_scale, MASKED)
         prior = rounded(a, KIND)
-        beliefs = tl.dot(messages, triangle, scores + past[:, None])
+        beliefs = tl.dot(weak_spoken(speaking, logarithm), triangle, scores + past[:, None])
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         refined = rounded(tl.exp2(beliefs), KIND)
         prior_k = tl.dot(tl.trans(k), prior, prior_k, input_precision=PRECISION)
@@ -251,9 +258,8 @@ def _query_loop(
         if DROPS:
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
         d_logits = logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS)
-        d_scores = score_gradients(
-            boosted(prior, pair), d_logits, larger(ROWS, KIND), later, rows_real, pair, MASKED
-        )
+        u = boosted(rounded(speaking, KIND), pair)
+        d_scores = score_gradients(u, d_logits, larger(ROWS, KIND), later, pair)
         row_terms = add_rows(row_terms, d_scores)
         dq = tl.dot(tl.trans(k), d_scores, dq, input_precision=PRECISION)
     return dq, prior_k, row_terms
