@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
+from saobp.kernels.problem import Problem, kept_problem
 from saobp.testing.budget import Operation, assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
@@ -245,3 +249,148 @@ def test_the_leaking_form_is_refused() -> None:
     inputs = attention_inputs(1, 1, 8, 16, device=DEVICE)
     with pytest.warns(UserWarning, match="hear later rows"), pytest.raises(ValueError, match="leaking form"):
         fused(inputs, Refinement("high", 0.2, future="paper"))(*inputs.leaves())
+
+
+@pytest.fixture
+def weak_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels in half types belong to bfloat16; here other types go the same way."""
+    monkeypatch.setattr(Problem, "precise", 0)
+    kept_problem.cache_clear()
+    yield
+    kept_problem.cache_clear()
+
+
+def differences(inputs: AttentionInputs, refinement: Refinement) -> dict[str, float]:
+    """Relative difference of output and gradients from the specification; the strength does not learn."""
+    leaves = inputs.leaves()[:3]
+
+    def results(backend: str) -> list[Tensor]:
+        out = saobp.attention(
+            *leaves, refinement, is_causal=True, padding_mask=inputs.padding_mask, backend=backend
+        )
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs.output_gradient)]
+
+    return {
+        name: float((found - expected).norm() / expected.norm())
+        for name, found, expected in zip(
+            ("output", "query", "key", "value"), results("fused"), results("reference"), strict=True
+        )
+    }
+
+
+@pytest.mark.usefixtures("weak_way")
+@pytest.mark.parametrize(
+    ("factor", "padding", "span", "careful"),
+    [
+        ("high", None, 2048, False), ("high", "left", 64, False), ("high", "both", 2048, False),
+        ("high", "right", 64, True), ("high", None, 64, True), ("low", None, 64, False),
+        ("high-listing", None, 2048, False),
+    ],
+)  # fmt: skip
+def test_the_way_of_weak_strengths(
+    factor: str, padding: Any, span: int, careful: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Careful: every head is taken for one that underflowed."""
+    monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", span)
+    if careful:
+        monkeypatch.setattr(Problem, "lowest_sum", 1e9)
+        monkeypatch.setattr(Problem, "may_underflow", True)
+    inputs = attention_inputs(2, 2, 140, 16, key_heads=1, device=DEVICE, padding=padding)
+    for name, difference in differences(inputs, Refinement(factor, 0.2)).items():
+        assert difference < 1e-3, name
+
+
+@pytest.mark.usefixtures("weak_way")
+def test_heads_that_underflow_are_done_with_care(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head whose rows have nothing but a shunned key, beside one of a common kind."""
+    monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", 128)
+    inputs = attention_inputs(1, 2, 250, 16, device=DEVICE)
+    collapsed = collapsed_inputs(inputs, 200.0)
+    query, key = inputs.query.clone(), inputs.key.clone()
+    query[:, 1], key[:, 1] = collapsed.query[:, 1], collapsed.key[:, 1]
+    inputs = replace(inputs, query=query, key=key)
+    problem = Problem.of(query, key, None, None, 250, 0.25, 0.0, 1.0, True, 0.18)
+    assert problem.may_underflow
+    assert 250 * 0.2 / math.log(2) > -math.log2(problem.lowest_sum)
+    for name, difference in differences(inputs, Refinement("high", 0.2)).items():
+        assert difference < 1e-3, name
+
+
+@pytest.mark.usefixtures("weak_way")
+@pytest.mark.parametrize("dtype", [torch.bfloat16] if GPU else [torch.float16])
+@pytest.mark.parametrize("collapse", ["sink", "diagonal"])
+@pytest.mark.parametrize("gap", [2.0, 5.0, 12.0, 90.0])
+def test_collapsed_heads_of_weak_strength(gap: float, collapse: str, dtype: torch.dtype) -> None:
+    """What is left of gradients after cancellation comes from weights that are rounded alike everywhere."""
+    refinement = Refinement("high", 0.2)
+    inputs = attention_inputs(1, 1, 140, 16, strength=0.2, dtype=dtype, device=DEVICE)
+    inputs = collapsed_inputs(inputs, gap, collapse)
+
+    def operation(query: Tensor, key: Tensor, value: Tensor, _: Tensor) -> Tensor:
+        return saobp.attention(query, key, value, refinement, is_causal=True, backend="fused")
+
+    assert_within_budget(operation, inputs, refinement, is_causal=True, frozen=True)
+
+
+@pytest.mark.usefixtures("weak_way")
+def test_dropout_and_packing_of_weak_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed batch with dropout: identity values show what was kept, and gradients follow from that."""
+    from saobp.kernels.causal_operator import causal_refined_attention
+
+    monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", 32)
+    bounds, share = (0, 5, 75, 75, 139), 0.3
+    inputs = attention_inputs(1, 1, 139, 80, device=DEVICE)
+    query, key, value, _ = inputs.leaves()
+    strength = torch.tensor([0.2], device=DEVICE)
+    numbers = (
+        None, torch.tensor(bounds, dtype=torch.int32, device=DEVICE), torch.tensor([7], device=DEVICE),
+        70, 0.1, share, 1.0, True, -math.expm1(-0.2),
+    )  # fmt: skip
+    eyes = torch.cat([torch.eye(80, device=DEVICE)[: b - a] for a, b in itertools.pairwise(bounds)])
+    shown, *_ = causal_refined_attention(query.detach(), key.detach(), eyes[None, None], strength, *numbers)
+    packed, *_ = causal_refined_attention(query, key, value, strength, *numbers)
+    found = torch.autograd.grad(packed, (query, key, value), inputs.output_gradient)
+    alone = []
+    for a, b in itertools.pairwise(bounds):
+        if a < b:
+            eye = torch.eye(b - a, device=DEVICE)[None, None]
+            rows = saobp.attention(
+                query[:, :, a:b], key[:, :, a:b], eye, Refinement("high", 0.2),
+                is_causal=True, scale=0.1, backend="reference",
+            )  # fmt: skip
+            alone.append(rows * (shown[:, :, a:b, : b - a] != 0) / (1 - share) @ value[:, :, a:b])
+    together = torch.cat(alone, 2)
+    expected = torch.autograd.grad(together, (query, key, value), inputs.output_gradient)
+    packed, together = packed.detach(), together.detach()
+    for one, other in zip((packed, *found), (together, *expected), strict=True):
+        assert float((one - other).norm() / other.norm()) < 1e-3
+
+
+@pytest.mark.usefixtures("weak_way")
+def test_the_operator_of_weak_strengths_is_sound() -> None:
+    from saobp.kernels.causal_operator import causal_refined_attention
+
+    query, key, value, _ = attention_inputs(1, 2, 70, 16, key_heads=1, device=DEVICE).leaves()
+    strength = torch.tensor([0.2, 0.1], device=DEVICE)
+    torch.library.opcheck(
+        causal_refined_attention,
+        (query, key, value, strength, None, None, None, 70, 0.25, 0.0, 1.0, True, -math.expm1(-0.2)),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+@pytest.mark.usefixtures("weak_way")
+def test_heads_of_either_sign() -> None:
+    """A bound on strengths does not tell their sign; parabolas made for the other sign are less exact."""
+    inputs = collapsed_inputs(attention_inputs(1, 2, 250, 16, device=DEVICE), 12.0)
+    query, key, value, _ = inputs.leaves()
+    results = []
+    for backend in ("fused", "reference"):
+        out = saobp.attention(
+            query, key, value, Refinement("high"), is_causal=True, backend=backend,
+            strength=torch.tensor([0.2, -0.2], device=DEVICE), strongest=0.2,
+        )  # fmt: skip
+        results.append([out.detach(), *torch.autograd.grad(out, (query, key, value), inputs.output_gradient)])
+    for found, expected in zip(*results, strict=True):
+        assert float((found - expected)[:, 0].norm() / expected[:, 0].norm()) < 1e-3
+        assert float((found - expected).norm() / expected.norm()) < 1e-2

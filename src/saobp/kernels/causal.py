@@ -29,6 +29,7 @@ from saobp.kernels.arithmetic import (
     store_rows,
 )
 from saobp.kernels.forward import raw_scores
+from saobp.kernels.pairs import pair_logarithm, short_log2
 
 
 @triton.jit
@@ -61,7 +62,11 @@ def larger(SIZE: tl.constexpr, TYPE: tl.constexpr):
 @triton.jit
 def spoken(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
     """Log messages of a tile's rows; padding is silent. ``rows_real`` comes ready to broadcast."""
-    messages = log2_message(a, message, PRECISE)
+    if PRECISE == 0:
+        logarithm = pair_logarithm(message)
+        messages = short_log2(a.to(tl.float16), logarithm).to(tl.float32) * logarithm[0]
+    else:
+        messages = log2_message(a, message, PRECISE)
     if MASKED:
         messages = tl.where(rows_real, messages, 0.0)
     return messages
@@ -215,7 +220,7 @@ def _add_earlier(
         if EDGE:
             raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
         a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
-        heard, lost = add_heard(heard, lost, tl.sum(log2_message(a, message, PRECISE), 1), PRECISE)
+        heard, lost = add_heard(heard, lost, tl.sum(spoken(a, True, message, PRECISE, False), 1), PRECISE)
     return heard, lost
 
 
@@ -318,20 +323,27 @@ def _add_output(
 
 @triton.jit
 def causal_output(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, past_ptr, belief_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, past_ptr, belief_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, group, length, blocks, slots, span_start, low_plane, score_scale, drop_threshold, keep_scale,
-    sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    heads, group, length, blocks, slots, span_start, low_plane, lowest_blocks, lowest_sum,
+    score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output of a block of the span's rows and the base-2 log normaliser of each refined row."""
+    """Output of a block of the span's rows and the base-2 log normaliser of each refined row.
+
+    CHECKED: ``weak_output`` has been there; what it noted as near underflow is done again.
+    """
     slot, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     slot = blocks - 1 - slot
     row_start = span_start + slot * ROWS
     if row_start >= tokens:
         return
+    if CHECKED:
+        lowest_place = tl.program_id(0) // blocks * lowest_blocks + row_start // ROWS
+        if tl.load(lowest_ptr + lowest_place) >= lowest_sum:
+            return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     rows = row_start + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)

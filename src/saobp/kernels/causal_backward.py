@@ -10,7 +10,7 @@ and g_ik the sum of dT_jk over the rows j > i, which hear row i:
 3. ``causal_key_gradient`` (over keys): dK = (dT + gamma (H - a E))^T Q.
 
 The derivative with respect to gamma is the sum of E. Rows of listing factors hear their own message alone,
-inverted: g = -dT.
+inverted: g = -dT. CHECKED: only heads that ``causal_weak_backward`` leaves alone are done.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from saobp.kernels.causal import (
     spoken,
     store_heard,
 )
+from saobp.kernels.forward import is_careful
 
 
 @triton.jit
@@ -110,12 +111,13 @@ def _climb(
 @triton.jit
 def causal_value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, belief_ptr, delta_ptr, heard_ptr, own_ptr, past_ptr, later_ptr, dv_ptr,
+    lse_ptr, belief_ptr, delta_ptr, heard_ptr, own_ptr, past_ptr, later_ptr, dv_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, slots, span_start, span_stop, low_plane, score_scale, drop_threshold, keep_scale,
-    sign, r0, r1, r2, l0, l1, l2,
+    heads, group, length, blocks, slots, span_start, span_stop, low_plane, lowest_blocks, lowest_sum,
+    score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -123,6 +125,10 @@ def causal_value_gradient(
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
+    if CHECKED:
+        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
+        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) == 0:
+            return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
@@ -214,12 +220,13 @@ def _query_loop(
 @triton.jit
 def causal_query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, belief_ptr, delta_ptr, past_ptr, later_ptr, dq_ptr, strength_grad_ptr,
+    lse_ptr, belief_ptr, delta_ptr, past_ptr, later_ptr, dq_ptr, strength_grad_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, slots, span_start, low_plane, scale, score_scale, drop_threshold, keep_scale,
-    sign, r0, r1, r2, l0, l1, l2,
+    heads, group, length, blocks, slots, span_start, low_plane, lowest_blocks, lowest_sum,
+    scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -229,6 +236,10 @@ def causal_query_gradient(
     row_start = span_start + slot * ROWS
     if row_start >= tokens:
         return
+    if CHECKED:
+        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
+        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) == 0:
+            return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     rows = row_start + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
@@ -320,12 +331,13 @@ def _key_loop(
 @triton.jit
 def causal_key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, belief_ptr, delta_ptr, strength_grad_ptr, past_ptr, later_ptr, dk_ptr,
+    lse_ptr, belief_ptr, delta_ptr, strength_grad_ptr, past_ptr, later_ptr, dk_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, slots, span_start, span_stop, low_plane, scale, score_scale, drop_threshold, keep_scale,
-    sign, r0, r1, r2, l0, l1, l2,
+    heads, group, length, blocks, slots, span_start, span_stop, low_plane, lowest_blocks, lowest_sum,
+    scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -333,6 +345,10 @@ def causal_key_gradient(
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
+    if CHECKED:
+        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
+        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) == 0:
+            return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)

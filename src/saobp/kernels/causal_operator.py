@@ -16,23 +16,24 @@ from saobp.kernels.registered import differentiable, registered
 def _fake_forward(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
-    lse, heard, belief = (query.new_empty(shape, dtype=torch.float32) for shape in saved_shapes(problem))
-    return empty_states(problem, query), lse, heard, belief
+    saved = (query.new_empty(shape, dtype=torch.float32) for shape in saved_shapes(problem))
+    lse, heard, belief, lowest = saved
+    return empty_states(problem, query), lse, heard, belief, lowest
 
 
 @registered("causal_refined_attention", _fake_forward)
 def causal_refined_attention(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
     return run_causal_forward(problem, query, key, value, strength, mask, cu, seed)
 
 
 def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None,
-    cu: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor,
+    cu: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor, lowest: Tensor,
     longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
@@ -43,12 +44,12 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, stre
 @registered("causal_refined_attention_backward", _fake_backward)
 def causal_refined_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
-    seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor,
+    seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor, lowest: Tensor,
     longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
     return run_causal_backward(
-        problem, grad, query, key, value, strength, mask, cu, seed, out, lse, heard, belief
+        problem, grad, query, key, value, strength, mask, cu, seed, out, lse, heard, belief, lowest
     )
 
 

@@ -25,7 +25,7 @@ from saobp.kernels.arithmetic import (
     relative,
     store_rows,
 )
-from saobp.kernels.pairs import boosted, log2_parts, multiply, pair_message, short_log2
+from saobp.kernels.pairs import boosted, multiply, pair_logarithm, pair_message, short_log2
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def column_messages(
     mask_base = mask_ptr + batch64 * length
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    parts = log2_parts(message)
+    logarithm = pair_logarithm(message)
     ones = tl.full([ROWS, 16], 1.0, tl.float16)
     sums = tl.zeros([KEYS, 16], tl.float32)
     heard = tl.zeros([KEYS], tl.float32)
@@ -133,11 +133,11 @@ def column_messages(
             high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
         a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
         if PRECISE == 0:
-            sums = tl.dot(short_log2(a.to(tl.float16), parts), ones, sums)
+            sums = tl.dot(short_log2(a.to(tl.float16), logarithm), ones, sums)
         else:
             heard += tl.sum(log2_message(a, message, PRECISE), 1)
     if PRECISE == 0:
-        heard = tl.max(sums, 1) * parts[0]
+        heard = tl.max(sums, 1) * logarithm[0]
     real = real_tokens(mask_base, keys, tokens, MASKED)
     heard = tl.where(real, heard, float("-inf"))
     tl.store(heard_ptr + row_base + keys, heard, mask=keys < tokens)

@@ -1,8 +1,8 @@
-"""Arithmetic in bfloat16, two numbers to an instruction, for messages of weak strengths.
+"""Arithmetic in half types, two numbers to an instruction, for messages of weak strengths.
 
-A tile's weights are rounded to that type anyway before they meet values on the tensor cores. Rounding the
+A tile's weights are rounded to bfloat16 anyway before they meet values on the tensor cores. Rounding the
 prior weight first and refining it there halves the instructions, which is what limits these kernels. In other types
-(tests send them this way) the functions round as often.
+(tests send them this way) the functions round as often. Log messages, which are summed up, take float16.
 """
 
 from __future__ import annotations
@@ -14,24 +14,39 @@ from saobp.kernels.arithmetic import INTERPRETED
 
 
 @triton.jit
-def multiply_add(a, b, c):
-    """a b + c, rounded once."""
-    if INTERPRETED or a.dtype != tl.bfloat16:
-        return (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(a.dtype)
+def rounded(x, KIND: tl.constexpr):
+    """float32 in the type KIND. Two at a time: left alone, the compiler may use a slower instruction for each."""
+    if INTERPRETED or KIND.primitive_bitwidth != 16:
+        return x.to(KIND)
+    elif KIND.is_fp16():
+        return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.float16, True, 2)
+    else:
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, True, 2)
+
+
+@triton.jit
+def widened(x):
+    """Numbers of a half type in float32: exactly, and in one instruction each."""
+    if INTERPRETED or x.dtype != tl.bfloat16:
+        return x.to(tl.float32)
     else:
         return tl.inline_asm_elementwise(
-            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.bfloat16, True, 2
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.float32, True, 2
         )
 
 
 @triton.jit
-def multiply_add16(a, b, c):
-    """a b + c in float16, rounded once."""
-    if INTERPRETED:
-        return (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(tl.float16)
-    else:
+def multiply_add(a, b, c):
+    """a b + c, rounded once."""
+    if INTERPRETED or (a.dtype != tl.bfloat16 and a.dtype != tl.float16):
+        return (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(a.dtype)
+    elif a.dtype == tl.float16:
         return tl.inline_asm_elementwise(
             "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.float16, True, 2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.bfloat16, True, 2
         )
 
 
@@ -57,16 +72,16 @@ def boosted(a, pair):
 
 
 @triton.jit
-def log2_parts(message):
-    """Coefficients of ``short_log2`` in float16, and the factor that it leaves out."""
+def pair_logarithm(message):
+    """The slope l0 of log2(1 - gamma a) at 0, as float16 has it, and the coefficients of ``short_log2`` in that type."""
     gamma, r0, r1, r2, l0, l1, l2 = message
     slope = tl.where(l0 == 0.0, 1.0, l0)  # a head of strength 0 says nothing, but the quotients would not
-    return l0, (l1 / slope).to(tl.float16), (l2 / slope).to(tl.float16)
+    return l0.to(tl.float16).to(tl.float32), (l1 / slope).to(tl.float16), (l2 / slope).to(tl.float16)
 
 
 @triton.jit
-def short_log2(a, parts):
-    """log2(1 - gamma a) over its slope at 0, in float16."""
-    _, c1, c2 = parts
-    slope = multiply_add16(a, c2, c1)
-    return multiply_add16(a, multiply_add16(a, slope, tl.full([1, 1], 0.0, tl.float16)), a)
+def short_log2(a, logarithm):
+    """log2(1 - gamma a) / l0 for a in float16. Every sweep takes messages from here, so that sums of them retrace."""
+    l0, c1, c2 = logarithm
+    slope = multiply_add(a, c2, c1)
+    return multiply_add(a, multiply(a, slope), a)

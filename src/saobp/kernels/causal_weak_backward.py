@@ -1,0 +1,394 @@
+"""Gradients of strict causal attention of weak, known, positive strength: ``causal_backward`` in half types.
+
+With the same letters, dO over the rows' normalisers (``scaled_gradients``) and d = dT - gamma u g:
+
+1. ``weak_climb`` (over keys, upwards): dV, d^T Q, and for every block of rows two ``sums`` of each key: what it
+   heard before the block, and -gamma times the sum of dT after it.
+2. ``weak_query_gradient`` (over rows): t = rowsum(d), dQ = d K - t (a K).
+3. ``weak_prior_gradient`` (over keys): dK = d^T Q - (a t)^T Q.
+
+In a collapsed row gradients are what is left after large terms cancel. Weights are rounded as in the forward pass,
+so D balances them. Sweeps 1 and 2 make d by the very same operations and round it before products and sum alike:
+otherwise what rounding leaves would not cancel.
+Heads where a row's normaliser came near underflow are left to ``causal_backward``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.arithmetic import (
+    head_message,
+    head_seed,
+    kept,
+    load_rows,
+    load_vector,
+    locate,
+    real_tokens,
+    store_rows,
+)
+from saobp.kernels.causal import larger, row_walk
+from saobp.kernels.causal_weak import (
+    add_rows,
+    any_column,
+    halves,
+    joined,
+    store_sums,
+    sums_over_rows,
+    weak_prior,
+    weak_scores,
+    weak_spoken,
+    weak_triangle,
+)
+from saobp.kernels.forward import is_careful
+from saobp.kernels.pairs import boosted, multiply, multiply_add, pair_logarithm, pair_message, rounded
+
+
+@triton.jit
+def load_pairs(base, begin, tokens, other, SIZE: tl.constexpr, EDGE: tl.constexpr):
+    """Two numbers for each place from ``begin`` on, of ``[length, 2]``; beyond the sequence ``other`` and 0.
+
+    Together they are as many as threads, so they are fetched once; a vector as short as a tile's side
+    would be fetched by every thread for itself.
+    """
+    local = tl.arange(0, SIZE)
+    pointers = base + 2 * begin + 2 * local[:, None] + tl.arange(0, 2)[None, :]
+    if EDGE:
+        inside = local < tokens - begin
+        one, two = tl.split(tl.load(pointers, mask=inside[:, None], other=0.0))
+        return tl.where(inside, one, other), two
+    else:
+        return tl.split(tl.load(pointers))
+
+
+@triton.jit
+def store_pairs(base, places, tokens, one, two):
+    pointers = base + 2 * places[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(pointers, tl.join(one, two), mask=(places < tokens)[:, None])
+
+
+@triton.jit
+def store_key_pairs(base, keys, tokens, keys_real, one, two, MASKED: tl.constexpr):
+    """Two numbers per key, 0 for padding."""
+    if MASKED:
+        one, two = tl.where(keys_real, one, 0.0), tl.where(keys_real, two, 0.0)
+    store_pairs(base, keys, tokens, one, two)
+
+
+@triton.jit
+def logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS: tl.constexpr):
+    """dT = P * (dO V^T - D), rounded to the type of ``refined``."""
+    if DROPS:
+        d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+    return multiply(rounded(d_rows - delta[None, :], refined.dtype), refined)
+
+
+@triton.jit
+def score_gradients(u, d_logits, triangle, later, pair):
+    """d = dT - gamma u g of a tile ``[keys, rows]``.
+
+    ``later`` ``[keys]`` is -gamma times the sum of dT over the rows after the tile; the triangle adds those within.
+    """
+    KIND: tl.constexpr = d_logits.dtype
+    g = rounded(tl.dot(d_logits, triangle, input_precision="ieee"), KIND)
+    return multiply_add(u, multiply_add(g, -pair[0], later.to(KIND)[:, None]), d_logits)
+
+
+@triton.jit
+def _climb(
+    dv, dk, heard, after, k, v, keys, keys_real, gamma, logarithm, pair, q_base, q_row, g_base, g_row, mask_base,
+    pair_base, sums_base, length, span_start, start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
+    MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS.
+
+    ``heard`` is what keys have heard after the tile: later rows' messages are taken from it. ``after``
+    ``[keys, 16]`` has the sum of dT so far in every column.
+    """
+    KIND: tl.constexpr = k.dtype
+    HALF: tl.constexpr = ROWS // 2
+    # Each half takes a quarter of the triangle; the rest of it is the sum of one half, which is needed anyway.
+    back = -weak_triangle(logarithm, HALF, False)
+    ahead = larger(ROWS, KIND)
+    ones = tl.full([HALF, 16], 1.0, tl.float16)
+    ones_here = tl.full([ROWS, 16], 1.0, KIND)
+    for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
+        begin = tl.multiple_of(start + (tl.cdiv(stop - start, ROWS) - 1 - step) * ROWS, ROWS)
+        rows = begin + tl.arange(0, ROWS)
+        q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
+        grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, EDGE)
+        high, delta = load_pairs(pair_base, begin, tokens, float("inf"), ROWS, EDGE)
+        rows_real = real_tokens(mask_base, rows, tokens, MASKED)
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        raw = weak_scores(raw, keys, rows, keys_real, EDGE, False)
+        scores, _, speaking = weak_prior(raw, high, rows_real, score_scale, MASKED)
+        u = boosted(rounded(speaking, KIND), pair)
+        scores0, scores1 = halves(scores)
+        speaking0, speaking1 = halves(speaking)
+        messages0, messages1 = weak_spoken(speaking0, logarithm), weak_spoken(speaking1, logarithm)
+        beliefs1 = tl.dot(messages1, back, scores1 + heard[:, None])
+        heard -= sums_over_rows(messages1, ones) * logarithm[0]
+        beliefs0 = tl.dot(messages0, back, scores0 + heard[:, None])
+        heard -= sums_over_rows(messages0, ones) * logarithm[0]
+        d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        refined = joined(rounded(tl.exp2(beliefs0), KIND), rounded(tl.exp2(beliefs1), KIND))
+        keep = rows_real[None, :]
+        weights = refined
+        if DROPS:
+            keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
+            weights = tl.where(keep, refined, 0.0)
+        dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
+        d_logits = logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS)
+        later = any_column(after) * -gamma
+        after = tl.dot(d_logits, ones_here, after, input_precision="ieee")
+        d_scores = score_gradients(u, d_logits, ahead, later, pair)
+        dk = tl.dot(d_scores, q, dk, input_precision=PRECISION)
+        place = ((begin - span_start) // ROWS).to(tl.int64) * length
+        store_key_pairs(sums_base + 2 * place, keys, tokens, keys_real, heard, later, MASKED)
+    return dv, dk, heard, after
+
+
+@triton.jit
+def weak_climb(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
+    pairs_ptr, lowest_ptr, heard_ptr, after_ptr, sums_ptr, dv_ptr, dk_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, blocks, slots, span_start, span_stop, lowest_blocks, lowest_sum,
+    score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds a span's part to dV and d^T Q; LAST: this span ends the sequence, so the sums begin here."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        return
+    if CHECKED:
+        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
+        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) != 0:
+            return
+    keys = block * KEYS + tl.arange(0, KEYS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
+    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    dv_base = dv_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    dk_base = dk_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    row_base = (batch64 * heads + head) * length + first64
+    sums_base = (batch64 * heads + head) * slots * length + first64
+    mask_base = mask_ptr + batch64 * length
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    logarithm = pair_logarithm(message)
+    pair = pair_message(message, k_ptr.dtype.element_ty)
+    seed = tl.zeros([], tl.uint32)
+    if DROPS:
+        seed = head_seed(seed_ptr, row_base)
+    k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+    keys_real = real_tokens(mask_base, keys, tokens, MASKED)
+    heard = load_vector(heard_ptr + row_base, keys, tokens, 0.0, True)
+    after = tl.zeros([KEYS, 16], tl.float32)
+    dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
+    dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
+    if not LAST:
+        after += load_vector(after_ptr + row_base, keys, tokens, 0.0, True)[:, None]
+        dv = load_rows(dv_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True)
+        dk = load_rows(dk_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True)
+    start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
+    dv, dk, heard, after = _climb(
+        dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, q_base, q_row, g_base, g_row, mask_base,
+        pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
+        tail, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    dv, dk, heard, after = _climb(
+        dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, q_base, q_row, g_base, g_row, mask_base,
+        pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
+        full, tail, tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, DIM, BLOCK_DIM, False, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    dv, dk, heard, after = _climb(
+        dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, q_base, q_row, g_base, g_row, mask_base,
+        pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
+        start, full, tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    if DROPS:
+        # Earlier spans do not see the keys of this one: their sum is complete.
+        dv *= tl.where(block * KEYS >= span_start, keep_scale, 1.0)
+    dv = tl.where(keys_real[:, None], dv, 0.0)
+    dk = tl.where(keys_real[:, None], dk, 0.0)
+    store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
+    store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)
+    store_sums(heard_ptr + row_base, keys, tokens, keys_real, heard, MASKED)
+    store_sums(after_ptr + row_base, keys, tokens, keys_real, any_column(after), MASKED)
+
+
+@triton.jit
+def _query_loop(
+    dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
+    k_base, k_row, v_base, v_row, mask_base, sums_base,
+    start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
+    MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    KIND: tl.constexpr = q.dtype
+    for step in tl.range(0, tl.cdiv(stop - start, KEYS)):
+        begin = tl.multiple_of(start + step * KEYS, KEYS)
+        local = tl.arange(0, KEYS)
+        keys = begin + local
+        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, EDGE)
+        v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, EDGE)
+        keys_real = real_tokens(mask_base, keys, tokens, MASKED)
+        past, later = load_pairs(sums_base, begin, stop, 0.0, KEYS, EDGE)
+        raw = weak_scores(
+            tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, MASKED
+        )
+        scores, a, speaking = weak_prior(raw, high, rows_real, score_scale, MASKED)
+        prior = rounded(a, KIND)
+        beliefs = tl.dot(weak_spoken(speaking, logarithm), triangle, scores + past[:, None])
+        d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        refined = rounded(tl.exp2(beliefs), KIND)
+        prior_k = tl.dot(tl.trans(k), prior, prior_k, input_precision=PRECISION)
+        keep = rows_real[None, :]
+        if DROPS:
+            keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
+        d_logits = logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS)
+        u = boosted(rounded(speaking, KIND), pair)
+        d_scores = score_gradients(u, d_logits, larger(ROWS, KIND), later, pair)
+        row_terms = add_rows(row_terms, d_scores)
+        dq = tl.dot(tl.trans(k), d_scores, dq, input_precision=PRECISION)
+    return dq, prior_k, row_terms
+
+
+@triton.jit
+def weak_query_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
+    lse_ptr, delta_ptr, lowest_ptr, sums_ptr, dq_ptr, term_pairs_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, blocks, slots, span_start, lowest_blocks, lowest_sum,
+    scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of a block of the span's rows, and t beside the log-sum-exp."""
+    slot, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    slot = blocks - 1 - slot
+    row_start = span_start + slot * ROWS
+    if row_start >= tokens:
+        return
+    if CHECKED:
+        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
+        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) != 0:
+            return
+    rows = row_start + tl.arange(0, ROWS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
+    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    row_base = (batch64 * heads + head) * length + first64
+    sums_base = ((batch64 * heads + head) * slots + slot) * length + first64
+    mask_base = mask_ptr + batch64 * length
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    logarithm = pair_logarithm(message)
+    pair = pair_message(message, q_ptr.dtype.element_ty)
+    triangle = weak_triangle(logarithm, ROWS, True)
+    seed = tl.zeros([], tl.uint32)
+    if DROPS:
+        seed = head_seed(seed_ptr, row_base)
+    q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+    grad = load_rows(g_base, row_start, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
+    high = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
+    delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
+    rows_real = real_tokens(mask_base, rows, tokens, MASKED)
+    dq = tl.zeros([BLOCK_DIM, ROWS], tl.float32)
+    prior_k = tl.zeros([BLOCK_DIM, ROWS], tl.float32)
+    row_terms = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
+    edge = row_start // KEYS * KEYS
+    dq, prior_k, row_terms = _query_loop(
+        dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
+        k_base, k_row, v_base, v_row, mask_base, sums_ptr + sums_base * 2,
+        0, edge, tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, KEYS, DIM, BLOCK_DIM, False, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    dq, prior_k, row_terms = _query_loop(
+        dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
+        k_base, k_row, v_base, v_row, mask_base, sums_ptr + sums_base * 2,
+        edge, min(row_start + ROWS, tokens), tokens, score_scale, seed, drop_threshold, keep_scale,
+        ROWS, KEYS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    row_term = tl.sum(tl.sum(row_terms, 0), 0)
+    dq = (dq - row_term[None, :] * prior_k) * scale
+    dq_base = dq_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    store_rows(dq_base, row_start, tokens, d_row, tl.trans(dq), ROWS, DIM, BLOCK_DIM)
+    store_pairs(term_pairs_ptr + row_base * 2, rows, tokens, high, row_term)
+
+
+@triton.jit
+def _prior_loop(
+    dk, k, keys, q_base, q_row, pair_base, start, stop, tokens, score_scale,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
+        begin = tl.multiple_of(start + step * ROWS, ROWS)
+        local = tl.arange(0, ROWS)
+        q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
+        high, row_term = load_pairs(pair_base, begin, tokens, float("inf"), ROWS, EDGE)
+        raw = weak_scores(
+            tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, begin + local, keys, EDGE, False
+        )
+        weights = tl.exp2(raw * score_scale - high[None, :]) * row_term[None, :]
+        dk = tl.dot(rounded(weights, q.dtype), q, dk, input_precision=PRECISION)
+    return dk
+
+
+@triton.jit
+def weak_prior_gradient(
+    q_ptr, k_ptr, mask_ptr, cu_ptr, term_pairs_ptr, lowest_ptr, dk_sums_ptr, dk_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, s_batch, s_head, s_row, d_batch, d_head, d_row,
+    heads, group, length, blocks, lowest_blocks, lowest_sum, scale, score_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK of a block of keys, from ``dk_sums`` = d^T Q and the rows' t."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        return
+    if CHECKED:
+        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
+        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) != 0:
+            return
+    keys = block * KEYS + tl.arange(0, KEYS)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
+    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    s_base = dk_sums_ptr + batch64 * s_batch + head * s_head + first64 * s_row
+    dk_base = dk_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    row_base = (batch64 * heads + head) * length + first64
+    k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    keys_real = real_tokens(mask_ptr + batch64 * length, keys, tokens, MASKED)
+    start, full, tail, stop = row_walk(block * KEYS, 0, tokens, tokens, ROWS, KEYS)
+    dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
+    dk = _prior_loop(
+        dk, k, keys, q_base, q_row, term_pairs_ptr + row_base * 2, start, full, tokens, score_scale,
+        ROWS, DIM, BLOCK_DIM, True, PRECISION,
+    )  # fmt: skip
+    dk = _prior_loop(
+        dk, k, keys, q_base, q_row, term_pairs_ptr + row_base * 2, full, tail, tokens, score_scale,
+        ROWS, DIM, BLOCK_DIM, False, PRECISION,
+    )  # fmt: skip
+    dk = _prior_loop(
+        dk, k, keys, q_base, q_row, term_pairs_ptr + row_base * 2, tail, stop, tokens, score_scale,
+        ROWS, DIM, BLOCK_DIM, True, PRECISION,
+    )  # fmt: skip
+    dk = load_rows(s_base, block * KEYS, tokens, s_row, KEYS, DIM, BLOCK_DIM, True) - dk
+    dk = tl.where(keys_real[:, None], dk * scale, 0.0)
+    store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)
