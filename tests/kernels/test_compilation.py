@@ -1,0 +1,38 @@
+"""Every kernel goes through the compiler for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from saobp.testing.pretended_gpu import CASES
+
+KERNELS = {
+    "short": {"short_forward", "short_backward"},
+    "long": {
+        "row_sums",
+        "column_messages",
+        "refined_output",
+        "value_gradient",
+        "query_gradient",
+        "key_gradient",
+    },
+    "causal": {"causal_row_sums", "weak_messages", "weak_output", "weak_climb", "weak_query_gradient"},
+    "elemmul": {"row_sums", "elemmul_output", "elemmul_key_gradient"},
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile_for_hopper(case: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "saobp.testing.pretended_gpu", case],
+        env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert KERNELS[case] <= set(done.stdout.split())
