@@ -112,6 +112,13 @@ def locate(pid, blocks, heads, length, cu_ptr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def states_base(ptr, batch, head, first, batch_stride, head_stride, row_stride):
+    """Where the states of a head of a sequence begin; offsets may pass 2^31."""
+    place = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+    return ptr + place + first.to(tl.int64) * row_stride
+
+
+@triton.jit
 def load_rows(
     base,
     start,

@@ -34,6 +34,7 @@ from saobp.kernels.arithmetic import (
     load_vector,
     locate,
     real_tokens,
+    states_base,
     store_rows,
 )
 from saobp.kernels.forward import add_row_sums, is_careful
@@ -64,15 +65,15 @@ def value_gradient(
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
-        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) != (1 if CAREFUL else 0):
+        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful != (1 if CAREFUL else 0):
             return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
@@ -126,7 +127,7 @@ def value_gradient(
         dv *= key_part[:, None]
         heard_grad *= key_part
     dv = tl.where(keys_real[:, None], dv, 0.0)
-    dv_base = dv_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    dv_base = states_base(dv_ptr, batch64, head, first64, d_batch, d_head, d_row)
     store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     heard_grad += tl.sum(v.to(tl.float32) * dv, 1)
@@ -154,15 +155,15 @@ def query_gradient(
     if block * ROWS >= tokens:
         return
     if CHECKED:
-        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
-        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) != (1 if CAREFUL else 0):
+        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful != (1 if CAREFUL else 0):
             return
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
@@ -251,7 +252,7 @@ def query_gradient(
         tl.store(strength_grad_ptr + row_base + rows, strength_grad, mask=rows < tokens)
     tl.store(row_term_ptr + row_base + rows, row_term, mask=rows < tokens)
     dq = (dq - row_term[:, None] * prior_k) * scale
-    dq_base = dq_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    dq_base = states_base(dq_ptr, batch64, head, first64, d_batch, d_head, d_row)
     store_rows(dq_base, block * ROWS, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
 
 
@@ -272,15 +273,15 @@ def key_gradient(
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
-        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) != (1 if CAREFUL else 0):
+        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful != (1 if CAREFUL else 0):
             return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
@@ -330,5 +331,5 @@ def key_gradient(
             d_scores = d_logits + gamma * d_message - a * row_term[None, :]
         dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION)
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)
-    dk_base = dk_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
     store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)

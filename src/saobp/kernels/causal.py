@@ -26,6 +26,7 @@ from saobp.kernels.arithmetic import (
     log2_message,
     real_tokens,
     relative,
+    states_base,
     store_rows,
 )
 from saobp.kernels.forward import raw_scores
@@ -126,8 +127,8 @@ def causal_row_sums(
         return
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     edge = block * ROWS // KEYS * KEYS
@@ -238,8 +239,8 @@ def earlier_messages(
         return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
     row_base = (batch64 * heads + head) * length + first64
     past_base = past_ptr + (batch64 * heads + head) * slots * length + first64
     mask_base = mask_ptr + batch64 * length
@@ -347,9 +348,9 @@ def causal_output(
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     rows = row_start + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
     row_base = (batch64 * heads + head) * length + first64
     past_base = past_ptr + ((batch64 * heads + head) * slots + slot) * length + first64
     mask_base = mask_ptr + batch64 * length
@@ -376,7 +377,7 @@ def causal_output(
     )  # fmt: skip
     visible = (high < float("inf")) & (total > 0)
     out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
-    out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
+    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
     store_rows(out_base, row_start, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
     # In full float32 the normaliser has two parts, as the log-sum-exp does.
     summed = tl.log2(total)

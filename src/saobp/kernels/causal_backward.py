@@ -29,6 +29,7 @@ from saobp.kernels.arithmetic import (
     locate,
     real_tokens,
     relative,
+    states_base,
     store_rows,
 )
 from saobp.kernels.causal import (
@@ -126,17 +127,17 @@ def causal_value_gradient(
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
-        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) == 0:
+        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful == 0:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
-    dv_base = dv_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
+    dv_base = states_base(dv_ptr, batch64, head, first64, d_batch, d_head, d_row)
     row_base = (batch64 * heads + head) * length + first64
     sums_base = (batch64 * heads + head) * slots * length + first64
     mask_base = mask_ptr + batch64 * length
@@ -237,16 +238,16 @@ def causal_query_gradient(
     if row_start >= tokens:
         return
     if CHECKED:
-        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
-        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) == 0:
+        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful == 0:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     rows = row_start + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
     row_base = (batch64 * heads + head) * length + first64
     sums_base = ((batch64 * heads + head) * slots + slot) * length + first64
     mask_base = mask_ptr + batch64 * length
@@ -277,7 +278,7 @@ def causal_query_gradient(
         ROWS, KEYS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
     )  # fmt: skip
     dq = (dq - (message[0] * strength_grad)[:, None] * prior_k) * scale
-    dq_base = dq_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    dq_base = states_base(dq_ptr, batch64, head, first64, d_batch, d_head, d_row)
     store_rows(dq_base, row_start, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
     tl.store(strength_grad_ptr + row_base + rows, strength_grad, mask=rows < tokens)
 
@@ -346,17 +347,17 @@ def causal_key_gradient(
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
-        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) == 0:
+        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful == 0:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
-    dk_base = dk_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
+    dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
     row_base = (batch64 * heads + head) * length + first64
     sums_base = (batch64 * heads + head) * slots * length + first64
     mask_base = mask_ptr + batch64 * length

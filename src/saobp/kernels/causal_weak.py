@@ -18,6 +18,7 @@ from saobp.kernels.arithmetic import (
     load_vector,
     locate,
     real_tokens,
+    states_base,
     store_rows,
 )
 from saobp.kernels.causal import row_walk, smaller
@@ -151,8 +152,8 @@ def weak_messages(
         return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
     row_base = (batch64 * heads + head) * length + first64
     past_base = past_ptr + (batch64 * heads + head) * slots * length + first64
     mask_base = mask_ptr + batch64 * length
@@ -225,9 +226,9 @@ def weak_output(
         return
     rows = row_start + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
     row_base = (batch64 * heads + head) * length + first64
     past_base = past_ptr + ((batch64 * heads + head) * slots + slot) * length + first64
     mask_base = mask_ptr + batch64 * length
@@ -256,7 +257,7 @@ def weak_output(
     total = tl.sum(tl.sum(totals, 0), 0)
     visible = (high < float("inf")) & (total > 0)
     out *= tl.where(visible, keep_scale / total, 0.0)[None, :]
-    out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
+    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
     store_rows(out_base, row_start, tokens, o_row, tl.trans(out), ROWS, DIM, BLOCK_DIM)
     tl.store(
         belief_ptr + row_base + rows, tl.where(visible, tl.log2(total), float("inf")), mask=rows < tokens

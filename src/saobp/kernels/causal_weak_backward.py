@@ -26,6 +26,7 @@ from saobp.kernels.arithmetic import (
     load_vector,
     locate,
     real_tokens,
+    states_base,
     store_rows,
 )
 from saobp.kernels.causal import larger, row_walk
@@ -167,17 +168,17 @@ def weak_climb(
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
-        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) != 0:
+        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful != 0:
             return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
-    dv_base = dv_ptr + batch64 * d_batch + head * d_head + first64 * d_row
-    dk_base = dk_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
+    dv_base = states_base(dv_ptr, batch64, head, first64, d_batch, d_head, d_row)
+    dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
     row_base = (batch64 * heads + head) * length + first64
     sums_base = (batch64 * heads + head) * slots * length + first64
     mask_base = mask_ptr + batch64 * length
@@ -284,15 +285,15 @@ def weak_query_gradient(
     if row_start >= tokens:
         return
     if CHECKED:
-        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
-        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) != 0:
+        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful != 0:
             return
     rows = row_start + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
     row_base = (batch64 * heads + head) * length + first64
     sums_base = ((batch64 * heads + head) * slots + slot) * length + first64
     mask_base = mask_ptr + batch64 * length
@@ -326,7 +327,7 @@ def weak_query_gradient(
     )  # fmt: skip
     row_term = tl.sum(tl.sum(row_terms, 0), 0)
     dq = (dq - row_term[None, :] * prior_k) * scale
-    dq_base = dq_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    dq_base = states_base(dq_ptr, batch64, head, first64, d_batch, d_head, d_row)
     store_rows(dq_base, row_start, tokens, d_row, tl.trans(dq), ROWS, DIM, BLOCK_DIM)
     store_pairs(term_pairs_ptr + row_base * 2, rows, tokens, high, row_term)
 
@@ -363,15 +364,15 @@ def weak_prior_gradient(
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        lowest_base = lowest_ptr + tl.program_id(0) // blocks * lowest_blocks
-        if is_careful(lowest_base, lowest_blocks, lowest_sum, LOWEST_BLOCKS) != 0:
+        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful != 0:
             return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    s_base = dk_sums_ptr + batch64 * s_batch + head * s_head + first64 * s_row
-    dk_base = dk_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    s_base = states_base(dk_sums_ptr, batch64, head, first64, s_batch, s_head, s_row)
+    dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
     row_base = (batch64 * heads + head) * length + first64
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_ptr + batch64 * length, keys, tokens, MASKED)

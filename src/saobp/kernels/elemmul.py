@@ -26,6 +26,7 @@ from saobp.kernels.arithmetic import (
     locate,
     real_tokens,
     relative,
+    states_base,
     store_rows,
 )
 from saobp.kernels.forward import raw_scores
@@ -48,7 +49,7 @@ def centres(
     """Mean of a head's rows (REAL: its real rows) in float32."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    base = x_ptr + batch64 * x_batch + (head // group) * x_head + first64 * x_row
+    base = states_base(x_ptr, batch64, head // group, first64, x_batch, x_head, x_row)
     mask_base = mask_ptr + batch64 * length
     total = tl.zeros([BLOCK_DIM], tl.float32)
     count = tl.zeros([ROWS], tl.int32)
@@ -113,9 +114,9 @@ def gathered_values(
         return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
@@ -137,7 +138,7 @@ def gathered_values(
     counts = real_tokens(mask_base, keys, tokens, MASKED) & (received > NOTHING)
     out = out / tl.where(counts, total, 1.0)[:, None] - load_centre(centre_ptr, blocks, BLOCK_DIM)
     out = tl.where(counts[:, None], out, 0.0)
-    gathered_base = gathered_ptr + batch64 * m_batch + head * m_head + first64 * m_row
+    gathered_base = states_base(gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
     store_rows(gathered_base, block * KEYS, tokens, m_row, out, KEYS, DIM, BLOCK_DIM)
     tl.store(received_ptr + row_base + keys, tl.where(counts, received, 0.0), mask=keys < tokens)
 
@@ -180,9 +181,9 @@ def elemmul_output(
         return
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    gathered_base = gathered_ptr + batch64 * m_batch + head * m_head + first64 * m_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    gathered_base = states_base(gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
@@ -205,6 +206,6 @@ def elemmul_output(
     total = tl.where(visible, total, 1.0)
     out = out / total[:, None] + load_centre(centre_ptr, blocks, BLOCK_DIM)
     out = tl.where(visible[:, None], out, 0.0)
-    out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
+    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
     tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total / top, 0.0), mask=rows < tokens)

@@ -32,6 +32,7 @@ from saobp.kernels.arithmetic import (
     locate,
     real_tokens,
     relative,
+    states_base,
     store_rows,
 )
 from saobp.kernels.elemmul import FLOOR, load_centre
@@ -49,9 +50,9 @@ def row_terms(
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
-    o_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
+    o_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
     row_base = (batch64 * heads + head) * length + first64
     grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
     out = load_rows(o_base, block * ROWS, tokens, o_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
@@ -102,9 +103,9 @@ def gathered_gradient(
         return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
     row_base = (batch64 * heads + head) * length + first64
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     received = load_vector(received_ptr + row_base, keys, tokens, 0.0, True)
@@ -129,7 +130,7 @@ def gathered_gradient(
     key_delta += tl.sum(
         (d_gathered.to(tl.float32) + d_centre) * load_centre(centre_ptr, blocks, BLOCK_DIM), 1
     )
-    d_base = d_gathered_ptr + batch64 * m_batch + head * m_head + first64 * m_row
+    d_base = states_base(d_gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
     store_rows(d_base, block * KEYS, tokens, m_row, d_gathered, KEYS, DIM, BLOCK_DIM)
     tl.store(key_delta_ptr + row_base + keys, tl.where(counts, key_delta, 0.0), mask=keys < tokens)
     tl.store(mass_ptr + row_base + keys, mass, mask=keys < tokens)
@@ -206,14 +207,14 @@ def row_gradients(
         return
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
-    gathered_base = gathered_ptr + batch64 * m_batch + head * m_head + first64 * m_row
-    d_base = d_gathered_ptr + batch64 * m_batch + head * m_head + first64 * m_row
-    dq_base = dq_ptr + batch64 * d_batch + head * d_head + first64 * d_row
-    dv_base = dv_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
+    gathered_base = states_base(gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
+    d_base = states_base(d_gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
+    dq_base = states_base(dq_ptr, batch64, head, first64, d_batch, d_head, d_row)
+    dv_base = states_base(dv_ptr, batch64, head, first64, d_batch, d_head, d_row)
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
@@ -311,12 +312,12 @@ def elemmul_key_gradient(
         return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
-    gathered_base = gathered_ptr + batch64 * m_batch + head * m_head + first64 * m_row
-    d_base = d_gathered_ptr + batch64 * m_batch + head * m_head + first64 * m_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
+    gathered_base = states_base(gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
+    d_base = states_base(d_gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
@@ -342,5 +343,5 @@ def elemmul_key_gradient(
         ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)
-    dk_base = dk_ptr + batch64 * d_batch + head * d_head + first64 * d_row
+    dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
     store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)

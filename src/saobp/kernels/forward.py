@@ -23,6 +23,7 @@ from saobp.kernels.arithmetic import (
     log2_message,
     real_tokens,
     relative,
+    states_base,
     store_rows,
 )
 from saobp.kernels.pairs import boosted, multiply, pair_logarithm, pair_message, short_log2
@@ -51,8 +52,8 @@ def row_sums(
         return
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
 
@@ -114,8 +115,8 @@ def column_messages(
         return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
@@ -192,9 +193,9 @@ def refined_output(
         return
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
@@ -237,7 +238,7 @@ def refined_output(
     total = tl.max(totals, 1)
     visible = (high < float("inf")) & (total > 0)
     out *= tl.where(visible, keep_scale / total, 0.0)[:, None]
-    out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
+    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
     tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)
     tl.store(anchor_ptr + row_base + rows, tl.zeros([ROWS], tl.float32), mask=rows < tokens)
@@ -265,9 +266,9 @@ def careful_output(
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
     row_base = (batch64 * heads + head) * length + first64
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
@@ -302,15 +303,19 @@ def careful_output(
         top = raised
     visible = (high < float("inf")) & (total > 0)
     out *= tl.where(visible, keep_scale / total, 0.0)[:, None]
-    out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
+    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
     tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)
     tl.store(anchor_ptr + row_base + rows, anchor, mask=rows < tokens)
 
 
 @triton.jit
-def is_careful(lowest_base, blocks, lowest_sum, BLOCKS: tl.constexpr):
-    """1 if some refined row of the head has a normaliser so small that a product of weights may underflow."""
+def is_careful(lowest_ptr, programs, blocks, lowest_sum, BLOCKS: tl.constexpr):
+    """1 if some refined row of the head has a normaliser so small that a product of weights may underflow.
+
+    ``programs`` is how many work on a head, ``blocks`` how many blocks of its rows noted a normaliser.
+    """
     places = tl.arange(0, BLOCKS)
+    lowest_base = lowest_ptr + tl.program_id(0) // programs * blocks
     lowest = tl.min(tl.load(lowest_base + places, mask=places < blocks, other=1.0), 0)
     return tl.where(lowest < lowest_sum, 1, 0)

@@ -11,6 +11,7 @@ from saobp.kernels.arithmetic import (
     load_vector,
     locate,
     relative,
+    states_base,
     store_rows,
 )
 
@@ -24,8 +25,8 @@ def row_products(
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
-    o_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
+    o_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
     grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     out = load_rows(o_base, block * ROWS, tokens, o_row, ROWS, DIM, BLOCK_DIM, True)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
@@ -46,9 +47,9 @@ def scaled_gradients(
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
-    o_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
-    s_base = scaled_ptr + batch64 * s_batch + head * s_head + first64 * s_row
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
+    o_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
+    s_base = states_base(scaled_ptr, batch64, head, first64, s_batch, s_head, s_row)
     row_base = (batch64 * heads + head) * length + first64
     grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     out = load_rows(o_base, block * ROWS, tokens, o_row, ROWS, DIM, BLOCK_DIM, True)

@@ -20,6 +20,7 @@ from saobp.kernels.arithmetic import (
     locate,
     log2_message,
     real_tokens,
+    states_base,
     store_rows,
 )
 from saobp.kernels.forward import add_row_sums
@@ -49,10 +50,10 @@ def short_forward(
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
-    out_base = out_ptr + batch64 * o_batch + head * o_head + first64 * o_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
     row_base = (batch64 * heads + head) * length + first64
     real = real_tokens(mask_ptr + batch64 * length, places, tokens, MASKED)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
@@ -144,11 +145,11 @@ def short_backward(
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = q_ptr + batch64 * q_batch + head * q_head + first64 * q_row
-    k_base = k_ptr + batch64 * k_batch + (head // group) * k_head + first64 * k_row
-    v_base = v_ptr + batch64 * v_batch + (head // group) * v_head + first64 * v_row
-    g_base = grad_ptr + batch64 * g_batch + head * g_head + first64 * g_row
-    d_offset = batch64 * d_batch + head * d_head + first64 * d_row
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
+    d_offset = batch64 * d_batch + head.to(tl.int64) * d_head + first64 * d_row
     row_base = (batch64 * heads + head) * length + first64
     real = real_tokens(mask_ptr + batch64 * length, places, tokens, MASKED)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
