@@ -20,8 +20,9 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from saobp.data.writing import is_unfinished, unfinished
 from saobp.lab.plan import is_named
-from saobp.training.files import MANIFEST, UNFINISHED, whole_folder
+from saobp.training.files import MANIFEST, whole_folder
 
 WEIGHTS = "model.safetensors"
 RESULT = "result.json"
@@ -65,7 +66,7 @@ def small_files(runs: Path) -> list[Path]:
     folders += [path.parent for path in runs.glob(f"tasks/*/*/seed-*/{RESULT}")]
     found = [file for folder in folders for file in folder.iterdir() if file.is_file()]
     found += [*runs.glob(f"tasks/*/*/{RESULT}"), *runs.glob("measured/*/*.json")]
-    return sorted(file.relative_to(runs) for file in found if not file.name.startswith(UNFINISHED))
+    return sorted(file.relative_to(runs) for file in found if not is_unfinished(file))
 
 
 def pack(
@@ -105,7 +106,7 @@ def _archive(out: Path, label: str, runs: Path, files: Sequence[Path], part_byte
     written = []
     for number, piece in enumerate(pieces, 1):
         path = out / f"{label}-{mark}.{number}of{len(pieces)}.tar.xz"
-        temporary = path.with_name(f"{UNFINISHED}{path.name}")
+        temporary = unfinished(path)
         temporary.write_bytes(piece)
         written.append(temporary.replace(path))
     for path in set(before) - set(written):

@@ -23,7 +23,7 @@ from saobp.training.evaluation.perplexity import causal_perplexity
 from saobp.training.evaluation.run import evaluate, load_language_model
 from saobp.training.evaluation.text import read_wikitext
 from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, race_questions
-from saobp.training.finetune.models import model_checksum
+from saobp.training.saved import model_checksum
 from saobp.transformers.watch import AttentionCall, watch
 
 MAP_TOKENS = 120

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from saobp.data.writing import UNFINISHED as UNFINISHED
 from saobp.data.writing import put_in_place, replacing, write_atomically
 
 MANIFEST = "manifest.json"

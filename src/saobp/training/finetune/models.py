@@ -16,7 +16,6 @@ from transformers import (
 from saobp.data.tasks import TaskSpec
 from saobp.refinement import Refinement
 from saobp.training.saved import config_of, load_model
-from saobp.training.saved import model_checksum as model_checksum
 
 _HEADS: dict[str, tuple[Any, str]] = {
     "classification": (AutoModelForSequenceClassification, "sequence classification"),
