@@ -29,8 +29,8 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
-from saobp.kernels.forward import raw_scores
-from saobp.kernels.pairs import pair_logarithm, short_log2
+from saobp.kernels.forward import raw_scores, sums_by_thread
+from saobp.kernels.pairs import pair_logarithm, powers, short_log2
 
 
 @triton.jit
@@ -40,12 +40,13 @@ def _add_exponentials(
     TAIL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the exponentials of a range of keys that every row of the tile may see."""
+    parts = tl.zeros([q.shape[0], 8], tl.float32)
     for begin in tl.range(start, stop, KEYS):
         real = real_tokens(mask_base, begin + tl.arange(0, KEYS), tokens, MASKED)
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
         raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
-        total += tl.sum(tl.exp2(relative(raw, reference[:, None], 0.0, score_scale, PRECISE)), 1)
-    return total
+        parts += sums_by_thread(powers(relative(raw, reference[:, None], 0.0, score_scale, PRECISE), PRECISE))
+    return total + tl.sum(parts, 1)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
-from saobp.kernels.pairs import boosted, multiply, pair_logarithm, pair_message, short_log2
+from saobp.kernels.pairs import boosted, multiply, pair_logarithm, pair_message, powers, short_log2
 
 
 @triton.jit
@@ -36,6 +36,12 @@ def raw_scores(q, k, keys_real, TAIL: tl.constexpr, PRECISION: tl.constexpr):
     if TAIL:
         raw = tl.where(keys_real[None, :], raw, float("-inf"))
     return raw
+
+
+@triton.jit
+def sums_by_thread(tile):
+    """Parts ``[rows, 8]`` of a tile's row sums. A thread holds keys 8 apart, so threads need not ask each other."""
+    return tl.sum(tl.reshape(tile, [tile.shape[0], tile.shape[1] // 8, 8]), 1)
 
 
 @triton.jit
@@ -60,16 +66,18 @@ def row_sums(
     # A score of the first tile serves as reference for the whole row: no running maximum is needed.
     real = real_tokens(mask_base, tl.arange(0, KEYS), tokens, MASKED)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
-    reference = tl.max(raw_scores(q, k, real, True, PRECISION), 1)
+    raw = raw_scores(q, k, real, True, PRECISION)
+    reference = tl.max(raw, 1)
     reference = tl.where(reference == float("-inf"), 0.0, reference)
     if PRECISE != 2:
         reference *= score_scale
-    total = tl.zeros([ROWS], tl.float32)
-    for start in tl.range(0, tokens, KEYS):
+    parts = sums_by_thread(powers(relative(raw, reference[:, None], 0.0, score_scale, PRECISE), PRECISE))
+    for start in tl.range(KEYS, tokens, KEYS):
         real = real_tokens(mask_base, start + tl.arange(0, KEYS), tokens, MASKED)
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
         raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
-        total += tl.sum(tl.exp2(relative(raw, reference[:, None], 0.0, score_scale, PRECISE)), 1)
+        parts += sums_by_thread(powers(relative(raw, reference[:, None], 0.0, score_scale, PRECISE), PRECISE))
+    total = tl.sum(parts, 1)
 
     # A later score far above the reference overflows, or one far below it vanishes: keep a running maximum.
     if (tl.max(total) > 1e37) | (tl.min(total) < 1e-30):

@@ -13,6 +13,31 @@ import triton.language as tl
 from saobp.kernels.arithmetic import INTERPRETED
 
 
+def _powers(count: int) -> tl.constexpr:
+    """Assembly for ``count`` powers of 2, of which the last is a cubic of the fraction: to 9e-5, between 2^-126 and 2^127."""
+    exponentials = [f"ex2.approx.ftz.f32 ${place}, ${count + place};" for place in range(count - 1)]
+    cubic = (
+        f"max.f32 t, ${2 * count - 1}, 0fC2FC0000; min.f32 t, t, 0f42FE0000;"
+        "add.rm.f32 r, t, 0f4B400000; sub.f32 s, r, 0f4B400000; sub.f32 t, t, s;"
+        "fma.rn.f32 p, t, 0f3D9DD550, 0f3E691BC6; fma.rn.f32 p, p, t, 0f3F31F32C; fma.rn.f32 p, p, t, 0f3F800000;"
+        f"shl.b32 i, r, 23; mov.b32 j, p; add.s32 i, i, j; mov.b32 ${count - 1}, i;"
+    )
+    return tl.constexpr("{ .reg .f32 t, r, s, p; .reg .b32 i, j; " + " ".join(exponentials) + cubic + " }")
+
+
+_EIGHT_POWERS = _powers(8)
+_EIGHT_REGISTERS = tl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
+
+
+@triton.jit
+def powers(x, PRECISE: tl.constexpr):
+    """2^x. In half precision an eighth of the entries is left to plain arithmetic: special functions are what limits sums of them."""
+    if INTERPRETED or PRECISE != 0:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(_EIGHT_POWERS, _EIGHT_REGISTERS, [x], tl.float32, True, 8)
+
+
 @triton.jit
 def rounded(x, KIND: tl.constexpr):
     """float32 in the type KIND. Two at a time: left alone, the compiler may use a slower instruction for each."""
