@@ -13,7 +13,9 @@ from saobp.testing.budget import Operation, assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.float16]
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+"""The interpreter multiplies bfloat16 wrongly."""
+
 ELEMMUL = saobp.Refinement("elemmul")
 
 

@@ -290,7 +290,6 @@ def test_auto_says_once_why_it_falls_back() -> None:
     [
         ({"refinement": Refinement("elemmul-prior")}, "'elemmul-prior' has no kernel"),
         ({"refinement": Refinement("high", 0.2, steps=3)}, "3 steps"),
-        ({"refinement": Refinement("elemmul"), "dtype": torch.bfloat16}, "bfloat16"),
         ({"scale": -1.0}, "not positive"),
         ({"dim": 300}, "head size 300"),
         ({"dtype": torch.float64}, "float64"),
