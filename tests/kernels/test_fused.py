@@ -142,7 +142,9 @@ def test_padding_rows_of_weak_strength_say_nothing(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(Problem, "precise", 0)
     kept_problem.cache_clear()
     try:
-        inputs = attention_inputs(2, 1, 140, 16, dtype=dtype, strength=strength, padding="left", device=DEVICE)
+        inputs = attention_inputs(
+            2, 1, 140, 16, dtype=dtype, strength=strength, padding="left", device=DEVICE
+        )
         mask = torch.arange(140, device=DEVICE)[None] >= torch.tensor([[0], [90]], device=DEVICE)
         inputs = replace(collapsed_inputs(inputs, 4.0, "diagonal"), padding_mask=mask)
         check(inputs, Refinement("high", strength), strength, frozen=True)
