@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import saobp
@@ -13,7 +15,9 @@ from saobp.testing.budget import Operation, assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.float16]
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+"""The interpreter multiplies bfloat16 wrongly."""
+
 ELEMMUL = saobp.Refinement("elemmul")
 
 
@@ -72,6 +76,24 @@ def test_collapsed_heads_are_right(gap: float, collapse: str, dtype: torch.dtype
         plain = attention_inputs(2, 1, 40, 16, padding=padding, dtype=dtype, device=DEVICE)  # type: ignore[arg-type]
         inputs = collapsed_inputs(plain, gap, collapse)  # type: ignore[arg-type]
         assert_within_budget(fused(inputs), inputs, ELEMMUL)
+
+
+@triton.jit
+def fused_relative(raw, high, low, score_scale, PRECISE: tl.constexpr):
+    """``relative`` rounded once, as a GPU's fused multiply-add does and the interpreter does not."""
+    if PRECISE == 2:
+        return ((raw - high).to(tl.float64) * score_scale - low).to(tl.float32)
+    return (raw.to(tl.float64) * score_scale - high).to(tl.float32)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has fused multiply-adds of its own")
+@pytest.mark.parametrize("gap", [90.0, 1000.0])
+def test_collapsed_heads_with_fused_multiply_adds(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-sum-exp of large scores is rounded, and weights made from it no longer sum to 1."""
+    for module in ("forward", "elemmul", "elemmul_backward"):
+        monkeypatch.setattr(f"saobp.kernels.{module}.relative", fused_relative)
+    inputs = collapsed_inputs(attention_inputs(1, 1, 40, 16, dtype=torch.float16, device=DEVICE), gap)
+    assert_within_budget(fused(inputs), inputs, ELEMMUL)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

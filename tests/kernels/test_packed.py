@@ -14,7 +14,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FACTORS = ["high", "low", "high-listing", "low-listing", "elemmul"]
 if DEVICE == "cuda":
     CASES = [(f, dtype) for f in FACTORS for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-    CASES.remove(("elemmul", torch.bfloat16))  # takes the reference path
 else:
     CASES = [("low", torch.float32), ("high-listing", torch.float16), ("elemmul", torch.float16)]
 LENGTHS = (7, 1, 0, 129, 37, 128, 0, 200, 0)

@@ -44,6 +44,7 @@ from saobp.kernels.gradient_parts import (
     load_power,
     prior_weights,
     spoken_inverse,
+    spoken_pair,
 )
 from saobp.kernels.pairs import boosted, multiply, multiply_add, pair_message
 
@@ -99,9 +100,7 @@ def value_gradient(
             score_scale, False, PRECISE,
         )  # fmt: skip
         if PRECISE == 0 and not CAREFUL:
-            refined = boosted(a.to(KIND), pair)
-            if MASKED:
-                refined = tl.where(rows_real[None, :], refined, a.to(KIND))
+            refined = boosted(a.to(KIND), spoken_pair(pair, rows_real[None, :].to(KIND), MASKED))
         else:
             anchor = load_anchor(anchor_ptr + row_base, rows, tokens, TAIL, CAREFUL)
             power = load_power(power_ptr + row_base, rows, tokens, TAIL, POWER)
@@ -180,8 +179,9 @@ def query_gradient(
     norm = load_vector(inverse_ptr + row_base, rows, tokens, 0.0, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)[:, None]
     KIND: tl.constexpr = q_ptr.dtype.element_ty
-    pair = pair_message(message, KIND)
-    apart = (closeness(norm) - 1.0).to(KIND)[:, None]
+    speaks = rows_real.to(KIND)
+    pair = spoken_pair(pair_message(message, KIND), speaks, MASKED)
+    along = closeness(norm).to(KIND)[:, None]
     ones = tl.full([KEYS, 16], 1.0, KIND)
     dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
@@ -217,10 +217,14 @@ def query_gradient(
                 heard = load_vector(heard_half_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
             else:
                 d_logits = multiply(d_logits, u)
-            d_scores = multiply_add(u, multiply_add(d_logits, pair[0], heard), d_logits)
             if MASKED:
-                d_scores = tl.where(rows_real, d_scores, d_logits)
-            row_terms = add_row_sums(row_terms, multiply_add(d_logits, apart, d_scores), ones, PRECISE)
+                u = multiply(u, speaks)
+            d_heard = multiply_add(d_logits, pair[0], heard)
+            d_scores = multiply_add(u, d_heard, d_logits)
+            # From gamma H itself: it is lost in the rounding of d_scores, where d_logits is much larger.
+            row_terms = add_row_sums(
+                row_terms, multiply_add(d_logits, along, multiply(u, d_heard)), ones, PRECISE
+            )
         else:
             inverse = spoken_inverse(a, rows_real, message, PRECISE, MASKED)
             u = a * inverse

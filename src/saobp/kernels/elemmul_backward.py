@@ -14,7 +14,8 @@ The scores' gradient is dS_ik = A_ik (dA_ik - E_i) with
 F stands for dG . G less the gradient of log n, which needs no sweep of its own. E could be had from D, F
 and dV alone, or split off the sum over keys as in ``backward.py``; but summed up from the very entries it
 is taken from, it makes rows of dS sum to 0 however G, dG and O were rounded, and a collapsed head's
-gradient is a difference of large terms. Padding rows have no B.
+gradient is a difference of large terms. For the same reason E is divided by the sum of the row's A as they
+are: large scores leave so few digits to the log-sum-exp that it is 1 only to 1e-4. Padding rows have no B.
 
 G is kept less the mean c of V, and dG_k less the mean g of dO times m_k = sum_i P_ik, for the sake of small
 differences: D becomes dO . (O - c), and dG_k . V_i the kept part's product plus m_k (g . V_i).
@@ -155,13 +156,13 @@ def _score_parts(
 
 @triton.jit
 def _row_loop(
-    out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
+    out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
     k_base, k_row, gathered_base, d_base, m_row, mask_base, received_base, inverse_received_base, key_delta_base,
     mass_base, start, stop, tokens, score_scale,
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, SECOND: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """First pass: ``out`` is dV, E and sum_k B_ki m_k grow. SECOND: ``out`` is dQ and E is known."""
+    """First pass: ``out`` is dV; the sums over k of A dA, A and B_ki m_k grow. SECOND: ``out`` is dQ and E is known."""
     for begin in tl.range(start, stop, KEYS):
         keys = begin + tl.arange(0, KEYS)
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
@@ -185,9 +186,10 @@ def _row_loop(
             out = tl.dot(d_scores.to(k.dtype), k, out, input_precision=PRECISION)
         else:
             prior_delta += tl.sum(parts, 1)
+            prior_sum += tl.sum(a, 1)
             shares += tl.sum(b * mass[None, :], 1)
             out = tl.dot(b.to(d_gathered.dtype), d_gathered, out, input_precision=PRECISION)
-    return out, prior_delta, shares
+    return out, prior_delta, prior_sum, shares
 
 
 @triton.jit
@@ -228,16 +230,17 @@ def row_gradients(
     full = tokens // KEYS * KEYS
 
     prior_delta = tl.zeros([ROWS], tl.float32)
+    prior_sum = tl.zeros([ROWS], tl.float32)
     shares = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    out, prior_delta, shares = _row_loop(
-        out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
+    out, prior_delta, prior_sum, shares = _row_loop(
+        out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
         inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, 0, full, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, False, False, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
-    out, prior_delta, shares = _row_loop(
-        out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
+    out, prior_delta, prior_sum, shares = _row_loop(
+        out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
         inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, full, tokens, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, True, False, PRECISE, MASKED, PRECISION,
@@ -245,17 +248,18 @@ def row_gradients(
     out += shares[:, None] * load_centre(d_centre_ptr, blocks, BLOCK_DIM)
     out = tl.where(rows_real[:, None], out, 0.0)
     store_rows(dv_base, block * ROWS, tokens, d_row, out, ROWS, DIM, BLOCK_DIM)
+    prior_delta /= tl.where(prior_sum > 0, prior_sum, 1.0)
     tl.store(prior_delta_ptr + row_base + rows, prior_delta, mask=rows < tokens)
 
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    out, prior_delta, shares = _row_loop(
-        out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
+    out, prior_delta, prior_sum, shares = _row_loop(
+        out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
         inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, 0, full, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, False, True, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
-    out, prior_delta, shares = _row_loop(
-        out, prior_delta, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
+    out, prior_delta, prior_sum, shares = _row_loop(
+        out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
         k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
         inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, full, tokens, tokens, score_scale,
         KEYS, DIM, BLOCK_DIM, True, True, PRECISE, MASKED, PRECISION,

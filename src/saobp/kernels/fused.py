@@ -40,8 +40,6 @@ def unsupported(
         return f"factor {refinement.factor!r} has no kernel"
     if refinement.factor == "elemmul" and is_causal:
         return "causal 'elemmul' has no kernel"
-    if refinement.factor == "elemmul" and query.dtype == torch.bfloat16:
-        return "the kernels of 'elemmul' miss their error budget in bfloat16"
     if refinement.factor == "elemmul" and dropout_p:
         return "dropout on 'elemmul' needs the entries of A A^T, which its kernels never form"
     if refinement.steps != 1:

@@ -14,6 +14,7 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
+from saobp.kernels.pairs import multiply
 
 
 @triton.jit
@@ -21,16 +22,26 @@ def row_products(
     grad_ptr, out_ptr, cu_ptr, delta_ptr, g_batch, g_head, g_row, o_batch, o_head, o_row, heads, length, blocks,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """D = rowsum(dO * O)."""
+    """D = rowsum(dO * O), as the diagonal of a product.
+
+    The sweeps subtract D from products of dO and V made by the same instructions in the same order. So a row that
+    sees one key, where O is V, gets a difference of exactly 0; a plain sum would leave the rounding of a long one.
+    """
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    rows = block * ROWS + tl.arange(0, ROWS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
     o_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
-    grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
-    out = load_rows(o_base, block * ROWS, tokens, o_row, ROWS, DIM, BLOCK_DIM, True)
-    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-    tl.store(delta_ptr + (batch64 * heads + head) * length + first64 + rows, delta, mask=rows < tokens)
+    delta_base = delta_ptr + (batch64 * heads + head) * length + first64
+    # 64 rows at once are what the sweeps of half types multiply; in float32 any number goes in the same order.
+    PART: tl.constexpr = 16 if grad_ptr.dtype.element_ty == tl.float32 or BLOCK_DIM > 128 else 64
+    places = tl.arange(0, PART)
+    own = places[:, None] == places[None, :]
+    for start in tl.range(block * ROWS, tl.minimum((block + 1) * ROWS, tokens), PART):
+        grad = load_rows(g_base, start, tokens, g_row, PART, DIM, BLOCK_DIM, True)
+        out = load_rows(o_base, start, tokens, o_row, PART, DIM, BLOCK_DIM, True)
+        products = tl.dot(grad, tl.trans(out), input_precision="ieee")
+        delta = tl.sum(tl.where(own, products, 0.0), 1)
+        tl.store(delta_base + start + places, delta, mask=start + places < tokens)
 
 
 @triton.jit
@@ -89,6 +100,16 @@ def spoken_inverse(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.cons
     if MASKED:
         inverse = tl.where(rows_real, inverse, 1.0)
     return inverse
+
+
+@triton.jit
+def spoken_pair(pair, speaks, MASKED: tl.constexpr):
+    """The coefficients of ``boosted`` row by row; ``speaks`` is 0 for padding rows, which keep their weights. Fewer
+    instructions than a choice between two tiles of a half type.
+    """
+    if MASKED:
+        pair = (pair[0], multiply(speaks, pair[1]), multiply(speaks, pair[2]))
+    return pair
 
 
 @triton.jit

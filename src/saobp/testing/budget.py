@@ -66,10 +66,12 @@ def assert_within_budget(
 
     The device is that of ``inputs``. Each result may be off by ``times`` the plain path's error, plus
     rounding the result once and the terms it sums up twice. Where the plain path is right by luck, its
-    error counts as no less than what moving the inputs by a rounding of the arithmetic (float32 or better)
-    would do; for a strength, which has too few entries for one error to be a fair sample, a rounding of the
-    inputs' own precision. A ``frozen`` strength's gradient is not asked for.
+    error counts as no less than what moving the inputs and, one by one, the scores by a rounding of the
+    arithmetic (float32 or better) would do; for a strength, which has too few entries for one error to be a
+    fair sample, a rounding of the inputs' own precision. A ``frozen`` strength's gradient is not asked for.
     """
+    dim = inputs.query.shape[-1]
+    scale = dim**-0.5 if scale is None else scale
 
     def specification(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
         return attention(
@@ -91,7 +93,11 @@ def assert_within_budget(
     found = run(candidate, inputs, gradients)
     expected = {name: distance(plain[name], truth) for name, truth in exact.items()}
     for seed in range(3):
-        moved = run(specification, _jittered(double, arithmetic, seed), gradients)
+        moved = run(
+            specification, _scores_moved(_jittered(double, arithmetic, seed), arithmetic, seed), gradients
+        )
+        for name in moved.keys() & {"query", "key"}:
+            moved[name] = moved[name][..., :dim]
         if gradients and inputs.dtype != arithmetic:
             moved["strength"] = run(specification, _jittered(double, inputs.dtype, seed))["strength"]
         for name, truth in exact.items():
@@ -155,9 +161,24 @@ def _jittered(inputs: AttentionInputs, precision: torch.dtype, seed: int) -> Att
     )
 
 
-def _sizes_before_cancellation(inputs: AttentionInputs, scale: float | None) -> dict[str, Distance]:
+def _scores_moved(inputs: AttentionInputs, precision: torch.dtype, seed: int) -> AttentionInputs:
+    """Each score moved by itself, by up to one rounding step of its terms, through added head dims.
+
+    Where rows sit on few keys with large scores, the order in which a product adds up its terms decides the
+    error, and libraries differ in it. Moving inputs moves a key's scores alike, which refined rows even out.
+    """
+    random = torch.Generator().manual_seed(seed + 100)
+    query, key = inputs.query, inputs.key
+    rows = torch.eye(query.shape[2], dtype=query.dtype, device=query.device).expand(*query.shape[:2], -1, -1)
+    shared = query.unflatten(1, (key.shape[1], -1)).abs().amax(2)
+    terms = key.abs() @ shared.transpose(-1, -2)
+    noise = 2 * torch.rand(terms.shape, generator=random, dtype=torch.float64) - 1
+    steps = torch.finfo(precision).eps * noise.to(terms.device) * terms
+    return replace(inputs, query=torch.cat([query, rows], -1), key=torch.cat([key, steps], -1))
+
+
+def _sizes_before_cancellation(inputs: AttentionInputs, scale: float) -> dict[str, Distance]:
     """Size of the terms that each result sums up; a collapsed head's gradient is 0 as their difference."""
-    scale = inputs.query.shape[-1] ** -0.5 if scale is None else scale
     value = share_heads(inputs.value, inputs.query.shape[1])
     pull = _size(inputs.output_gradient @ value.transpose(-1, -2))
 
