@@ -139,7 +139,8 @@ def test_first_causal_rows_that_see_little_take_no_longer_way(
 ) -> None:
     query, key = states(2, 200, 8, dtype=torch.bfloat16), states(2, 200, 8, seed=1, dtype=torch.bfloat16)
     query[:, 0], key[:, 0] = 1.0, first
-    maps = Heads(query[None], key[None], torch.zeros(2), Refinement("none"), True, 0.3).maps().rows[0]
+    wide = query.float()[None], key.float()[None]
+    maps = Heads(*wide, torch.zeros(2), Refinement("none"), True, 0.3).maps().rows[0]
     forward, backward = (states(2, 200, 5, seed=seed, dtype=torch.bfloat16) for seed in (2, 3))
     attend, calls = torch.nn.functional.scaled_dot_product_attention, []
     monkeypatch.setattr(
@@ -153,7 +154,7 @@ def test_first_causal_rows_that_see_little_take_no_longer_way(
     assert torch.equal(out[:, 0], forward[:, 0])
     torch.testing.assert_close(out.float(), maps @ forward.float(), rtol=0.03, atol=0.03)
     expected = maps.transpose(-1, -2) @ backward.float()
-    torch.testing.assert_close(gathered.float(), expected, rtol=0.03, atol=0.03 * float(expected.std()))
+    torch.testing.assert_close(gathered.float(), expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
