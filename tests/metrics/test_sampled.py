@@ -335,7 +335,7 @@ def test_heads_need_no_more_memory_than_they_are_given(dtype: torch.dtype, causa
     assert 0.6 * given < held.most < 1.05 * given
 
 
-@pytest.mark.parametrize(("count", "largest", "sizes"), [(16, 6, [5, 5, 6]), (5, 9, [5]), (3, 1, [1, 1, 1])])
+@pytest.mark.parametrize(("count", "largest", "sizes"), [(16, 6, [5, 5, 6]), (5, 9, [5]), (0, 3, [])])
 def test_heads_are_divided_evenly(count: int, largest: int, sizes: list[int]) -> None:
     assert [part.stop - part.start for part in _even_parts(count, largest)] == sizes
 
@@ -348,6 +348,7 @@ def test_heads_are_divided_evenly(count: int, largest: int, sizes: list[int]) ->
         ({"statistics": []}, "no statistic"),
         ({"padding_mask": torch.zeros(1, 6, dtype=torch.bool)}, "real token"),
         ({"key": torch.randn(1, 2, 5, 4)}, "as many queries as keys"),
+        ({"query": torch.randn(0, 2, 6, 4), "key": torch.randn(0, 2, 6, 4)}, "at least one text"),
         ({"key": torch.full((1, 2, 6, 4), float("nan"))}, "NaN"),
         (
             {"method": "sampled", "is_causal": True, "refinement": Refinement("elemmul", 1.0)},

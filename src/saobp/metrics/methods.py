@@ -183,6 +183,8 @@ def measure(
         raise ValueError(
             f"statistics need as many queries as keys, not {query.shape[-2]} and {key.shape[-2]}"
         )
+    if not query.numel() or not key.numel():
+        raise ValueError(f"statistics need at least one text and one token, not shape {tuple(query.shape)}")
     check_lengths(query.shape[-2], key.shape[-2], refinement, is_causal)
     check_path(beta, hops)
     if not bool(torch.isfinite(torch.stack([*query.aminmax(), *key.aminmax()])).all()):
@@ -286,7 +288,7 @@ def _blocks(batch: int, heads: int, bytes_per_head: int) -> Iterator[tuple[slice
 def _even_parts(count: int, largest: int) -> list[slice]:
     """As few parts of ``count`` things as ``largest`` allows, whose sizes differ by at most one."""
     parts = -(-count // largest)
-    edges = [count * part // parts for part in range(parts + 1)]
+    edges = [count * part // max(parts, 1) for part in range(parts + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
