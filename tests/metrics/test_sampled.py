@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import pytest
 import torch
 
 from saobp import Refinement, metrics
+from saobp.metrics import operators
 from saobp.metrics.estimates import balanced_signs, draw_rows
-from saobp.metrics.methods import Heads
+from saobp.metrics.methods import STATES_HELD, SUMS_HELD, Heads, _even_parts
 from saobp.metrics.operators import PlainOperator
 from saobp.metrics.sampled import SAMPLED, Sampling, operator_for
 
@@ -109,6 +111,50 @@ def test_a_collapsed_head_with_wide_gaps_stays_right(causal: bool) -> None:
     out, gathered = operator.sweep(forward, backward)
     torch.testing.assert_close(out, maps @ forward)
     torch.testing.assert_close(gathered, maps.transpose(-1, -2) @ backward, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("step", [1, 16, 128])
+@pytest.mark.parametrize("shift", [0.0, 200.0], ids=["tame", "wild"])
+def test_lengths_that_kernels_like_change_nothing(
+    shift: float, step: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(operators.ROW_STEPS, "cpu", step)
+    query, key = states(2, 79, 8), states(2, 79, 8, seed=1)
+    query[..., 0], key[..., 0] = shift, 1.0
+    maps = Heads(query[None], key[None], torch.zeros(2), Refinement("none"), causal, 0.3).maps().rows[0]
+    operator = PlainOperator(query, key, causal=causal, scale=0.3)
+    for channels in (4, 9):
+        forward, backward = states(2, 79, 5, seed=2), states(2, 79, channels, seed=3)
+        before = backward.clone()
+        out, gathered = operator.sweep(forward, backward)
+        torch.testing.assert_close(out, maps @ forward)
+        torch.testing.assert_close(gathered, maps.transpose(-1, -2) @ backward)
+        assert torch.equal(backward, before)
+
+
+@pytest.mark.parametrize("first", [-4.0, 4.0])
+def test_first_causal_rows_that_see_little_take_no_longer_way(
+    first: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key = states(2, 200, 8, dtype=torch.bfloat16), states(2, 200, 8, seed=1, dtype=torch.bfloat16)
+    query[:, 0], key[:, 0] = 1.0, first
+    wide = query.float()[None], key.float()[None]
+    maps = Heads(*wide, torch.zeros(2), Refinement("none"), True, 0.3).maps().rows[0]
+    forward, backward = (states(2, 200, 5, seed=seed, dtype=torch.bfloat16) for seed in (2, 3))
+    attend, calls = torch.nn.functional.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: calls.append(args) or attend(*args, **kwargs),
+    )
+    operator = PlainOperator(query, key, causal=True, scale=0.3)
+    out, gathered = operator.sweep(forward, backward)
+    assert len(calls) == 2
+    assert torch.equal(out[:, 0], forward[:, 0])
+    torch.testing.assert_close(out.float(), maps @ forward.float(), rtol=0.03, atol=0.03)
+    expected = maps.transpose(-1, -2) @ backward.float()
+    torch.testing.assert_close(gathered.float(), expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -253,6 +299,47 @@ def test_memory_is_linear_in_length() -> None:
         assert watched.size < length**2 / 8
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_need_no_more_memory_than_they_are_given(dtype: torch.dtype, causal: bool) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Held(TorchDispatchMode):
+        """Bytes of all tensors made on the way that are still alive."""
+
+        now = most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
+                    storage = tensor.untyped_storage()
+                    known.add(storage._cdata)
+                    self.add(storage.nbytes())
+                    weakref.finalize(storage, self.drop, storage._cdata, storage.nbytes())
+            return result
+
+        def add(self, size: int) -> None:
+            self.now += size
+            self.most = max(self.most, self.now)
+
+        def drop(self, place: int, size: int) -> None:
+            known.discard(place)
+            self.now -= size
+
+    query, key = states(1, 4, 1024, 64, dtype=dtype), states(1, 4, 1024, 64, seed=1, dtype=dtype)
+    known = {query.untyped_storage()._cdata, key.untyped_storage()._cdata}
+    with Held() as held:
+        metrics.measure(query, key, method="sampled", is_causal=causal)
+    given = 4 * 1024 * 64 * (STATES_HELD * dtype.itemsize + SUMS_HELD * 4)
+    assert 0.6 * given < held.most < 1.05 * given
+
+
+@pytest.mark.parametrize(("count", "largest", "sizes"), [(16, 6, [5, 5, 6]), (5, 9, [5]), (0, 3, [])])
+def test_heads_are_divided_evenly(count: int, largest: int, sizes: list[int]) -> None:
+    assert [part.stop - part.start for part in _even_parts(count, largest)] == sizes
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -261,6 +348,7 @@ def test_memory_is_linear_in_length() -> None:
         ({"statistics": []}, "no statistic"),
         ({"padding_mask": torch.zeros(1, 6, dtype=torch.bool)}, "real token"),
         ({"key": torch.randn(1, 2, 5, 4)}, "as many queries as keys"),
+        ({"query": torch.randn(0, 2, 6, 4), "key": torch.randn(0, 2, 6, 4)}, "at least one text"),
         ({"key": torch.full((1, 2, 6, 4), float("nan"))}, "NaN"),
         (
             {"method": "sampled", "is_causal": True, "refinement": Refinement("elemmul", 1.0)},

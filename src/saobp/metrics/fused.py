@@ -13,6 +13,9 @@ from saobp.kernels.fused import POTTS, unsupported
 from saobp.metrics.tiles import Mask, TiledOperator
 from saobp.refinement import Refinement
 
+ROWS_AT_ONCE = 16
+"""Single rows that are refined together; each takes several times its size on the way."""
+
 
 class FusedOperator:
     """Products with refined maps where the kernels support them.
@@ -45,7 +48,7 @@ class FusedOperator:
         )
 
     def rows(self, places: Tensor) -> Tensor:
-        return self.single_rows.rows(places)
+        return torch.cat([self.single_rows.rows(some) for some in places.split(ROWS_AT_ONCE)], 1)
 
     def sweep(self, forward: Tensor | None, backward: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         output = None if forward is None else self._by_width(forward, self._spread)
@@ -56,9 +59,10 @@ class FusedOperator:
         parts = []
         width = self.problem.dim
         for part in states.split(width, -1):
-            padded = functional.pad(part, (0, width - part.shape[-1]))[None].contiguous()
-            parts.append(product(padded)[0, ..., : part.shape[-1]])
-        return torch.cat(parts, -1)
+            missing = width - part.shape[-1]
+            padded = functional.pad(part, (0, missing)) if missing else part
+            parts.append(product(padded[None].contiguous())[0, ..., : part.shape[-1]])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def _spread(self, values: Tensor) -> Tensor:
         from saobp.kernels.launch import run_output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from saobp.metrics.estimates import Estimate, exactly
 from saobp.metrics.graph import betweenness_of, clustering_of
 from saobp.metrics.gtd import BETA, HOPS, check_path, gtd_of, indirect_paths
 from saobp.metrics.maps import Maps, unchecked_maps
-from saobp.metrics.sampled import SAMPLED, Draws, Sampling, estimate_text, operator_for
+from saobp.metrics.sampled import SAMPLED, Draws, Sampling, estimate, observe, operator_for
 from saobp.metrics.tiles import Mask
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
@@ -30,8 +31,10 @@ WORKING_BYTES = 384 * 2**20
 """Memory for the heads that are worked on together; at least one head is."""
 MAPS_HELD = 8
 """Maps that one head needs at the peak of the exact method, roughly."""
-STATES_HELD = 16
-"""Tensors ``[tokens, probes]`` in single precision that one head needs at the peak of the sampled method."""
+STATES_HELD = 8
+SUMS_HELD = 2
+"""Tensors ``[tokens, probes]`` that one head needs at the peak of the sampled method: so many in the states'
+type, so many in at least single precision."""
 
 _WITHOUT_PATHS: dict[str, Callable[[Maps], Tensor]] = {
     "attention_entropy": attention_entropy_of,
@@ -86,8 +89,15 @@ class Heads:
         )
 
     def text(self, item: int) -> Heads:
-        """One text freed of its padding."""
-        one = self.some(slice(item, item + 1), slice(0, self.query.shape[1]))
+        """One text freed of its padding; keys stay shared."""
+        items, heads = slice(item, item + 1), slice(0, self.query.shape[1])
+        one = replace(
+            self,
+            query=self.query[items],
+            key=self.key[items],
+            visible=_some_of_mask(self.visible, items, heads),
+            bias=_some_of_mask(self.bias, items, heads),
+        )
         if self.padding_mask is None:
             return one
         real = self.padding_mask[item].nonzero()[:, 0]
@@ -173,9 +183,11 @@ def measure(
         raise ValueError(
             f"statistics need as many queries as keys, not {query.shape[-2]} and {key.shape[-2]}"
         )
+    if not query.numel() or not key.numel():
+        raise ValueError(f"statistics need at least one text and one token, not shape {tuple(query.shape)}")
     check_lengths(query.shape[-2], key.shape[-2], refinement, is_causal)
     check_path(beta, hops)
-    if not bool(torch.isfinite(query).all() & torch.isfinite(key).all()):
+    if not bool(torch.isfinite(torch.stack([*query.aminmax(), *key.aminmax()])).all()):
         raise ValueError("query or key holds NaN or infinite values")
     heads = Heads(
         query,
@@ -246,14 +258,17 @@ def _sampled(
     texts = []
     for item in range(len(heads.query)):
         text = heads.text(item)
-        draws, parts = Draws.of(text.query.shape[-2], sampling, generator, text.causal), []
-        per_head = STATES_HELD * 4 * text.query.shape[-2] * max(sampling.probes, text.query.shape[-1])
-        for _, some in _blocks(1, text.query.shape[1], per_head):
+        tokens, dim = text.query.shape[-2:]
+        draws, parts = Draws.of(tokens, sampling, generator, text.causal), []
+        kind = _computable(text.query[:0]).dtype
+        held = STATES_HELD * kind.itemsize + SUMS_HELD * max(4, kind.itemsize)
+        for _, some in _blocks(1, text.query.shape[1], held * tokens * max(sampling.probes, dim)):
             part = text.some(slice(0, 1), some)
             query, key = _computable(part.query[0]), _computable(part.key[0])
             operator = operator_for(query, key, part.refinement, part.strength, part.mask(), scale=part.scale)
-            parts.append(estimate_text(operator, query, wanted, beta, hops, draws))
-        texts.append({name: Estimate.joined([part[name] for part in parts], torch.cat) for name in wanted})
+            parts.append(observe(operator, query, wanted, beta, hops, draws))
+        seen = {name: torch.cat([part[name] for part in parts]) for name in wanted}
+        texts.append({name: estimate(name, values, draws, kind) for name, values in seen.items()})
     return {name: Estimate.joined([text[name] for text in texts], torch.stack) for name in wanted}
 
 
@@ -263,12 +278,18 @@ def _computable(states: Tensor) -> Tensor:
 
 
 def _blocks(batch: int, heads: int, bytes_per_head: int) -> Iterator[tuple[slice, slice]]:
-    """Texts and heads that fit into the working memory together."""
+    """Texts and heads that fit into the working memory together, in blocks of nearly one size."""
     room = max(1, WORKING_BYTES // max(bytes_per_head, 1))
-    items, some = max(1, room // heads), min(heads, room)
-    for item in range(0, batch, items):
-        for head in range(0, heads, some):
-            yield slice(item, min(item + items, batch)), slice(head, min(head + some, heads))
+    for items in _even_parts(batch, max(1, room // heads)):
+        for some in _even_parts(heads, room):
+            yield items, some
+
+
+def _even_parts(count: int, largest: int) -> list[slice]:
+    """As few parts of ``count`` things as ``largest`` allows, whose sizes differ by at most one."""
+    parts = -(-count // largest)
+    edges = [count * part // max(parts, 1) for part in range(parts + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
 def _some_of_mask(mask: Tensor | None, items: slice, heads: slice) -> Tensor | None:

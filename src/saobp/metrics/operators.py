@@ -15,6 +15,10 @@ from torch.nn import functional
 
 TILE_BYTES = 32 * 2**20
 """Size of the largest piece of a map that is in memory at a time."""
+EARLY = 64
+"""Rows at the start of a causal map that are computed directly."""
+ROW_STEPS = {"cuda": 128}
+"""Lengths that kernels like are multiples of this, by type of device; others take any."""
 
 
 class AttentionOperator(Protocol):
@@ -37,14 +41,24 @@ class PlainOperator:
     its own, so that every row reports the anchor's share. The rows' normalisers, as log-sum-exp, come from an
     anchor in the first forward product. Heads with scores too far apart for that take a longer way, where the
     anchor's score or the normaliser is a further coordinate of the states.
+
+    Tokens and anchor together are brought to a length that kernels like: under a causal mask by rows at the
+    end, which no one sees, otherwise by more anchors. The first rows of a causal map, which see so little
+    that an anchor would take nearly all, are computed directly.
     """
 
     def __init__(self, query: Tensor, key: Tensor, *, causal: bool, scale: float) -> None:
         """query and key ``[heads, tokens, dim]`` of one type."""
         self.query, self.key, self.causal, self.scale = query, key, causal, scale
         self.precision = torch.promote_types(query.dtype, torch.float32)
+        tokens = query.shape[1]
+        step = ROW_STEPS.get(query.device.type, 1)
+        self._length = -(-(tokens + 1) // step) * step
+        self._anchors = 1 if causal else self._length - tokens
         self._partition: Tensor | None = None
-        self._tame = False
+        self._turned: tuple[Tensor, Tensor] | None = None
+        self._weights: Tensor | None = None
+        self._unit: Tensor | float = 1 / self._anchors
 
     def rows(self, places: Tensor) -> Tensor:
         return score_rows(self.query[:, places], self.key, places, self.causal, self.scale).softmax(-1)
@@ -59,46 +73,96 @@ class PlainOperator:
 
     def _first_forward(self, values: Tensor | None) -> Tensor | None:
         """``A @ values``, and each row's log-sum-exp ``[heads, tokens]`` on the way."""
-        query = self.query
         if values is None:
-            values = query.new_zeros(*query.shape[:2], 0)
-        output, share = self._anchored(query, self.key.new_zeros(len(query), 1, query.shape[2]), values)
-        partition = torch.log1p(-share) - share.log()
-        low, high = partition.amin(), partition.amax()
-        self._tame = bool((share.amax() < 0.9) & (low > -50) & (high < 60) & (high - low < 50))
-        if not self._tame:
-            bound = self._lower_bounds().to(query.dtype)
-            asking = torch.cat([query, bound[..., None]], -1)
-            anchor = functional.pad(query.new_zeros(len(query), 1, query.shape[2]), (0, 1), value=1.0)
-            output, share = self._anchored(asking, anchor, values)
-            partition = bound.to(share.dtype) * self.scale + torch.log1p(-share) - share.log()
+            values = self.query.new_zeros(*self.query.shape[:2], 0)
+        early = self._early_scores()
+        output, share = self._anchored(values)
+        partition = self._log_sum_exp(share, early)
+        taken, low, high = torch.stack([share.amax(), *partition.aminmax()]).tolist()
+        tame = taken < 0.9 and low > -50 and high < 60 and high - low < 50
+        if not tame:
+            bound = self._lower_bounds().to(self.query.dtype)
+            output, share = self._anchored(values, bound)
+            partition = self._log_sum_exp(share, early, bound.to(share.dtype) * self.scale)
             self._repair(partition, share)
         self._partition = partition
-        return output / (1 - share[..., None]).to(output.dtype) if values.shape[-1] else None
+        if tame:
+            lowest = partition.amin(-1, keepdim=True)
+            self._weights = self._in_order((lowest - partition).exp_()[..., None])
+            self._unit = lowest.exp_() / self._anchors
+        if not values.shape[-1]:
+            return None
+        output.div_((1 - share)[..., None])
+        if early is not None:
+            first = slice(0, early.shape[-1])
+            output[:, first] = early.softmax(-1) @ values[:, first].to(early.dtype)
+        return output
 
-    def _anchored(self, query: Tensor, anchor: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention with the anchor ``[heads, 1, dim]`` as the first key, and the share that it takes."""
-        key = functional.pad(self.key, (0, query.shape[-1] - self.key.shape[-1]))
-        output = _fused(
-            functional.pad(query, (0, 0, 1, 0)),
-            torch.cat([anchor, key], 1),
-            _with_anchor_channel(values),
-            self.causal,
-            self.scale,
-        )[:, 1:]
-        return output[..., :-1], output[..., -1].to(self.precision)
+    def _anchored(self, values: Tensor, bound: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Attention with anchors as the first keys, and the share ``[heads, tokens]`` that they take.
+
+        The anchors' score is zero, or for each row its ``bound [heads, tokens]`` times the scale.
+        """
+        dim, channels = self.query.shape[-1], values.shape[-1]
+        width = _full_width(dim + (bound is not None), channels + 1)
+        asking, speaking = self._asking(self.query, width), self._speaking(self.key, width)
+        if bound is not None:
+            self._real_rows(asking)[..., dim] = bound
+            speaking[:, : self._anchors, dim] = 1.0
+        told = self._speaking(values, width)
+        told[:, : self._anchors, channels] = 1.0
+        output = self._real_rows(_fused(asking, speaking, told, self.causal, self.scale))
+        share = output[..., channels].to(self.precision, copy=True)
+        if self.causal:
+            share[:, :EARLY] = 0.5  # known directly, so they say nothing about the others
+        return output[..., :channels], share
+
+    def _asking(self, states: Tensor, width: int) -> Tensor:
+        """States as queries of the kernel; a causal mask wants as many rows as there are keys."""
+        return self._speaking(states, width) if self.causal else _widened(states, width)
+
+    def _speaking(self, states: Tensor, width: int) -> Tensor:
+        """States behind the anchors' rows, in zeros ``[heads, length, width]``."""
+        room = states.new_zeros(len(states), self._length, width)
+        self._behind_anchors(room)[..., : states.shape[-1]] = states
+        return room
+
+    def _behind_anchors(self, states: Tensor) -> Tensor:
+        return states[:, self._anchors : self._anchors + self.query.shape[1]]
+
+    def _real_rows(self, states: Tensor) -> Tensor:
+        """What belongs to the tokens among the kernel's queries or its output."""
+        return self._behind_anchors(states) if self.causal else states
+
+    def _early_scores(self) -> Tensor | None:
+        """Scores of the first rows of a causal map, ``[heads, EARLY or fewer, the same]``."""
+        if not self.causal:
+            return None
+        query, key = self.query[:, :EARLY], self.key[:, :EARLY]
+        return score_rows(query, key, torch.arange(query.shape[1], device=query.device), True, self.scale)
+
+    def _log_sum_exp(self, share: Tensor, early: Tensor | None, score: Tensor | float = 0.0) -> Tensor:
+        """The rows' normalisers from the share of anchors with the given score, early ones directly."""
+        partition = score + math.log(self._anchors) - torch.logit(share)
+        if early is not None:
+            partition[:, : early.shape[-1]] = early.logsumexp(-1)
+        return partition
 
     def _lower_bounds(self) -> Tensor:
-        """Per row a bound on the log-sum-exp from the mean score (Jensen's inequality), over the scale."""
+        """Per row a bound on the log-sum-exp from the mean score (Jensen's inequality), over the scale.
+
+        Several anchors share it.
+        """
         keys = self.key.to(self.precision)
         tokens = keys.shape[1]
         if self.causal:
             seen = torch.arange(1, tokens + 1, device=keys.device, dtype=keys.dtype)
             return (self.query * (keys.cumsum(1) / seen[:, None])).sum(-1) + seen.log() / self.scale
-        return (self.query * keys.mean(1, keepdim=True)).sum(-1) + math.log(tokens) / self.scale
+        crowd = math.log(tokens / self._anchors)
+        return (self.query * keys.mean(1, keepdim=True)).sum(-1) + crowd / self.scale
 
     def _repair(self, partition: Tensor, share: Tensor) -> None:
-        """Compute rows directly where the anchor's share has underflown."""
+        """Compute rows directly where the anchors' share has underflown."""
         lost = (share <= torch.finfo(self.query.dtype).tiny * 16).any(0).nonzero()[:, 0]
         step = max(1, TILE_BYTES // (4 * self.key.shape[0] * self.key.shape[1]))
         for places in lost.split(step):
@@ -106,29 +170,42 @@ class PlainOperator:
             partition[:, places] = scores.logsumexp(-1)
 
     def _backward(self, states: Tensor) -> Tensor:
-        assert self._partition is not None
-        asking, speaking = self.key, self.query
-        if self._tame:
-            lowest = self._partition.amin(-1, keepdim=True)
-            states = (states * (lowest - self._partition).exp()[..., None]).to(speaking.dtype)
+        channels = states.shape[-1]
+        asking, speaking = self._exchanged(channels)
+        told = speaking.new_zeros(*speaking.shape[:2], asking.shape[-1])
+        told[:, : self._anchors, channels] = 1.0
+        place = self._behind_anchors(told)[..., :channels]
+        states = self._in_order(states)
+        if self._weights is None:
+            place.copy_(states)
         else:
-            parts = _split(-self._partition / self.scale, speaking.dtype)
-            asking = functional.pad(asking, (0, len(parts)), value=1.0)
-            speaking = torch.cat([speaking, torch.stack(parts, -1)], -1)
-        if self.causal:
-            asking, speaking, states = asking.flip(1), speaking.flip(1), states.flip(1)
-        output = _fused(
-            functional.pad(asking, (0, 0, 1, 0)),
-            functional.pad(speaking, (0, 0, 1, 0)),
-            _with_anchor_channel(states),
-            self.causal,
-            self.scale,
-        )[:, 1:].to(self.precision)
-        result = output[..., :-1] / output[..., -1:]
-        if self._tame:
-            result = result * (-lowest).exp()[..., None]
-        result = result.to(states.dtype)
-        return result.flip(1) if self.causal else result
+            torch.mul(states, self._weights, out=place)
+        del states
+        output = self._real_rows(_fused(asking, speaking, told, self.causal, self.scale))
+        del told, place
+        share = output[..., channels].to(self.precision) * self._unit
+        return self._in_order(output[..., :channels].div_(share[..., None]))
+
+    def _exchanged(self, channels: int) -> tuple[Tensor, Tensor]:
+        """Keys as queries and queries as keys, kept for the next product of the same width."""
+        assert self._partition is not None
+        parts = []
+        if self._weights is None:
+            parts = _split(-self._partition / self.scale, self.query.dtype)
+        dim = self.query.shape[-1]
+        width = _full_width(dim + len(parts), channels + 1)
+        if self._turned is None or self._turned[0].shape[-1] != width:
+            asking = self._asking(self._in_order(self.key), width)
+            speaking = self._speaking(self._in_order(self.query), width)
+            for place, part in enumerate(parts, dim):
+                self._real_rows(asking)[..., place] = 1.0
+                self._behind_anchors(speaking)[..., place] = self._in_order(part)
+            self._turned = asking, speaking
+        return self._turned
+
+    def _in_order(self, states: Tensor) -> Tensor:
+        """``[heads, tokens, ...]`` in the order in which the transposed map is causal: from the end."""
+        return states.flip(1) if self.causal else states
 
 
 class SimilarityOperator:
@@ -161,29 +238,31 @@ class SimilarityOperator:
 def score_rows(query: Tensor, key: Tensor, places: Tensor, causal: bool, scale: float) -> Tensor:
     """Scores of the queries at ``places``, hidden keys at minus infinity: ``[heads, places, tokens]``."""
     precision = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(precision) @ key.to(precision).transpose(-1, -2) * scale
+    scores = (query.to(precision) * scale) @ key.to(precision).transpose(-1, -2)
     if causal:
         hidden = torch.arange(key.shape[1], device=key.device) > places[:, None]
-        scores = scores.masked_fill(hidden, float("-inf"))
+        scores.masked_fill_(hidden, float("-inf"))
     return scores
-
-
-def _with_anchor_channel(values: Tensor) -> Tensor:
-    """Values with a first row for the anchor, which alone has 1 in a new last channel."""
-    values = functional.pad(values, (0, 1, 1, 0))
-    values[:, 0, -1] = 1.0
-    return values
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
     """Torch's own attention on ``[heads, tokens, dim]``; states and values get one width for fast kernels."""
     channels = value.shape[-1]
-    width = -(-max(query.shape[-1], channels) // 8) * 8
-    query, key, value = (
-        functional.pad(part, (0, width - part.shape[-1]))[None] for part in (query, key, value)
-    )
+    width = _full_width(query.shape[-1], channels)
+    query, key, value = (_widened(part, width)[None] for part in (query, key, value))
     output = functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
     return output[0, ..., :channels]
+
+
+def _full_width(*channels: int) -> int:
+    """The width that holds so many channels, as fast kernels want it."""
+    return -(-max(channels) // 8) * 8
+
+
+def _widened(states: Tensor, width: int) -> Tensor:
+    """States with zeros up to ``width`` channels; the same where nothing is missing."""
+    missing = width - states.shape[-1]
+    return functional.pad(states, (0, missing)) if missing else states
 
 
 def _split(values: Tensor, dtype: torch.dtype) -> list[Tensor]:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saobp.metrics.entropy import normalised_rows, row_entropy
 from saobp.metrics.estimates import Estimate, Strata, balanced_signs, draw_rows, exactly, share_of
 from saobp.metrics.fused import FusedOperator, can_fuse
 from saobp.metrics.operators import AttentionOperator, PlainOperator, SimilarityOperator
@@ -68,60 +67,74 @@ def operator_for(
     return TiledOperator(query, key, refinement, strength, mask, scale=scale)
 
 
-def estimate_text(
+def observe(
     operator: AttentionOperator,
     states: Tensor,
     wanted: Collection[str],
     beta: float,
     hops: int,
     draws: Draws,
-) -> dict[str, Estimate]:
-    """Estimates ``[heads]`` of the maps that ``operator`` stands for; states ``[heads, tokens, dim]``."""
+) -> dict[str, Tensor]:
+    """What the draws show of the maps that ``operator`` stands for; states ``[heads, tokens, dim]``.
+
+    Entropies of the drawn rows ``[heads, rows]``, squared norms of G z and A z ``[heads, 2, probes]``, sink
+    mass ``[heads]``. ``estimate`` makes statistics of them, for all heads of a text at once.
+    """
     heads, tokens, _ = states.shape
-    found: dict[str, Estimate] = {}
-    drawn = draws.rows
-    forward = backward = None
+    precision = torch.promote_types(states.dtype, torch.float32)
+    seen: dict[str, Tensor] = {}
+    forward = backward = paths = direct = None
     if "gtd" in wanted:
         forward = draws.signs.to(states.dtype).expand(heads, -1, -1)
         norms = RunningNorms(draws.signs_scale, beta, hops)
     if "attention_entropy" in wanted or "indirect_entropy" in wanted:
-        direct = operator.rows(drawn.places)
+        direct = operator.rows(draws.rows.places)
         if "attention_entropy" in wanted:
-            found["attention_entropy"] = drawn.mean(row_entropy(direct))
-        if "indirect_entropy" in wanted:
-            backward = direct.transpose(-1, -2).to(states.dtype)
-            paths = torch.zeros_like(backward, dtype=direct.dtype)
-        del direct
-    everyone = states.new_ones(heads, tokens, 1) if "sink_mass" in wanted else None
+            seen["attention_entropy"] = torch.special.entr(direct).sum(-1)
+    followed = len(draws.rows.places) if "indirect_entropy" in wanted else 0
+    if followed or "sink_mass" in wanted:
+        backward = states.new_ones(heads, tokens, followed + ("sink_mass" in wanted))
+        if direct is not None:
+            backward[..., :followed] = direct.transpose(-1, -2)[..., :followed]
+    del direct
 
     for hop in range(1, hops + 1):
         if hop == hops:
             backward = None
-        if everyone is not None:
-            backward = everyone if backward is None else torch.cat([backward, everyone], -1)
         if forward is None and backward is None:
             break
         forward, backward = operator.sweep(forward, backward)
-        if everyone is not None and backward is not None:
-            received = backward[..., -1].to(torch.promote_types(backward.dtype, torch.float32))
-            found["sink_mass"] = exactly(received.amax(-1) / tokens)
-            backward = backward[..., :-1] if "indirect_entropy" in wanted else None
-            everyone = None
+        if hop == 1 and backward is not None and "sink_mass" in wanted:
+            seen["sink_mass"] = backward[..., -1].to(precision).amax(-1) / tokens
+            backward = backward[..., :followed] if followed else None
         if forward is not None:
             norms.add(hop, forward)
-        if backward is not None:
-            paths += beta**hop * backward
+        if backward is not None and paths is None:
+            paths = backward.to(precision, copy=True)
+        elif backward is not None and paths is not None:
+            paths.add_(backward, alpha=beta ** (hop - 1))
+    del forward, backward
     if "gtd" in wanted:
-        found["gtd"] = norms.share()
-    if "indirect_entropy" in wanted:
-        found["indirect_entropy"] = drawn.mean(row_entropy(normalised_rows(paths.transpose(-1, -2))))
-    return {name: _no_finer_than_rounding(result, states) for name, result in found.items()}
+        seen["gtd"] = norms.found()
+    if paths is not None:
+        paths.div_(paths.sum(-2, keepdim=True).clamp_(min=torch.finfo(precision).tiny))
+        seen["indirect_entropy"] = torch.special.entr(paths).sum(-2)
+    return seen
 
 
-def _no_finer_than_rounding(result: Estimate, states: Tensor) -> Estimate:
-    """The estimate with an error no smaller than what the states' type and long sums can resolve."""
-    summed = torch.finfo(torch.promote_types(states.dtype, torch.float32)).eps * states.shape[-2] ** 0.5
-    rounding = (torch.finfo(states.dtype).eps / 2 + summed) * result.value.abs().clamp(max=1)
+def estimate(name: str, seen: Tensor, draws: Draws, dtype: torch.dtype) -> Estimate:
+    """The statistic ``[heads]`` from what was seen of it with states of the given type.
+
+    Its error is no smaller than what that type and long sums can resolve.
+    """
+    if name == "gtd":
+        result = share_of(*seen.unbind(1))
+    elif name == "sink_mass":
+        result = exactly(seen)
+    else:
+        result = draws.rows.mean(seen)
+    summed = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * len(draws.signs) ** 0.5
+    rounding = (torch.finfo(dtype).eps / 2 + summed) * result.value.abs().clamp(max=1)
     return result._replace(standard_error=torch.hypot(result.standard_error, rounding))
 
 
@@ -135,18 +148,27 @@ class RunningNorms:
         self.paths: Tensor | None = None
 
     def add(self, hop: int, states: Tensor) -> None:
-        """states ``[heads, tokens, probes]`` are A^hop z."""
-        states = states.to(torch.promote_types(states.dtype, torch.float32))
+        """states ``[heads, tokens, probes]`` are A^hop z; paths add up to G z over beta."""
+        precision = torch.promote_types(states.dtype, torch.float32)
         if hop == 1:
-            self.direct = states.square().sum(-2)
+            self.direct = _squared_norms(states, precision)
         elif self.paths is None:
-            self.paths = self.beta ** (hop - 1) * states
+            self.paths = states.to(precision, copy=True)
         else:
-            self.paths.add_(states, alpha=self.beta ** (hop - 1))
+            self.paths.add_(states, alpha=self.beta ** (hop - 2))
 
-    def share(self) -> Estimate:
-        """GTD; the constant vector's part, 1 for A and a power sum for G, is exact."""
+    def found(self) -> Tensor:
+        """Squared norms of G z and A z, ``[heads, 2, probes]``; the paths are used up.
+
+        The constant vector's part, a power sum for G and 1 for A, is exact.
+        """
         assert self.direct is not None
         assert self.paths is not None
-        indirect = self.constant + self.scale * self.paths.square().sum(-2)
-        return share_of(indirect, 1 + self.scale * self.direct)
+        paths, self.paths = self.paths, None
+        indirect = _squared_norms(paths, paths.dtype) * (self.scale * self.beta**2) + self.constant
+        return torch.stack([indirect, self.scale * self.direct + 1], 1)
+
+
+def _squared_norms(states: Tensor, precision: torch.dtype) -> Tensor:
+    """Of the columns, ``[heads, tokens, probes]`` to ``[heads, probes]``, without a copy of the states."""
+    return torch.linalg.vector_norm(states, dim=-2, dtype=precision).square_()
