@@ -29,8 +29,8 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
-from saobp.kernels.forward import raw_scores, sums_by_thread
 from saobp.kernels.pairs import pair_logarithm, powers, short_log2
+from saobp.kernels.sums import raw_scores, sums_by_thread
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
-from saobp.kernels.forward import raw_scores
+from saobp.kernels.sums import raw_scores
 
 FLOOR = tl.constexpr(2.0**-103)
 """Smallest similarity: float32's tiny / eps, as in ``propagation/factors.py``."""

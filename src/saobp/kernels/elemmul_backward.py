@@ -37,7 +37,7 @@ from saobp.kernels.arithmetic import (
     store_rows,
 )
 from saobp.kernels.elemmul import FLOOR, load_centre
-from saobp.kernels.forward import raw_scores
+from saobp.kernels.sums import raw_scores
 
 
 @triton.jit

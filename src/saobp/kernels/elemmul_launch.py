@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels import elemmul, elemmul_backward, forward
+from saobp.kernels import elemmul, elemmul_backward, sums
 from saobp.kernels.launch import sweep_block
 from saobp.kernels.problem import Block, Problem, blocks, ceil_div, empty_states, given, strides
 from saobp.kernels.start import start_kernel
@@ -49,7 +49,7 @@ def run_elemmul(
 
     block = sweep_block(problem, "row_sums")
     start_kernel(
-        forward.row_sums,
+        sums.row_sums,
         problem.programs(block.rows),
         **common,
         **blocks(problem, block, block.rows, block.keys),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saobp.kernels import backward, forward, gradient_parts
+from saobp.kernels import backward, forward, gradient_parts, sums
 from saobp.kernels.problem import Block, Problem, blocks, ceil_div, empty_states, given, next_power, strides
 from saobp.kernels.start import start_kernel
 
@@ -47,9 +47,9 @@ def run_forward(
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output and what the backward pass needs: lse, heard, weight, anchor, inverse, lowest."""
-    sums = run_sums(problem, query, key, strength, mask, cu)
-    out, *rows = run_output(problem, query, key, value, strength, mask, cu, seed, *sums)
-    return out, *sums, *rows  # type: ignore[return-value]
+    known = run_sums(problem, query, key, strength, mask, cu)
+    out, *rows = run_output(problem, query, key, value, strength, mask, cu, seed, *known)
+    return out, *known, *rows  # type: ignore[return-value]
 
 
 def run_sums(
@@ -65,19 +65,19 @@ def run_sums(
     common |= {"lse_ptr": lse, "low_plane": problem.low_plane, "PRECISE": problem.precise}
     block = sweep_block(problem, "row_sums")
     start_kernel(
-        forward.row_sums, problem.programs(block.rows), **common, **blocks(problem, block, block.rows, block.keys)
+        sums.row_sums, problem.programs(block.rows), **common, **blocks(problem, block, block.rows, block.keys)
     )  # fmt: skip
     if problem.hears:
         block = sweep_block(problem, "column_messages")
         count = ceil_div(problem.longest, block.keys)
         peak = torch.empty(problem.programs(block.keys), **floats)
         start_kernel(
-            forward.column_messages, problem.programs(block.keys),
+            sums.column_messages, problem.programs(block.keys),
             **common, **blocks(problem, block, block.keys, block.rows), **problem.message_numbers,
             strength_ptr=strength, heard_ptr=heard, peak_ptr=peak,
         )  # fmt: skip
         start_kernel(
-            forward.key_weights, problem.programs(block.keys),
+            sums.key_weights, problem.programs(block.keys),
             heard_ptr=heard, peak_ptr=peak, weight_ptr=weight, cu_ptr=given(cu, strength), heads=problem.heads,
             length=problem.length, blocks=count, KEYS=block.keys, BLOCKS=next_power(count),
             PACKED=problem.packed,

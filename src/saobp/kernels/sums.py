@@ -1,0 +1,234 @@
+"""Long sequences, not causal: what output and gradients are built on, in memory linear in length.
+
+1. ``row_sums``: log-sum-exp of every row's scores.
+2. ``column_messages``: what each key hears from all rows, gridded over keys, so without atomics;
+   ``key_weights`` turns it into factors at most 1.
+
+Tiles of 128 rows (in sweep 2, keys) are worked on in two halves with products of their own: while the tensor cores
+are at one half's product, exponentials of the other are taken.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.arithmetic import (
+    head_message,
+    load_lse,
+    load_rows,
+    locate,
+    log2_message,
+    real_tokens,
+    relative,
+    states_base,
+)
+from saobp.kernels.pairs import pair_logarithm, powers, short_log2
+
+
+@triton.jit
+def raw_scores(q, k, keys_real, TAIL: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of a tile ``[rows, keys]``; minus infinity where TAIL says keys may be missing."""
+    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if TAIL:
+        raw = tl.where(keys_real[None, :], raw, float("-inf"))
+    return raw
+
+
+@triton.jit
+def sums_by_thread(tile):
+    """Parts ``[rows, 8]`` of a tile's row sums. A thread holds keys 8 apart, so threads need not ask each other."""
+    return tl.sum(tl.reshape(tile, [tile.shape[0], tile.shape[1] // 8, 8]), 1)
+
+
+@triton.jit
+def first_sums(q, k, keys_real, score_scale, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
+    """Of the first tile: the largest score of each row, as reference, and parts of the sum of exponentials."""
+    raw = raw_scores(q, k, keys_real, True, PRECISION)
+    reference = tl.max(raw, 1)
+    reference = tl.where(reference == float("-inf"), 0.0, reference)
+    if PRECISE != 2:
+        reference *= score_scale
+    return reference, exponentials(raw, reference, score_scale, PRECISE)
+
+
+@triton.jit
+def exponentials(raw, reference, score_scale, PRECISE: tl.constexpr):
+    """Parts ``[rows, 8]`` of a tile's sums of exponentials."""
+    return sums_by_thread(powers(relative(raw, reference[:, None], 0.0, score_scale, PRECISE), PRECISE))
+
+
+@triton.jit
+def store_lse(
+    lse_base, low_plane, rows, reference, parts, q, k_base, k_row, mask_base, tokens, score_scale,
+    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp of some rows. A later score far above the reference overflows, or one far below it vanishes:
+
+    then the rows are done again with a running maximum.
+    """
+    total = tl.sum(parts, 1)
+    if (tl.max(total) > 1e37) | (tl.min(total) < 1e-30):
+        top = tl.full([q.shape[0]], float("-inf"), tl.float32)
+        total = tl.zeros([q.shape[0]], tl.float32)
+        for start in tl.range(0, tokens, KEYS):
+            real = real_tokens(mask_base, start + tl.arange(0, KEYS), tokens, MASKED)
+            k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+            raw = raw_scores(q, k, real, True, PRECISION)
+            raised = tl.maximum(top, tl.max(raw, 1))
+            anchor = tl.where(raised == float("-inf"), 0.0, raised)
+            added = tl.sum(tl.exp2((raw - anchor[:, None]) * score_scale), 1)
+            total = total * tl.exp2((top - anchor) * score_scale) + added
+            top = raised
+        reference = tl.where(top == float("-inf"), 0.0, top)
+        if PRECISE != 2:
+            reference *= score_scale
+    if PRECISE == 2:
+        tl.store(lse_base + low_plane + rows, tl.where(total > 0, tl.log2(total), 0.0), mask=rows < tokens)
+    else:
+        reference += tl.log2(total)
+    tl.store(lse_base + rows, tl.where(total > 0, reference, float("inf")), mask=rows < tokens)
+
+
+@triton.jit
+def row_sums(
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    heads, group, length, blocks, low_plane, score_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Base-2 log-sum-exp of each row; plus infinity for a row that sees no key, so that its weights are 0."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * ROWS >= tokens:
+        return
+    SPLIT: tl.constexpr = ROWS == 128
+    PART: tl.constexpr = 64 if SPLIT else ROWS
+    begin = block * ROWS
+    rows = begin + tl.arange(0, PART)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    mask_base = mask_ptr + batch64 * length
+    lse_base = lse_ptr + (batch64 * heads + head) * length + first64
+
+    # A score of the first tile serves as reference for the whole row: no running maximum is needed.
+    real = real_tokens(mask_base, tl.arange(0, KEYS), tokens, MASKED)
+    k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    q = load_rows(q_base, begin, tokens, q_row, PART, DIM, BLOCK_DIM, True)
+    reference, parts = first_sums(q, k, real, score_scale, PRECISE, PRECISION)
+    if SPLIT:
+        q_2 = load_rows(q_base, begin + PART, tokens, q_row, PART, DIM, BLOCK_DIM, True)
+        reference_2, parts_2 = first_sums(q_2, k, real, score_scale, PRECISE, PRECISION)
+    for start in tl.range(KEYS, tokens, KEYS):
+        real = real_tokens(mask_base, start + tl.arange(0, KEYS), tokens, MASKED)
+        k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
+        if SPLIT:
+            raw_2 = raw_scores(q_2, k, real, TAIL or MASKED, PRECISION)
+        parts += exponentials(raw, reference, score_scale, PRECISE)
+        if SPLIT:
+            parts_2 += exponentials(raw_2, reference_2, score_scale, PRECISE)
+    store_lse(
+        lse_base, low_plane, rows, reference, parts, q, k_base, k_row, mask_base, tokens, score_scale,
+        KEYS, DIM, BLOCK_DIM, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
+    if SPLIT:
+        store_lse(
+            lse_base, low_plane, rows + PART, reference_2, parts_2, q_2, k_base, k_row, mask_base, tokens, score_scale,
+            KEYS, DIM, BLOCK_DIM, PRECISE, MASKED, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def add_messages(
+    sums, raw, high, low, score_scale, message, logarithm, ones, PRECISE: tl.constexpr
+):  # fmt: skip
+    """Adds to every column of ``sums [keys, columns]`` what keys hear from a tile's rows."""
+    a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
+    if PRECISE == 0:
+        return tl.dot(short_log2(a.to(tl.float16), logarithm), ones, sums)
+    else:
+        return sums + tl.sum(log2_message(a, message, PRECISE), 1)[:, None]
+
+
+@triton.jit
+def store_heard(base, keys, tokens, mask_base, sums, unit, MASKED: tl.constexpr):
+    """What keys hear, in units of ``unit``; minus infinity for padding. Returns the largest."""
+    heard = tl.max(sums, 1) * unit
+    heard = tl.where(real_tokens(mask_base, keys, tokens, MASKED), heard, float("-inf"))
+    tl.store(base + keys, heard, mask=keys < tokens)
+    return tl.max(heard, 0)
+
+
+@triton.jit
+def column_messages(
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, heard_ptr, peak_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    heads, group, length, blocks, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Base-2 log messages that each key hears from all rows, and the largest of each block of keys."""
+    pid = tl.program_id(0)
+    block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        tl.store(peak_ptr + pid, float("-inf"))
+        return
+    SPLIT: tl.constexpr = KEYS == 128
+    PART: tl.constexpr = 64 if SPLIT else KEYS
+    begin = block * KEYS
+    keys = begin + tl.arange(0, PART)
+    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
+    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    row_base = (batch64 * heads + head) * length + first64
+    mask_base = mask_ptr + batch64 * length
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    logarithm = pair_logarithm(message)
+    COLUMNS: tl.constexpr = 16 if PRECISE == 0 else 1
+    unit = logarithm[0] if PRECISE == 0 else 1.0
+    ones = tl.full([ROWS, COLUMNS], 1.0, tl.float16)
+    k = load_rows(k_base, begin, tokens, k_row, PART, DIM, BLOCK_DIM, True)
+    sums = tl.zeros([PART, COLUMNS], tl.float32)
+    if SPLIT:
+        k_2 = load_rows(k_base, begin + PART, tokens, k_row, PART, DIM, BLOCK_DIM, True)
+        sums_2 = tl.zeros([PART, COLUMNS], tl.float32)
+    for start in tl.range(0, tokens, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, TAIL)
+        if MASKED:
+            high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        if SPLIT:
+            raw_2 = tl.dot(k_2, tl.trans(q), input_precision=PRECISION)
+        sums = add_messages(sums, raw, high, low, score_scale, message, logarithm, ones, PRECISE)
+        if SPLIT:
+            sums_2 = add_messages(sums_2, raw_2, high, low, score_scale, message, logarithm, ones, PRECISE)
+    peak = store_heard(heard_ptr + row_base, keys, tokens, mask_base, sums, unit, MASKED)
+    if SPLIT:
+        keys += PART
+        peak_2 = store_heard(heard_ptr + row_base, keys, tokens, mask_base, sums_2, unit, MASKED)
+        peak = tl.maximum(peak, peak_2)
+    tl.store(peak_ptr + pid, peak)
+
+
+@triton.jit
+def key_weights(
+    heard_ptr, peak_ptr, weight_ptr, cu_ptr, heads, length, blocks,
+    KEYS: tl.constexpr, BLOCKS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """2^heard of each key relative to the head's largest; shifts heard by the same. Padding weighs 0."""
+    pid = tl.program_id(0)
+    block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
+    places = tl.arange(0, BLOCKS)
+    peaks = tl.load(peak_ptr + pid // blocks * blocks + places, mask=places < blocks, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    keys = block * KEYS + tl.arange(0, KEYS)
+    base = (batch.to(tl.int64) * heads + head) * length + first
+    heard = tl.load(heard_ptr + base + keys, mask=keys < tokens, other=float("-inf"))
+    heard -= tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(heard_ptr + base + keys, heard, mask=keys < tokens)
+    tl.store(weight_ptr + base + keys, tl.exp2(heard), mask=keys < tokens)
