@@ -98,9 +98,9 @@ def _climb(
         beliefs = heard_in_order(scores, messages, (heard + lost)[:, None], ROWS, TYPE, HEARS, PRECISE)
         refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
         if HEARS:
-            own += tl.sum(
-                refined * load_vector(delta_base + begin, local, tokens - begin, 0.0, EDGE)[None, :], 1
-            )
+            # The weights as they meet dO, or what rounding does to them would not cancel in ``later``.
+            delta = load_vector(delta_base + begin, local, tokens - begin, 0.0, EDGE)[None, :]
+            own += tl.sum(refined.to(v.dtype).to(tl.float32) * delta, 1)
         if DROPS:
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
             refined = tl.where(keep, refined * keep_scale, 0.0)
@@ -319,7 +319,7 @@ def _key_loop(
         )
         if HEARS:
             later = load_vector(later_base + place, keys, tokens, 0.0, True)[:, None]
-            g = tl.dot(d_beliefs.to(q.dtype), larger(ROWS, q.dtype), input_precision="ieee") + later
+            g = tl.dot(d_beliefs.to(q.dtype), larger(ROWS, ROWS, q.dtype), input_precision="ieee") + later
         else:
             g = -d_beliefs
         d_message = message_gradient(a, g, rows_real, message, PRECISE, MASKED)
