@@ -56,9 +56,9 @@ def smaller(SIZE: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def larger(SIZE: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
-    """``[SIZE, COLUMNS]``: 1 where the first index is larger than the second, else 0."""
-    return (tl.arange(0, SIZE)[:, None] > tl.arange(0, COLUMNS)[None, :]).to(TYPE)
+def larger(SIZE: tl.constexpr, TYPE: tl.constexpr):
+    """``[SIZE, SIZE]``: 1 where the first index is larger than the second, else 0."""
+    return (tl.arange(0, SIZE)[:, None] > tl.arange(0, SIZE)[None, :]).to(TYPE)
 
 
 @triton.jit
@@ -280,10 +280,10 @@ def believed(
     a = tl.exp2(scores)
     messages = spoken(a, rows_real, message, PRECISE, MASKED)
     if HEARS and PRECISE == 2:
-        beliefs = scores + (past + tl.dot(larger(ROWS, ROWS, TYPE), messages, input_precision="ieee"))
+        beliefs = scores + (past + tl.dot(larger(ROWS, TYPE), messages, input_precision="ieee"))
     elif HEARS:
         # The sum has at most ROWS terms, so half precision does.
-        beliefs = tl.dot(larger(ROWS, ROWS, TYPE), messages.to(TYPE), scores + past)
+        beliefs = tl.dot(larger(ROWS, TYPE), messages.to(TYPE), scores + past)
     else:
         beliefs = scores - messages
     return a, beliefs

@@ -319,7 +319,7 @@ def _key_loop(
         )
         if HEARS:
             later = load_vector(later_base + place, keys, tokens, 0.0, True)[:, None]
-            g = tl.dot(d_beliefs.to(q.dtype), larger(ROWS, ROWS, q.dtype), input_precision="ieee") + later
+            g = tl.dot(d_beliefs.to(q.dtype), larger(ROWS, q.dtype), input_precision="ieee") + later
         else:
             g = -d_beliefs
         d_message = message_gradient(a, g, rows_real, message, PRECISE, MASKED)

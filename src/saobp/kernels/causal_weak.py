@@ -72,7 +72,7 @@ def any_column(tile):
 
 @triton.jit
 def sums_over_rows(tile, ones):
-    """Sums over the rows of a tile ``[keys, rows]`` of a half type, by a product with ones ``[rows, 8]``."""
+    """Sums over the rows of a tile ``[keys, rows]`` of a half type, by a product with ones ``[rows, 16]``."""
     return any_column(tl.dot(tile, ones, input_precision="ieee"))
 
 
@@ -119,7 +119,7 @@ def _add_weak(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A product with ones sums up a tile's messages."""
-    ones = tl.full([ROWS, 8], 1.0, tl.float16)
+    ones = tl.full([ROWS, 16], 1.0, tl.float16)
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
         begin = tl.multiple_of(start + step * ROWS, ROWS)
         local = tl.arange(0, ROWS)

@@ -32,6 +32,7 @@ from saobp.kernels.arithmetic import (
 from saobp.kernels.causal import larger, row_walk
 from saobp.kernels.causal_weak import (
     add_rows,
+    any_column,
     halves,
     joined,
     store_sums,
@@ -85,14 +86,13 @@ def logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS: tl.constexp
 
 
 @triton.jit
-def score_gradients(u, d_logits, heard_by, triangle, later, pair):
-    """d = dT - gamma u g of a tile ``[keys, rows]``, or of half of one.
+def score_gradients(u, d_logits, triangle, later, pair):
+    """d = dT - gamma u g of a tile ``[keys, rows]``.
 
-    ``later`` ``[keys]`` is -gamma times the sum of dT over the rows after the tile; the triangle adds those
-    within, of which ``heard_by`` has dT.
+    ``later`` ``[keys]`` is -gamma times the sum of dT over the rows after the tile; the triangle adds those within.
     """
     KIND: tl.constexpr = d_logits.dtype
-    g = rounded(tl.dot(heard_by, triangle, input_precision="ieee"), KIND)
+    g = rounded(tl.dot(d_logits, triangle, input_precision="ieee"), KIND)
     return multiply_add(u, multiply_add(g, -pair[0], later.to(KIND)[:, None]), d_logits)
 
 
@@ -106,16 +106,15 @@ def _climb(
     """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS.
 
     ``heard`` is what keys have heard after the tile: later rows' messages are taken from it. ``after``
-    is the sum of dT so far. Work on halves of a tile needs fewer registers.
+    ``[keys, 16]`` has the sum of dT so far in every column.
     """
     KIND: tl.constexpr = k.dtype
     HALF: tl.constexpr = ROWS // 2
     # Each half takes a quarter of the triangle; the rest of it is the sum of one half, which is needed anyway.
     back = -weak_triangle(logarithm, HALF, False)
-    # Zeros left out, these are the sums that ``weak_query_gradient`` makes with one triangle, bit for bit.
-    ahead, ahead_wide = larger(HALF, HALF, KIND), larger(ROWS, HALF, KIND)
-    ones = tl.full([HALF, 8], 1.0, tl.float16)
-    ones_here = tl.full([ROWS, 8], 1.0, KIND)
+    ahead = larger(ROWS, KIND)
+    ones = tl.full([HALF, 16], 1.0, tl.float16)
+    ones_here = tl.full([ROWS, 16], 1.0, KIND)
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
         begin = tl.multiple_of(start + (tl.cdiv(stop - start, ROWS) - 1 - step) * ROWS, ROWS)
         rows = begin + tl.arange(0, ROWS)
@@ -143,13 +142,10 @@ def _climb(
             weights = tl.where(keep, refined, 0.0)
         dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
         d_logits = logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS)
-        later = after * -gamma
-        after += sums_over_rows(d_logits, ones_here)
-        u0, u1 = halves(u)
-        d_logits0, d_logits1 = halves(d_logits)
-        d_scores1 = score_gradients(u1, d_logits1, d_logits1, ahead, later, pair)
-        d_scores0 = score_gradients(u0, d_logits0, d_logits, ahead_wide, later, pair)
-        dk = tl.dot(joined(d_scores0, d_scores1), q, dk, input_precision=PRECISION)
+        later = any_column(after) * -gamma
+        after = tl.dot(d_logits, ones_here, after, input_precision="ieee")
+        d_scores = score_gradients(u, d_logits, ahead, later, pair)
+        dk = tl.dot(d_scores, q, dk, input_precision=PRECISION)
         place = ((begin - span_start) // ROWS).to(tl.int64) * length
         store_key_pairs(sums_base + 2 * place, keys, tokens, keys_real, heard, later, MASKED)
     return dv, dk, heard, after
@@ -196,11 +192,11 @@ def weak_climb(
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     heard = load_vector(heard_ptr + row_base, keys, tokens, 0.0, True)
-    after = tl.zeros([KEYS], tl.float32)
+    after = tl.zeros([KEYS, 16], tl.float32)
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     if not LAST:
-        after = load_vector(after_ptr + row_base, keys, tokens, 0.0, True)
+        after += load_vector(after_ptr + row_base, keys, tokens, 0.0, True)[:, None]
         dv = load_rows(dv_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True)
         dk = load_rows(dk_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True)
     start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
@@ -230,7 +226,7 @@ def weak_climb(
     store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
     store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)
     store_sums(heard_ptr + row_base, keys, tokens, keys_real, heard, MASKED)
-    store_sums(after_ptr + row_base, keys, tokens, keys_real, after, MASKED)
+    store_sums(after_ptr + row_base, keys, tokens, keys_real, any_column(after), MASKED)
 
 
 @triton.jit
@@ -264,7 +260,7 @@ def _query_loop(
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
         d_logits = logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS)
         u = boosted(rounded(speaking, KIND), pair)
-        d_scores = score_gradients(u, d_logits, d_logits, larger(ROWS, ROWS, KIND), later, pair)
+        d_scores = score_gradients(u, d_logits, larger(ROWS, KIND), later, pair)
         row_terms = add_rows(row_terms, d_scores)
         dq = tl.dot(tl.trans(k), d_scores, dq, input_precision=PRECISION)
     return dq, prior_k, row_terms
