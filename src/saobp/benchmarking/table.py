@@ -6,11 +6,15 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from saobp.benchmarking.timing import Failure, Result, Timing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Cell = str | int | float | None
 
@@ -76,21 +80,52 @@ class Table:
         for axis, panel in zip(axes[0], panels, strict=False):
             rows = [row for row in self.rows if tuple(text(row.get(name)) for name in by) == panel]
             for column in series:
-                points = [(row[x], row[column]) for row in rows if isinstance(row.get(column), float | int)]
+                points = [
+                    (row[x], value) for row in rows if isinstance(value := row.get(column), float | int)
+                ]
                 if points:
                     axis.plot([str(p[0]) for p in points], [p[1] for p in points], marker="o", label=column)
-            axis.set_title(", ".join(panel))
+                    for place, value in points:
+                        axis.annotate(
+                            text(value),
+                            (str(place), value),
+                            xytext=(0, 5),
+                            textcoords="offset points",
+                            ha="center",
+                            fontsize=7,
+                        )
+            axis.set_title(", ".join(_spoken(name, value) for name, value in zip(by, panel, strict=True)))
             axis.set_xlabel(x)
             axis.axhline(1.0, color="grey", linewidth=0.8)
-            axis.set_yscale("log", base=2)
-            if axis.has_data() and axis.get_legend_handles_labels()[0]:
+            if len(series) > 1 and axis.get_legend_handles_labels()[0]:
                 axis.legend(fontsize=8)
+            axis.margins(x=0.1)
+        drawn = [row.get(column) for row in self.rows for column in series]
+        _scale(axes[0][0], [value for value in drawn if isinstance(value, float | int)])
         axes[0][0].set_ylabel(label)
         figure.suptitle(f"{self.title} ({self.facts.get('GPU', self.facts.get('CPU', ''))})", fontsize=9)
         figure.tight_layout()
         figure.savefig(path, dpi=120)
         pyplot.close(figure)
         return path
+
+
+def _spoken(column: str, value: str) -> str:
+    """A panel's value in words: a yes or no says what of."""
+    return {"yes": f"with {column}", "no": f"without {column}"}.get(value, value)
+
+
+def _scale(axis: Axes, values: Sequence[float]) -> None:
+    """From 0 if all values are of one size; else logarithmic, with plain numbers at the ticks."""
+    from matplotlib.ticker import NullLocator
+
+    if not values or min(values) <= 0 or max(values) / min(values) < 4:
+        axis.set_ylim(0, 1.15 * max([1.0, *values]))
+        return
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.set_ylim(min([1.0, *values]) / 1.3, max(values) * 1.5)
 
 
 def text(cell: Cell) -> str:
