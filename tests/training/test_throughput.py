@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-from saobp.training.throughput import covered_by
+from saobp.benchmarking.table import Table
+from saobp.training import throughput
+from saobp.training.busy import LONG, Trace, Utilisation, union
 
 
 @pytest.fixture
@@ -52,7 +57,69 @@ def test_wrong_flags_are_named(benchmark: ModuleType, capsys: pytest.CaptureFixt
     assert "unknown version 'turbo'" in capsys.readouterr().err
 
 
+def test_every_finished_row_and_every_model_left_out_is_saved_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pages: list[str] = []
+
+    def row(name: str, *_: Any) -> dict[str, Any]:
+        clock.append(clock[-1] + 60)
+        return {"model": name}
+
+    def save(table: Table) -> None:
+        pages.append(table.write(tmp_path)[0].read_text())
+
+    clock = [0.0]
+    monkeypatch.setattr(throughput, "_row", row)
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: clock[-1])
+    throughput.pretraining_speed(names=["one", "two", "three", "four"], limit=100.0, save=save)
+    assert [page.count("\n| ") - 1 for page in pages] == [1, 2, 2, 2]
+    assert [page.count("left out, because 100 seconds had passed") for page in pages] == [0, 0, 1, 2]
+    assert "three: left out" in pages[2]
+
+
 def test_kernels_that_overlap_count_once() -> None:
-    assert covered_by([]) == 0
-    assert covered_by([(5, 15)]) == 10
-    assert covered_by([(10, 20), (0, 4), (2, 5), (3, 4)]) == 15
+    assert union([]) == []
+    assert union([(10, 20), (0, 4), (2, 5), (3, 4), (20, 21)]) == [(0, 5), (10, 21)]
+
+
+def test_short_gaps_are_idle_and_long_ones_waiting() -> None:
+    """Two steps, each of two kernels of 40 microseconds one apart; the program is late by 18 in between."""
+    spans = [(100.0, 140.0), (141.0, 181.0), (199.0, 239.0), (240.0, 280.0)]
+    trace = Trace.of(spans, steps=2)
+    assert trace.kernels == 2
+    assert trace.milliseconds == pytest.approx(0.080)
+    assert trace.waiting == pytest.approx(18 / 180)
+    assert trace.idle_share(0.1) == pytest.approx(0.2)
+    assert trace.idle_share(0.079) == 0
+    assert Trace.of([], steps=2) == Trace(0, 0, 0)
+    assert Trace.of([(0, 10), (10 + LONG, 30)], steps=1).waiting == 0
+
+
+def test_the_driver_is_asked_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\n"
+        "echo '2026/01/01 10:00:00.200, 10'\n"
+        "echo '2026/01/01 10:00:01.000, 90'\n"
+        "echo '2026/01/01 10:00:01.500, 96'\n"
+        "echo '2026/01/01 10:00:02.500, 50'\n"
+        "echo 'no devices were found'\n"
+        "exec sleep 60\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    started = time.monotonic()
+    with Utilisation("0") as utilisation:
+        while len(utilisation.lines) < 5 and time.monotonic() < started + 10:
+            time.sleep(0.01)
+    second = datetime(2026, 1, 1, 10)
+    assert utilisation.share([(second, second + timedelta(seconds=2))]) == pytest.approx(0.93)
+    assert utilisation.share([(second, second + timedelta(seconds=0.4))]) is None
+    assert time.monotonic() < started + 10
+
+
+def test_without_a_driver_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with Utilisation("0") as utilisation:
+        assert utilisation.share([(datetime(2000, 1, 1), datetime(2100, 1, 1))]) is None

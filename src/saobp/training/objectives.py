@@ -18,6 +18,8 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers import ModernBertForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from saobp.training.joined import is_joined
+
 _LOW = 0xFFFFFFFF
 _FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
 """Odd multipliers below 2^31, so that a product with 32 bits stays within a signed 64-bit number."""
@@ -141,11 +143,15 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 
 
 def in_bfloat16(module: nn.Module) -> dict[str, Tensor]:
-    """The module's parameters rounded for one step, strengths excepted; gradients reach the originals."""
+    """The module's parameters rounded for one step; gradients reach the originals.
+
+    Not strengths, and not weights of joined layers, which are rounded together when they are used.
+    """
+    joined = [name for name, layer in module.named_modules() if is_joined(layer)]
     return {
         name: parameter.to(torch.bfloat16)
         for name, parameter in module.named_parameters()
-        if not name.endswith("strength_bias")
+        if not name.endswith("strength_bias") and name.rpartition(".")[0] not in joined
     }
 
 

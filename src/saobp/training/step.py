@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from saobp.training.joined import joined_projections
 from saobp.training.objectives import Objective
 
 REGULARIZER = "saobp_regularizer"
+COMPILER_SETTINGS: dict[str, Any] = {}
+"""Settings of Inductor for a step on a GPU, beside its defaults; ones that this PyTorch lacks are left out.
+
+They decide how many kernels a step has, and between any two kernels a GPU rests: ``combo_kernels`` merges
+kernels that do not need each other, ``triton.mix_order_reduction`` off spares sums outside of its kernels.
+"""
 
 
 @contextmanager
@@ -37,6 +44,8 @@ def loss_as_forward(
     either: evaluations are rare, and compiling takes longer. Sharded weights come and go layer by layer, so
     nothing is compiled and no rounded copy is made of them: bfloat16 is then PyTorch's autocast. What a
     regularizer learns is meanwhile a part of the model: optimised, shared between processes, in checkpoints.
+    Queries, keys and values are meanwhile one product, unless weights are sharded or layers are computed
+    again in the backward pass, where memory matters more.
     """
     autocast = sharded and precision == "bf16"
     kind = next(model.parameters()).device.type
@@ -51,8 +60,8 @@ def loss_as_forward(
         model.add_module(REGULARIZER, regularizer)
         step = with_penalty(model, loss, regularizer)
     elif compiled and not sharded:
-        mode = "reduce-overhead" if kind == "cuda" and replay else None
-        step = torch.compile(with_own_code(loss), dynamic=False, mode=mode)
+        options = gpu_options(replay) if kind == "cuda" else None
+        step = torch.compile(with_own_code(loss), dynamic=False, options=options)
 
     def forward(input_ids: Tensor, seeds: Tensor) -> Tensor:
         with torch.autocast(kind, torch.bfloat16, enabled=autocast):
@@ -60,13 +69,23 @@ def loss_as_forward(
                 return loss(input_ids, seeds)
             return step(input_ids, seeds)
 
-    model.forward = forward
-    try:
-        yield model
-    finally:
-        del model.forward
-        if regularizer is not None:
-            delattr(model, REGULARIZER)
+    with ExitStack() as stack:
+        if not (sharded or model.is_gradient_checkpointing):
+            stack.enter_context(joined_projections(model))
+        model.forward = forward
+        try:
+            yield model
+        finally:
+            del model.forward
+            if regularizer is not None:
+                delattr(model, REGULARIZER)
+
+
+def gpu_options(replay: bool) -> dict[str, Any] | None:
+    """What the compiler is told on a GPU; ``replay`` is what its mode ``reduce-overhead`` stands for."""
+    known = torch._inductor.list_options()
+    options = {name: value for name, value in COMPILER_SETTINGS.items() if name in known}
+    return (options | {"triton.cudagraphs": True} if replay else options) or None
 
 
 def with_own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import Cell, Table
 from saobp.benchmarking.timing import Failure, Timing
 from saobp.refinement import Refinement
+from saobp.training.busy import LONG, Interval, Trace, Utilisation
 from saobp.training.models import build_model
 from saobp.training.objectives import objective_of
 from saobp.training.pretrain import new_model
@@ -85,6 +87,8 @@ class Stopwatch(TrainerCallback):
 
     def __init__(self) -> None:
         self.steps, self.seconds, self.start = 0, 0.0, 0.0
+        self.began = datetime.now()
+        self.timed: list[Interval] = []
         self.profiler: Any = None
         self.trace = False
 
@@ -94,7 +98,7 @@ class Stopwatch(TrainerCallback):
             if self.trace:
                 self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
                 self.profiler.start()
-            self.start = time.perf_counter()
+            self.began, self.start = datetime.now(), time.perf_counter()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         synchronize()
@@ -102,6 +106,8 @@ class Stopwatch(TrainerCallback):
         self.steps = state.global_step - WARM_UP
         if self.profiler is not None and self.trace:
             self.profiler.stop()
+        elif not self.trace:
+            self.timed.append((self.began, datetime.now()))
 
 
 @dataclass
@@ -117,13 +123,8 @@ class Contestant:
         self.trainer.train()
         return self.watch.seconds * 1000 / self.watch.steps
 
-    def idle_share(self, milliseconds: float, steps: int = PROFILED) -> float | None:
-        """Share of an ordinary step of so many milliseconds in which no kernel runs; None without a GPU.
-
-        Kernels are traced in steps of their own, because tracing slows launches down and makes the GPU wait.
-        """
-        if not torch.cuda.is_available():
-            return None
+    def trace(self, steps: int = PROFILED) -> Trace:
+        """The GPU's kernels in steps of their own: tracing slows launches down and makes the GPU wait."""
         self.watch.trace = True
         try:
             self.milliseconds(steps)
@@ -135,17 +136,7 @@ class Contestant:
             if event.device_type == torch.autograd.DeviceType.CUDA
             and not getattr(event, "is_user_annotation", False)
         ]
-        return max(0.0, 1 - covered_by(spans) / 1000 / steps / milliseconds)
-
-
-def covered_by(spans: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of spans."""
-    covered = reached = 0.0
-    for start, end in sorted(spans):
-        begin = max(start, reached) if covered else start
-        covered += max(0.0, end - begin)
-        reached = max(reached, end) if covered else end
-    return covered
+        return Trace.of(spans, steps)
 
 
 @contextmanager
@@ -235,7 +226,7 @@ def pretraining_speed(
     say: Callable[[str], object] = print,
     save: Callable[[Table], object] = lambda _: None,
 ) -> Table:
-    """One row per model: million tokens per second of every version, ratios, and idle time of ours.
+    """One row per model: million tokens per second of every version, ratios, and idle times of ours.
 
     A turn of a version takes about ``seconds``; no model is begun after ``limit`` seconds.
     """
@@ -249,15 +240,19 @@ def pretraining_speed(
         "collator in worker processes, dropout 0.1; transformers-0: the same without dropout. plain, high: "
         "the recipe of this project (head at predicted positions only, bfloat16 copies of the weights, "
         "vocabulary rounded up to a multiple of 64, masks drawn on the device, no dropout unless the name "
-        "says so). Idle: share of a step in which no kernel runs; the kernels' time is that of "
-        f"{PROFILED} traced steps."
+        "says so). "
+        f"kernels: of a step, with copies and fills, in {PROFILED} traced steps. idle %: share of a step in "
+        "which none of them runs, by their traced time in an untraced step; it is mostly the short gaps "
+        f"between neighbours. waiting %: gaps over {LONG:g} microseconds in the trace, where the GPU waits "
+        "for the program; tracing makes them longer, so this is an upper bound. NVML %: share of time with "
+        "some kernel running, as the driver says while nothing is traced."
     )
     start = time.monotonic()
     for name in names:
         if time.monotonic() - start > limit:
             table.notes.append(f"{name}: left out, because {limit:g} seconds had passed.")
-            continue
-        table.rows.append(_row(name, versions, compiled, turns, seconds, say))
+        else:
+            table.rows.append(_row(name, versions, compiled, turns, seconds, say))
         save(table)
     return table
 
@@ -281,6 +276,10 @@ def _row(
     )
     torch._dynamo.reset()
     with ExitStack() as stack:
+        utilisation: Utilisation | None = None
+        if torch.cuda.is_available():
+            gpu = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+            utilisation = stack.enter_context(Utilisation(gpu))
         ready: dict[str, Contestant] = {}
         failed: dict[str, Failure] = {}
         steps: dict[str, int] = {}
@@ -312,10 +311,15 @@ def _row(
             for other in ("transformers", "transformers-0"):
                 if other in timings:
                     cells[f"{version} / {other}"] = timings[other].over(timings[version])
-        for version in ours:
-            idle = ready[version].idle_share(timings[version].median)
-            if idle is not None:
-                cells[f"{version} idle %"] = 100 * idle
+        if utilisation is not None:
+            for version in ours:
+                traced = ready[version].trace()
+                cells[f"{version} kernels"] = round(traced.kernels)
+                cells[f"{version} idle %"] = 100 * traced.idle_share(timings[version].median)
+                cells[f"{version} waiting %"] = 100 * traced.waiting
+                busy = utilisation.share(ready[version].watch.timed[-turns:])
+                if busy is not None:
+                    cells[f"{version} NVML %"] = 100 * busy
         say(f"{name}: {cells}")
         return cells
 
