@@ -99,7 +99,10 @@ def run_forward(
 
 def run_sums(problem: Problem, query: Tensor, key: Tensor, strength: Tensor) -> Tensor:
     """Of what the backward pass needs, the part that does not depend on values."""
-    plan = plan_forward(problem, query, key, query, _add_sums)
+    looks = ("sums", sweep_block, *tensor_looks(query, key, None, strength, None, None, None))
+    plan = problem.plans.get(looks)
+    if plan is None:
+        plan = keep(problem.plans, looks, plan_forward(problem, query, key, query, _add_sums))
     saved = query.new_empty(plan.saved, dtype=torch.uint8)
     plan.series(query, key, query, strength, strength, strength, strength, query, saved)
     return saved
@@ -109,7 +112,10 @@ def run_output(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, saved: Tensor
 ) -> Tensor:
     """Refined rows times values, from sums known already; fills in the rest of what the backward pass needs."""
-    plan = plan_forward(problem, query, key, value, _add_output)
+    looks = ("output", sweep_block, *tensor_looks(query, key, value, strength, None, None, None))
+    plan = problem.plans.get(looks)
+    if plan is None:
+        plan = keep(problem.plans, looks, plan_forward(problem, query, key, value, _add_output))
     out = query.new_empty_strided(plan.sizes, plan.strides)
     plan.series(query, key, value, strength, strength, strength, strength, out, saved)
     return out
@@ -186,7 +192,11 @@ def run_value_gradient(
     problem: Problem, grad: Tensor, query: Tensor, key: Tensor, strength: Tensor, saved: Tensor
 ) -> Tensor:
     """The refined rows' transpose times a gradient."""
-    plan = plan_backward(problem, grad, query, key, grad, grad, only_values=True)
+    looks = ("value gradient", sweep_block, *tensor_looks(query, key, grad, strength, None, None, None))
+    plan = problem.plans.get(looks)
+    if plan is None:
+        made = plan_backward(problem, grad, query, key, grad, grad, only_values=True)
+        plan = keep(problem.plans, looks, made)
     dv = query.new_empty_strided(plan.sizes, plan.strides)
     scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
     plan.series(
