@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import saobp
 from saobp import Refinement
@@ -216,3 +217,25 @@ def test_the_compiler_takes_the_operator_of_inference_where_nothing_learns() -> 
     learned = compiled(query, key, value)
     assert ["short_refined_output" in graph for graph in graphs] == [True, False]
     assert torch.equal(found, learned)
+
+
+@pytest.mark.parametrize("way", ["refined_attention", "causal_refined_attention", "elemmul_attention"])
+def test_operators_past_autograd_are_still_seen_and_learn_nothing(way: str) -> None:
+    """Fake tensors, counters of work and the like watch operators from below autograd."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    options = {**varied(torch.float32)["plain"], "is_causal": way.startswith("causal")}
+    if way.startswith("elemmul"):
+        options["refinement"] = Refinement("elemmul")
+    expected = call({**options, "query": options["query"].requires_grad_()}, "fused")
+    with Watch(), torch.no_grad():
+        found = call(options, "fused")
+    assert f"saobp.{way}.default" in seen
+    assert expected.requires_grad
+    assert not found.requires_grad
+    assert torch.equal(found, expected)
