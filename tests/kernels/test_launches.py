@@ -1,19 +1,20 @@
-"""Launching: what is remembered between calls, for which calls it counts, and what the operators promise."""
+"""What is remembered between calls, for which calls it counts, and what the operators promise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from triton import knobs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import saobp
 from saobp import Refinement
-from saobp.kernels import short_launch, start
+from saobp.kernels import causal_launch, launch, short_launch
+from saobp.kernels.problem import Problem, kept_problem
 from saobp.kernels.short_operator import short_refined_attention, short_refined_output
 from saobp.testing.inputs import attention_inputs
 
@@ -22,156 +23,11 @@ DEVICE = "cuda" if GPU else "cpu"
 HIGH = Refinement("high", 0.2)
 
 
-class Binary:
-    """Stands for what Triton compiled: notes the launches that reach it directly."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[Any, ...]] = []
-
-    def run(self, *arguments: Any) -> None:
-        self.launches.append(arguments)
-
-
-class Kernel:
-    """Stands for a Triton kernel: each call through Triton is noted and gives the same binary."""
-
-    arg_names = ("x_ptr", "y_ptr", "length", "ROWS")
-
-    def __init__(self) -> None:
-        self.binary = Binary()
-        self.pre_run_hooks: list[Callable] = []
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., Binary]:
-        def call(*arguments: Any, **options: Any) -> Binary:
-            self.calls.append((grid, arguments, options))
-            return self.binary
-
-        return call
-
-
-class Driver:
-    """Stands for a machine with several GPUs and streams."""
-
-    def __init__(self) -> None:
-        self.device: int | None = None
-        self.stream = 7
-
-    @property
-    def active(self) -> Driver:
-        return self
-
-    def get_current_device(self) -> int | None:
-        return self.device
-
-    def get_current_stream(self, device: int | None) -> tuple[int | None, int]:
-        return device, self.stream
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    driver = Driver()
-    monkeypatch.setattr(start, "INTERPRETED", False)
-    monkeypatch.setattr(start, "driver", driver)
-    monkeypatch.setattr(start, "_launches", {})
-    return driver
-
-
-NUMBERS = {"length": 5, "ROWS": 16, "num_warps": 4, "maxnreg": None}
-
-
-def test_the_first_launch_goes_through_triton_and_the_next_to_its_binary(machine: Driver) -> None:
-    kernel, x, y = Kernel(), torch.zeros(4), torch.zeros(4)
-    launch = start.Launch(kernel, 3, NUMBERS, x.device)
-    launch(x, y)
-    assert kernel.calls == [((3,), (x, y, 5, 16), {"num_warps": 4, "maxnreg": None})]
-    assert not kernel.binary.launches
-    launch(x, y)
-    machine.stream = 8
-    launch(y, x)
-    assert len(kernel.calls) == 1
-    ahead, behind = ("function", "metadata", None, None, None), (5, 16)
-    assert kernel.binary.launches == [
-        (3, 1, 1, (None, 7), *ahead, x.data_ptr(), y.data_ptr(), *behind),
-        (3, 1, 1, (None, 8), *ahead, y.data_ptr(), x.data_ptr(), *behind),
-    ]
-
-
-@pytest.mark.usefixtures("machine")
-def test_every_alignment_has_a_binary_of_its_own() -> None:
-    kernel, x = Kernel(), torch.zeros(16)
-    launch = start.Launch(kernel, 3, NUMBERS, x.device)
-    for first, second in [(x, x), (x[1:], x), (x, x[1:]), (x[4:], x)]:
-        launch(first, second)
-    assert [len(kernel.calls), len(kernel.binary.launches)] == [3, 1]  # four floats on is aligned again
-
-
-@pytest.mark.usefixtures("machine")
-def test_profilers_are_told_of_every_launch() -> None:
-    kernel, x = Kernel(), torch.zeros(4)
-    launch = start.Launch(kernel, 3, NUMBERS, x.device)
-    launch(x, x)
-    note = lambda *_: None  # noqa: E731
-    knobs.runtime.launch_enter_hook.add(note)
-    try:
-        launch(x, x)
-    finally:
-        knobs.runtime.launch_enter_hook.remove(note)
-    kernel.pre_run_hooks.append(note)
-    launch(x, x)
-    assert [len(kernel.calls), len(kernel.binary.launches)] == [3, 0]
-    kernel.pre_run_hooks.clear()
-    launch(x, x)
-    assert [len(kernel.calls), len(kernel.binary.launches)] == [3, 1]
-
-
-def test_tensors_on_another_gpu_are_served_there(machine: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def switched(device: torch.device) -> Iterator[None]:
-        before, machine.device = machine.device, device.index
-        yield
-        machine.device = before
-
-    monkeypatch.setattr(torch.cuda, "device", switched)
-    machine.device = 0
-    kernel, x = Kernel(), torch.zeros(4)
-    launch = start.Launch(kernel, 3, NUMBERS, torch.device("cuda", 1))
-    launch(x, x)
-    launch(x, x)
-    assert machine.device == 0
-    assert kernel.binary.launches[0][3] == (1, 7)
-
-
-@pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [("length", 6), ("ROWS", 32), ("num_warps", 8), ("maxnreg", 168), ("y_ptr", torch.zeros(4).half())],
-)
-def test_a_kernel_starts_at_once_only_where_nothing_changed(name: str, changed: Any) -> None:
-    kernel = Kernel()
-    arguments = {**NUMBERS, "x_ptr": torch.zeros(4), "y_ptr": torch.zeros(4)}
-    for given in (arguments, arguments, {**arguments, name: changed}):
-        start.start_kernel(kernel, 3, **given)
-    assert [len(kernel.calls), len(kernel.binary.launches)] == [2, 1]
-    start.start_kernel(kernel, 4, **arguments)
-    assert [len(kernel.calls), len(kernel.binary.launches)] == [3, 1]
-
-
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "MOST_KEPT", 3)
-    shelf: dict[Any, int] = {}
-    for number in range(10):
-        assert start.keep(shelf, number, number) == number
-        assert len(shelf) <= 3
-
-
-def varied() -> dict[str, dict[str, Any]]:
+def varied(dtype: torch.dtype = torch.float16) -> dict[str, dict[str, Any]]:
     """Calls that differ in one thing each, on values that are the same where they can be."""
-    plain = attention_inputs(2, 2, 16, 16, dtype=torch.float16, device=DEVICE)
+    plain = attention_inputs(2, 2, 16, 16, dtype=dtype, device=DEVICE)
     states = {"query": plain.query, "key": plain.key, "value": plain.value}
-    shifted = torch.empty(plain.query.numel() + 1, dtype=torch.float16, device=DEVICE)[1:]
+    shifted = torch.empty(plain.query.numel() + 1, dtype=dtype, device=DEVICE)[1:]
     shifted = shifted.view(plain.query.shape).copy_(plain.query)
     strength = torch.tensor([0.1, 0.4], device=DEVICE)
     mask = torch.ones(2, 16, dtype=torch.bool, device=DEVICE)
@@ -208,6 +64,60 @@ def test_calls_in_turn_do_not_get_each_others_plan(name: str) -> None:
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
 
 
+def learned(options: dict[str, Any], backend: str, laid_out: str = "rows first") -> list[Tensor]:
+    """Output and gradients, for a gradient of the output in one layout or another."""
+    leaves = [options[name].detach().requires_grad_() for name in ("query", "key", "value")]
+    out = call({**options, **dict(zip(("query", "key", "value"), leaves, strict=True))}, backend)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
+    if laid_out == "heads first":
+        grad = grad.contiguous()
+    elif laid_out == "rows first":
+        grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
+    else:
+        grad = grad.mT.contiguous().mT
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["long", "causal"])
+@pytest.mark.parametrize("name", [name for name in varied() if name != "plain"])
+def test_plans_of_several_sweeps_are_for_their_calls_alone(name: str, is_causal: bool) -> None:
+    """In float32 sequences of any length go the way of long ones."""
+    calls = varied(torch.float32)
+    for options in (calls["plain"], calls[name], calls["plain"], calls[name]):
+        options = {**options, "is_causal": is_causal}
+        for found, expected in zip(learned(options, "fused"), learned(options, "reference"), strict=True):
+            torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("way", ["long", "causal", "elemmul"])
+def test_plans_are_for_one_layout_of_gradients(way: str) -> None:
+    options = {**varied(torch.float32)["plain"], "is_causal": way == "causal"}
+    if way == "elemmul":
+        options["refinement"] = Refinement("elemmul")
+    expected = learned(options, "reference")
+    for laid_out in ("heads first", "rows first", "columns first", "heads first"):
+        for found, right in zip(learned(options, "fused", laid_out), expected, strict=True):
+            torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["long", "causal"])
+def test_plans_of_several_sweeps_are_kept_with_their_problem(is_causal: bool) -> None:
+    kept_problem.cache_clear()
+    options = {**varied(torch.float32)["plain"], "is_causal": is_causal}
+    made = []
+    for _ in range(3):
+        learned(options, "fused")
+        bound = -math.expm1(-0.2)
+        problem = Problem.of(options["query"], options["key"], None, None, 16, 0.25, 0.0, 1.0, True, bound)
+        made.append(list(problem.plans.values()))
+    assert len(made[0]) == 2  # forward and backward
+    assert all(one is other for later in made[1:] for one, other in zip(made[0], later, strict=True))
+    learned(options, "fused", "heads first")
+    assert len(problem.plans) == 3
+    kept_problem.cache_clear()
+    assert not Problem.of(options["query"], options["key"], None, None, 16, 0.25, 0.0, 1.0, True, bound).plans
+
+
 def test_plans_are_shared_by_calls_that_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: dict[Any, Any] = {}
     monkeypatch.setattr(short_launch, "_plans", plans)
@@ -221,6 +131,17 @@ def test_plans_are_shared_by_calls_that_look_alike(monkeypatch: pytest.MonkeyPat
     for _ in range(2):
         call({"query": query, "key": key, "value": value}, "fused").sum().backward()
     assert len(plans) == len(calls) - len(alike) + 2  # forward that saves, and backward
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("pieces", [launch.saved_pieces, causal_launch.saved_pieces], ids=["long", "causal"])
+def test_what_is_saved_has_no_gaps(pieces: Any, dtype: torch.dtype) -> None:
+    """The compiler's checks compare what an operator gives byte by byte; nobody writes to a gap."""
+    query = torch.empty(1, 3, 131, 5, dtype=dtype)
+    for bound in (0.0, 0.18):
+        problem = Problem.of(query, query, None, None, 131, 1.0, 0.0, 1.0, True, bound)
+        places, size = pieces(problem)
+        assert size == sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in places.values())
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -296,3 +217,25 @@ def test_the_compiler_takes_the_operator_of_inference_where_nothing_learns() -> 
     learned = compiled(query, key, value)
     assert ["short_refined_output" in graph for graph in graphs] == [True, False]
     assert torch.equal(found, learned)
+
+
+@pytest.mark.parametrize("way", ["refined_attention", "causal_refined_attention", "elemmul_attention"])
+def test_operators_past_autograd_are_still_seen_and_learn_nothing(way: str) -> None:
+    """Fake tensors, counters of work and the like watch operators from below autograd."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    options = {**varied(torch.float32)["plain"], "is_causal": way.startswith("causal")}
+    if way.startswith("elemmul"):
+        options["refinement"] = Refinement("elemmul")
+    expected = call({**options, "query": options["query"].requires_grad_()}, "fused")
+    with Watch(), torch.no_grad():
+        found = call(options, "fused")
+    assert f"saobp.{way}.default" in seen
+    assert expected.requires_grad
+    assert not found.requires_grad
+    assert torch.equal(found, expected)

@@ -12,7 +12,7 @@ from saobp.kernels.elemmul_operator import elemmul_attention
 from saobp.kernels.fused import POTTS
 from saobp.kernels.operator import refined_attention
 from saobp.kernels.problem import is_short
-from saobp.kernels.registered import learns, refuse_tangents
+from saobp.kernels.registered import learns, output_of, refuse_tangents
 from saobp.kernels.short_operator import short_refined_attention, short_refined_output
 from saobp.refinement import Refinement
 
@@ -47,9 +47,10 @@ def fused_attention(
     strength = strength.contiguous()
     if padding_mask is not None:
         padding_mask = padding_mask.contiguous()
+    learning = learns(query, key, value, strength)
     if refinement.factor == "elemmul":
-        out, *_ = elemmul_attention(query, key, value, padding_mask, cumulative_lengths, longest, scale)
-        return out
+        states = (query, key, value, padding_mask, cumulative_lengths, longest, scale)
+        return output_of(elemmul_attention, states, learning=learning)
     sign, hears = POTTS[refinement.factor]
     known = strongest is not None and not strength.requires_grad
     bound = -math.expm1(-sign * strongest) if known else 0.0  # type: ignore[operator]
@@ -59,9 +60,9 @@ def fused_attention(
         longest, scale, dropout_p, sign, hears, bound,
     )  # fmt: skip
     if is_causal:
-        return causal_refined_attention(*arguments)[0]
+        return output_of(causal_refined_attention, arguments, learning=learning)
     if not is_short(longest, dim, query.dtype):
-        return refined_attention(*arguments)[0]
-    if learns(query, key, value, strength):
+        return output_of(refined_attention, arguments, learning=learning)
+    if learning:
         return short_refined_attention(*arguments)[0]
     return short_refined_output(*arguments)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saobp.kernels import causal, causal_backward, causal_weak, causal_weak_backward, gradient_parts
-from saobp.kernels.launch import scale_gradient
+from saobp.kernels import (
+    causal,
+    causal_backward,
+    causal_rows,
+    causal_weak,
+    causal_weak_backward,
+    gradient_parts,
+)
+from saobp.kernels.launch import STATES, Plan, add_scaled_gradients
 from saobp.kernels.problem import (
     Block,
     Problem,
     ceil_div,
-    empty_states,
     given,
+    named_strides,
     next_power,
     resources,
     strides,
+    tensor_looks,
 )
-from saobp.kernels.start import start_kernel
+from saobp.kernels.start import Piece, Series, keep, lay_out
 
 SPAN = 8192
 """Rows whose keys' sums are held at once, a multiple of a tile's rows: bounded, so memory is linear in length."""
@@ -78,174 +86,207 @@ def row_blocks(problem: Problem) -> int:
     return ceil_div(problem.longest, causal_block(problem, "output").rows)
 
 
-def saved_shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Shapes of what the backward pass needs besides the output: lse, heard, belief, lowest; in float32 two parts."""
+def saved_pieces(problem: Problem) -> tuple[dict[str, Piece], int]:
+    """What the backward pass needs besides the output, in one buffer; in float32 numbers have two parts."""
+    floats, rows = torch.float32, problem.lse_shape
     lowest = problem.sequences * problem.heads * row_blocks(problem) if is_weak(problem) else 0
-    return problem.lse_shape, problem.lse_shape if problem.hears else (0,), problem.lse_shape, (lowest,)
+    return lay_out("saved", {
+        "lse": (rows, floats), "heard": (rows if problem.hears else (0,), floats),
+        "belief": (rows, floats), "lowest": ((lowest,), floats),
+    }, apart=4)  # fmt: skip
 
 
-def lowest_numbers(problem: Problem, lowest: Tensor) -> dict[str, Any]:
-    """Where kernels find out which heads, or blocks of rows, need care."""
-    return {
-        "lowest_ptr": lowest, "lowest_blocks": row_blocks(problem), "lowest_sum": problem.lowest_sum,
-        "LOWEST_BLOCKS": next_power(row_blocks(problem)), "CHECKED": is_weak(problem) and problem.may_underflow,
-    }  # fmt: skip
-
-
-def sums(problem: Problem, device: torch.device, numbers: int) -> Tensor:
-    """``[batch, heads, slots, length, numbers]``: so many numbers per block of a span's rows and key."""
-    shape = (
-        problem.batch,
-        problem.heads,
-        span_slots(problem),
-        problem.length,
-        numbers if problem.hears else 0,
-    )
-    return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def programs(problem: Problem, tokens: int, step: int) -> int:
-    """One program for every ``step`` of so many tokens, for every head of every sequence."""
-    return ceil_div(tokens, step) * problem.sequences * problem.heads
-
-
-def span_blocks(block: Block, tokens: int, step: int) -> dict[str, Any]:
-    return {"blocks": ceil_div(tokens, step), "ROWS": block.rows, "KEYS": block.keys, **resources(block)}
-
-
-@lru_cache
-def _names(kernel: Any) -> frozenset[str]:
-    return frozenset(kernel.arg_names)
-
-
-def start_sweep(
-    kernel: Any, problem: Problem, block: Block, tokens: int, step: int, **arguments: Any
-) -> None:
-    """A sweep with a program for every ``step`` of so many tokens, and those of the arguments that it takes."""
-    taken = {name: value for name, value in arguments.items() if name in _names(kernel)}
-    start_kernel(kernel, programs(problem, tokens, step), **taken, **span_blocks(block, tokens, step))
+def sums_shape(problem: Problem) -> tuple[int, ...]:
+    """One number per block of a span's rows and key."""
+    slots = span_slots(problem) if problem.hears else 0
+    return (problem.batch, problem.heads, slots, problem.length)
 
 
 def run_causal_forward(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output and what the backward pass needs: lse, heard, belief, lowest."""
-    out = empty_states(problem, query)
-    lse, heard, belief, lowest = (
-        torch.empty(shape, dtype=torch.float32, device=query.device) for shape in saved_shapes(problem)
-    )
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output, and in one buffer what the backward pass needs."""
+    looks = ("causal", causal_block, SPAN, *tensor_looks(query, key, value, strength, mask, cu, seed))
+    plan = problem.plans.get(looks)
+    if plan is None:
+        plan = keep(problem.plans, looks, plan_forward(problem, query, key, value))
+    out = query.new_empty_strided(plan.sizes, plan.strides)
+    saved = query.new_empty(plan.saved, dtype=torch.uint8)
+    scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
+    plan.series(
+        query, key, value, strength, given(mask, strength), given(cu, strength), given(seed, strength),
+        out, saved, scratch,
+    )  # fmt: skip
+    return out, saved
+
+
+def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Plan:
+    saved, saved_size = saved_pieces(problem)
+    scratch, scratch_size = lay_out("scratch", {"past": (sums_shape(problem), torch.float32)})
+    sweeps = Sweeps(problem, Series(query.device, (*STATES, "out", "saved", "scratch"), saved | scratch))
+    numbers = _numbers(problem, query, key, value)
     weak = is_weak(problem)
-    common: dict[str, Any] = {
-        "q_ptr": query, "k_ptr": key, "v_ptr": value, "out_ptr": out, "strength_ptr": strength,
-        "mask_ptr": given(mask, strength), "cu_ptr": given(cu, strength), "seed_ptr": given(seed, strength),
-        "lse_ptr": lse, "past_ptr": sums(problem, query.device, 1), "heard_ptr": heard, "belief_ptr": belief,
-        **strides("q", query), **strides("k", key), **strides("v", value), **strides("o", out),
-        **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
-        **lowest_numbers(problem, lowest), "low_plane": problem.low_plane, "slots": span_slots(problem),
-        "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
-    }  # fmt: skip
-    block = causal_block(problem, "row_sums")
-    start_sweep(causal.causal_row_sums, problem, block, problem.longest, block.rows, **common)
+    sweeps.over_rows(causal.causal_row_sums, "row_sums", problem.longest, numbers)
     for start, stop in spans(problem):
-        common |= {"span_start": start, "span_stop": stop}
-        if problem.hears:
-            kernel = causal_weak.weak_messages if weak else causal.earlier_messages
-            block = causal_block(problem, "weak_messages" if weak else "earlier_messages")
-            start_sweep(kernel, problem, block, stop, block.keys, **common)
+        numbers |= {"span_start": start, "span_stop": stop}
+        if problem.hears and weak:
+            sweeps.over_keys(causal_weak.weak_messages, "weak_messages", stop, numbers)
+        elif problem.hears:
+            sweeps.over_keys(causal.earlier_messages, "earlier_messages", stop, numbers)
         if weak:
-            block = causal_block(problem, "weak_output")
-            start_sweep(causal_weak.weak_output, problem, block, stop - start, block.rows, **common)
+            sweeps.over_rows(causal_weak.weak_output, "weak_output", stop - start, numbers)
         if needs_care(problem):
-            block = causal_block(problem, "output")
-            start_sweep(causal.causal_output, problem, block, stop - start, block.rows, **common)
-    return out, lse, heard, belief, lowest
+            sweeps.over_rows(causal.causal_output, "output", stop - start, numbers)
+    return Plan(sweeps.series, problem.states_shape, problem.states_strides, saved_size, scratch_size)
+
+
+class Sweeps(NamedTuple):
+    """Adds sweeps over so many tokens to a series: a program for each block of rows, or of keys, of every head."""
+
+    problem: Problem
+    series: Series
+
+    def over_rows(self, kernel: Any, sweep: str, tokens: int, numbers: dict[str, Any], **named: str) -> None:
+        block = causal_block(self.problem, sweep)
+        self._add(kernel, block, tokens, block.rows, numbers, named)
+
+    def over_keys(self, kernel: Any, sweep: str, tokens: int, numbers: dict[str, Any], **named: str) -> None:
+        block = causal_block(self.problem, sweep)
+        self._add(kernel, block, tokens, block.keys, numbers, named)
+
+    def _add(
+        self, kernel: Any, block: Block, tokens: int, step: int, numbers: dict[str, Any], named: dict[str, str]
+    ) -> None:  # fmt: skip
+        count = ceil_div(tokens, step)
+        sizes = {"blocks": count, "ROWS": block.rows, "KEYS": block.keys, **resources(block)}
+        programs = count * self.problem.sequences * self.problem.heads
+        self.series.add(kernel, programs, numbers | sizes, **named)
+
+
+def _numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """What the sweeps share; with it kernels find out which heads, or blocks of rows, need care."""
+    own = problem.states_strides
+    return {
+        **strides("q", query), **strides("k", key), **strides("v", value), **named_strides("o", own), **named_strides("d", own),
+        **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
+        "low_plane": problem.low_plane, "slots": span_slots(problem), "scale": problem.scale,
+        "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
+        "lowest_blocks": row_blocks(problem), "LOWEST_BLOCKS": next_power(row_blocks(problem)),
+        "lowest_sum": problem.lowest_sum, "CHECKED": is_weak(problem) and problem.may_underflow,
+    }  # fmt: skip
 
 
 def run_causal_backward(
     problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
-    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
-    out: Tensor, lse: Tensor, heard: Tensor, belief: Tensor, lowest: Tensor,
+    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None, out: Tensor, saved: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv with one key head per query head, and the gradient of gamma row by row, unless it is weak."""
-    dq = empty_states(problem, query)
-    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    own, dgamma = (torch.empty(problem.rows_shape, **floats) for _ in range(2))
+    looks = (
+        "causal backward", causal_block, SPAN, grad.stride(), grad.dtype, out.stride(),
+        *tensor_looks(query, key, value, strength, mask, cu, seed),
+    )  # fmt: skip
+    plan = problem.plans.get(looks)
+    if plan is None:
+        plan = keep(problem.plans, looks, plan_backward(problem, grad, query, key, value, out))
+    dq = query.new_empty_strided(plan.sizes, plan.strides)
+    dk, dv = [query.new_empty_strided(plan.sizes, plan.strides, dtype=plan.keys_dtype) for _ in range(2)]
+    dgamma = query.new_empty(problem.rows_shape, dtype=torch.float32)
+    scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
+    plan.series(
+        query, key, value, strength, given(mask, strength), given(cu, strength), given(seed, strength),
+        grad, out, saved, dq, dk, dv, dgamma, scratch,
+    )  # fmt: skip
+    if plan.keys_dtype != query.dtype:
+        dk, dv = dk.to(query.dtype), dv.to(query.dtype)
+    return dq, dk, dv, dgamma
+
+
+def plan_backward(
+    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+) -> Plan:
     in_spans = spans(problem)
     # Over several spans dK and dV are summed up in memory, so in float32.
-    exact = torch.empty((), **floats) if len(in_spans) > 1 else query
-    dk, dv = (empty_states(problem, exact) for _ in range(2))
+    keys_dtype = torch.float32 if len(in_spans) > 1 else query.dtype
+    dk_sums = "dk" if keys_dtype == torch.float32 else "dk_sums"
+    weak, careful = is_weak(problem), needs_care(problem)
+    scratch, size = _scratch_pieces(problem, query.dtype, dk_sums)
     # One way pairs the sums, the other keeps them apart; each is done with them before the other begins.
-    both_sums = sums(problem, query.device, 2)
-    past, later = both_sums.view(2, -1)
-    common: dict[str, Any] = {
-        "q_ptr": query, "k_ptr": key, "v_ptr": value, "strength_ptr": strength,
-        "mask_ptr": given(mask, strength), "cu_ptr": given(cu, strength), "seed_ptr": given(seed, strength),
-        "lse_ptr": lse, "belief_ptr": belief, "heard_ptr": heard.clone(),
-        "sums_ptr": both_sums, "past_ptr": past, "later_ptr": later,
-        "dq_ptr": dq, "dv_ptr": dv, "strength_grad_ptr": dgamma,
-        **strides("q", query), **strides("k", key), **strides("v", value), **strides("d", dq),
-        **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
-        **lowest_numbers(problem, lowest), "low_plane": problem.low_plane, "slots": span_slots(problem),
-        "scale": problem.scale, "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
-    }  # fmt: skip
-    ways = []
-    if is_weak(problem):
-        scaled = scale_gradient(problem, grad, out, torch.exp2(-belief[0]), cu)
-        dk_sums = dk if dk.dtype == torch.float32 else empty_states(problem, own)
-        common["pairs_ptr"] = torch.stack((lse[0], scaled.delta), -1)
-        common["term_pairs_ptr"] = torch.empty_like(common["pairs_ptr"])
-        ways.append((_weak_span, scaled.gradient, scaled.delta, dk_sums))
-    if needs_care(problem):
-        ways.append((_careful_span, grad, _row_products(problem, grad, out, cu, own), dk))
+    pieces = saved_pieces(problem)[0] | scratch | {"sums": scratch["past"]}
+    series = Series(query.device, BACKWARD_TENSORS, pieces)
+    sweeps = Sweeps(problem, series)
+    _add_preparations(series, problem, grad, out)
+    numbers = _numbers(problem, query, key, value)
+    weak_numbers = numbers | named_strides("g", problem.states_strides)
+    careful_numbers = numbers | strides("g", grad)
     for start, stop in reversed(in_spans):
-        common |= {"span_start": start, "span_stop": stop, "LAST": stop == problem.longest}
-        for way, gradient, delta, keys_sums in ways:
-            states = {"grad_ptr": gradient, "delta_ptr": delta, "own_ptr": own, "dk_ptr": keys_sums}
-            way(problem, common | states | strides("g", gradient))
-    if is_weak(problem):
-        block = causal_block(problem, "weak_prior_gradient")
-        start_sweep(
-            causal_weak_backward.weak_prior_gradient, problem, block, problem.longest, block.keys,
-            **common, **strides("s", dk_sums), dk_sums_ptr=dk_sums, dk_ptr=dk,
+        span = {"span_start": start, "span_stop": stop, "LAST": stop == problem.longest}
+        if weak:
+            _add_weak_span(sweeps, weak_numbers | span, dk_sums)
+        if careful:
+            _add_careful_span(sweeps, careful_numbers | span)
+    if weak:
+        sweeps.over_keys(
+            causal_weak_backward.weak_prior_gradient, "weak_prior_gradient", problem.longest,
+            numbers | named_strides("s", problem.states_strides), dk_sums=dk_sums,
         )  # fmt: skip
-    return dq, dk.to(query.dtype), dv.to(query.dtype), dgamma
+    return Plan(series, problem.states_shape, problem.states_strides, scratch=size, keys_dtype=keys_dtype)
 
 
-def _careful_span(problem: Problem, common: dict[str, Any]) -> None:
-    start, stop = common["span_start"], common["span_stop"]
-    block = causal_block(problem, "value_gradient")
-    start_sweep(causal_backward.causal_value_gradient, problem, block, stop, block.keys, **common)
-    block = causal_block(problem, "query_gradient")
-    start_sweep(causal_backward.causal_query_gradient, problem, block, stop - start, block.rows, **common)
-    block = causal_block(problem, "key_gradient")
-    start_sweep(causal_backward.causal_key_gradient, problem, block, stop, block.keys, **common)
+BACKWARD_TENSORS = (*STATES, "grad", "out", "saved", "dq", "dk", "dv", "strength_grad", "scratch")
 
 
-def _weak_span(problem: Problem, common: dict[str, Any]) -> None:
-    start, stop = common["span_start"], common["span_stop"]
-    block = causal_block(problem, "weak_climb")
-    start_sweep(
-        causal_weak_backward.weak_climb,
-        problem,
-        block,
-        stop,
-        block.keys,
-        **common,
-        after_ptr=common["own_ptr"],
-    )
-    block = causal_block(problem, "weak_query_gradient")
-    start_sweep(causal_weak_backward.weak_query_gradient, problem, block, stop - start, block.rows, **common)
+def _scratch_pieces(problem: Problem, dtype: torch.dtype, dk_sums: str) -> tuple[dict[str, Piece], int]:
+    floats, rows, states = torch.float32, problem.rows_shape, problem.states_shape
+    pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "past": (sums_shape(problem), floats), "later": (sums_shape(problem), floats), "own": (rows, floats),
+        "heard_left": (problem.lse_shape if problem.hears else (0,), floats), "inverse": ((0,), floats),
+    }  # fmt: skip
+    if is_weak(problem):
+        pieces |= {
+            "inverse": (rows, floats), "scaled": (states, dtype), "delta": (rows, floats),
+            "pairs": ((*rows, 2), floats), "term_pairs": ((*rows, 2), floats),
+        }  # fmt: skip
+        if dk_sums == "dk_sums":
+            pieces["dk_sums"] = (states, floats)
+    if needs_care(problem):
+        pieces["careful_delta"] = (rows, floats)
+    return lay_out("scratch", pieces)
 
 
-def _row_products(problem: Problem, grad: Tensor, out: Tensor, cu: Tensor | None, like: Tensor) -> Tensor:
-    """D = rowsum(dO * O)."""
-    delta = torch.empty_like(like)
-    start_kernel(
-        gradient_parts.row_products, programs(problem, problem.longest, 128),
-        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, like), delta_ptr=delta,
-        **strides("g", grad), **strides("o", out),
-        heads=problem.heads, length=problem.length, blocks=ceil_div(problem.longest, 128), ROWS=128,
-        DIM=problem.dim, BLOCK_DIM=problem.constants["BLOCK_DIM"], PACKED=problem.packed,
+def _add_preparations(series: Series, problem: Problem, grad: Tensor, out: Tensor) -> None:
+    """What sweeps need row by row."""
+    weak, size = is_weak(problem), 1024
+    if problem.hears:
+        count = math.prod(problem.lse_shape)
+        numbers = {"count": count, "SIZE": size, "WEAK": weak}
+        series.add(causal_rows.prepared_rows, ceil_div(count, size), numbers)
+    if weak:
+        # The parts of D are not for these sweeps.
+        add_scaled_gradients(series, problem, grad, out, in_parts=False, parts="scaled", power="delta")
+        count = math.prod(problem.rows_shape)
+        series.add(causal_rows.paired_rows, ceil_div(count, size), {"count": count, "SIZE": size})
+    if needs_care(problem):
+        numbers = {
+            **strides("g", grad), **strides("o", out), **problem.numbers, **problem.constants,
+            "blocks": ceil_div(problem.longest, 128), "ROWS": 128,
+        }  # fmt: skip
+        series.add(gradient_parts.row_products, problem.programs(128), numbers, delta="careful_delta")
+
+
+def _add_weak_span(sweeps: Sweeps, numbers: dict[str, Any], dk_sums: str) -> None:
+    start, stop = numbers["span_start"], numbers["span_stop"]
+    sweeps.over_keys(
+        causal_weak_backward.weak_climb, "weak_climb", stop, numbers,
+        grad="scaled", heard="heard_left", after="own", dk=dk_sums,
     )  # fmt: skip
-    return delta
+    kernel = causal_weak_backward.weak_query_gradient
+    sweeps.over_rows(kernel, "weak_query_gradient", stop - start, numbers, grad="scaled")
+
+
+def _add_careful_span(sweeps: Sweeps, numbers: dict[str, Any]) -> None:
+    start, stop = numbers["span_start"], numbers["span_stop"]
+    named = {"delta": "careful_delta", "heard": "heard_left"}
+    sweeps.over_keys(causal_backward.causal_value_gradient, "value_gradient", stop, numbers, **named)
+    sweeps.over_rows(causal_backward.causal_query_gradient, "query_gradient", stop - start, numbers, **named)
+    sweeps.over_keys(causal_backward.causal_key_gradient, "key_gradient", stop, numbers, **named)

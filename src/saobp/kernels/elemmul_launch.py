@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 from saobp.kernels import elemmul, elemmul_backward, sums
-from saobp.kernels.launch import sweep_block
-from saobp.kernels.problem import Block, Problem, blocks, ceil_div, empty_states, given, strides
-from saobp.kernels.start import start_kernel
+from saobp.kernels.launch import Plan, sweep_block
+from saobp.kernels.problem import (
+    Block,
+    Problem,
+    blocks,
+    ceil_div,
+    given,
+    named_strides,
+    strides,
+    tensor_looks,
+)
+from saobp.kernels.start import Piece, Series, keep, lay_out
 
 
 def elemmul_problem(
@@ -36,129 +45,109 @@ def elemmul_block(problem: Problem, sweep: str) -> Block:
     return small if problem.dim <= 64 else middle if problem.dim <= 128 else large
 
 
+def saved_pieces(problem: Problem) -> tuple[dict[str, Piece], int]:
+    """What the backward pass needs besides the output, in one buffer; a centre is as wide as a tile."""
+    floats, rows = torch.float32, problem.rows_shape
+    return lay_out("saved", {
+        "gathered": (problem.states_shape, problem.dtype), "lse": (problem.lse_shape, floats),
+        "received": (rows, floats), "inverse": (rows, floats), "centre": (centre_shape(problem), floats),
+    }, apart=4)  # fmt: skip
+
+
+def centre_shape(problem: Problem) -> tuple[int, int, int]:
+    """One row per head of each sequence."""
+    return problem.sequences, problem.heads, problem.constants["BLOCK_DIM"]
+
+
 def run_elemmul(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output and what the backward pass needs: lse, centre, gathered, received, inverse."""
-    out, gathered = (empty_states(problem, query) for _ in range(2))
-    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    lse = torch.empty(problem.lse_shape, **floats)
-    received, inverse = (torch.empty(query.shape[:3], **floats) for _ in range(2))
-    centre = torch.empty(centre_shape(problem), **floats)
-    common = _common(problem, query, key, mask, cu, lse)
+) -> tuple[Tensor, Tensor]:
+    """Output, and in one buffer what the backward pass needs."""
+    looks = ("elemmul", sweep_block, elemmul_block, *tensor_looks(query, key, value, None, mask, cu, None))
+    plan = problem.plans.get(looks)
+    if plan is None:
+        plan = keep(problem.plans, looks, plan_forward(problem, query, key, value))
+    out = query.new_empty_strided(plan.sizes, plan.strides)
+    saved = query.new_empty(plan.saved, dtype=torch.uint8)
+    plan.series(query, key, value, given(mask, saved), given(cu, saved), out, saved)
+    return out, saved
 
+
+def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Plan:
+    pieces, size = saved_pieces(problem)
+    series = Series(query.device, ("q", "k", "v", "mask", "cu", "out", "saved"), pieces)
+    numbers = _numbers(problem, query, key, value) | {"ANCHORED": problem.dtype == torch.float16}
     block = sweep_block(problem, "row_sums")
-    start_kernel(
-        sums.row_sums,
-        problem.programs(block.rows),
-        **common,
-        **blocks(problem, block, block.rows, block.keys),
-    )
-    _find_centre(problem, value, mask, cu, centre, REAL=True)
-    gathers: dict[str, Any] = {
-        "centre_ptr": centre, "gathered_ptr": gathered, "received_ptr": received, **strides("m", gathered),
-        "ANCHORED": problem.dtype == torch.float16,
-    }  # fmt: skip
-    block = elemmul_block(problem, "gathered_values")
-    start_kernel(
-        elemmul.gathered_values,
-        problem.programs(block.keys),
-        **common,
-        **gathers,
-        **blocks(problem, block, block.keys),
-        v_ptr=value,
-        **strides("v", value),
-    )
-    block = elemmul_block(problem, "elemmul_output")
-    start_kernel(
-        elemmul.elemmul_output, problem.programs(block.rows),
-        **common, **gathers, **blocks(problem, block, block.rows),
-        out_ptr=out, inverse_ptr=inverse, **strides("o", out),
-    )  # fmt: skip
-    return out, lse, centre, gathered, received, inverse
+    own = blocks(problem, block, block.rows, block.keys)
+    series.add(sums.row_sums, problem.programs(block.rows), numbers | own)
+    _add_centre(series, problem, value, REAL=True, x="v")
+    _add_sweep(series, problem, elemmul.gathered_values, numbers)
+    _add_sweep(series, problem, elemmul.elemmul_output, numbers, by_rows=True)
+    return Plan(series, problem.states_shape, problem.states_strides, saved=size)
 
 
 def run_elemmul_backward(
     problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None,
-    out: Tensor, lse: Tensor, centre: Tensor, gathered: Tensor, received: Tensor, inverse: Tensor,
+    out: Tensor, saved: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv with one key head per query head."""
-    dq, dk, dv, d_gathered = (empty_states(problem, query) for _ in range(4))
-    delta, offset, key_delta, mass, inverse_received, prior_delta = (torch.empty_like(inverse) for _ in range(6))  # fmt: skip
-    d_centre = torch.empty_like(centre)
-    _find_centre(problem, grad, mask, cu, d_centre, REAL=False)
-    constants = problem.constants
-    start_kernel(
-        elemmul_backward.row_terms, problem.programs(64),
-        grad_ptr=grad, out_ptr=out, v_ptr=value, cu_ptr=given(cu, lse), centre_ptr=centre, d_centre_ptr=d_centre,
-        delta_ptr=delta, offset_ptr=offset, **strides("g", grad), **strides("o", out), **strides("v", value),
-        heads=problem.heads, group=problem.group, length=problem.length, blocks=ceil_div(problem.longest, 64),
-        ROWS=64, DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], PACKED=problem.packed,
+    looks = (
+        "elemmul backward", elemmul_block, grad.stride(), grad.dtype, out.stride(),
+        *tensor_looks(query, key, value, None, mask, cu, None),
     )  # fmt: skip
-    common = _common(problem, query, key, mask, cu, lse)
-    common |= {
-        "grad_ptr": grad, "received_ptr": received, "inverse_ptr": inverse, "delta_ptr": delta,
-        "d_gathered_ptr": d_gathered, "key_delta_ptr": key_delta, "mass_ptr": mass, "inverse_received_ptr": inverse_received,
-        **strides("g", grad), **strides("m", d_gathered),
-    }  # fmt: skip
-    block = elemmul_block(problem, "gathered_gradient")
-    start_kernel(
-        elemmul_backward.gathered_gradient,
-        problem.programs(block.keys),
-        **common,
-        **blocks(problem, block, block.keys),
-        centre_ptr=centre,
-        d_centre_ptr=d_centre,
-    )
-    common |= {
-        "offset_ptr": offset, "v_ptr": value, "gathered_ptr": gathered, "prior_delta_ptr": prior_delta, "scale": problem.scale,
-        **strides("v", value), **strides("d", dq),
-    }  # fmt: skip
-    block = elemmul_block(problem, "row_gradients")
-    start_kernel(
-        elemmul_backward.row_gradients,
-        problem.programs(block.rows),
-        **common,
-        **blocks(problem, block, block.rows),
-        d_centre_ptr=d_centre,
-        dq_ptr=dq,
-        dv_ptr=dv,
-    )
-    block = elemmul_block(problem, "elemmul_key_gradient")
-    start_kernel(
-        elemmul_backward.elemmul_key_gradient,
-        problem.programs(block.keys),
-        **common,
-        **blocks(problem, block, block.keys),
-        dk_ptr=dk,
-    )
+    plan = problem.plans.get(looks)
+    if plan is None:
+        plan = keep(problem.plans, looks, plan_backward(problem, grad, query, key, value, out))
+    dq, dk, dv = [query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3)]
+    scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
+    plan.series(
+        query, key, value, given(mask, saved), given(cu, saved), grad, out, saved, dq, dk, dv, scratch
+    )  # fmt: skip
     return dq, dk, dv
 
 
-def centre_shape(problem: Problem) -> tuple[int, int, int]:
-    """One row per head of each sequence, as wide as a tile."""
-    return problem.sequences, problem.heads, problem.constants["BLOCK_DIM"]
+def plan_backward(
+    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+) -> Plan:
+    vectors = ("delta", "offset", "key_delta", "mass", "inverse_received", "prior_delta")
+    scratch, size = lay_out("scratch", {
+        "d_gathered": (problem.states_shape, query.dtype), "d_centre": (centre_shape(problem), torch.float32),
+        **dict.fromkeys(vectors, (problem.rows_shape, torch.float32)),
+    })  # fmt: skip
+    tensors = ("q", "k", "v", "mask", "cu", "grad", "out", "saved", "dq", "dk", "dv", "scratch")
+    series = Series(query.device, tensors, saved_pieces(problem)[0] | scratch)
+    numbers = _numbers(problem, query, key, value) | strides("g", grad)
+    _add_centre(series, problem, grad, REAL=False, x="grad", centre="d_centre")
+    own = {**strides("o", out), "blocks": ceil_div(problem.longest, 64), "ROWS": 64}
+    series.add(elemmul_backward.row_terms, problem.programs(64), numbers | own)
+    _add_sweep(series, problem, elemmul_backward.gathered_gradient, numbers)
+    _add_sweep(series, problem, elemmul_backward.row_gradients, numbers, by_rows=True)
+    _add_sweep(series, problem, elemmul_backward.elemmul_key_gradient, numbers)
+    return Plan(series, problem.states_shape, problem.states_strides, scratch=size)
 
 
-def _find_centre(
-    problem: Problem, states: Tensor, mask: Tensor | None, cu: Tensor | None, centre: Tensor, REAL: bool
+def _add_sweep(
+    series: Series, problem: Problem, kernel: Any, numbers: dict[str, Any], *, by_rows: bool = False
 ) -> None:
-    constants = problem.constants
-    start_kernel(
-        elemmul.centres, problem.sequences * problem.heads,
-        x_ptr=states, mask_ptr=given(mask, centre), cu_ptr=given(cu, centre), centre_ptr=centre,
-        **strides("x", states), heads=problem.heads, group=problem.heads // states.shape[1], length=problem.length,
-        DIM=constants["DIM"], BLOCK_DIM=constants["BLOCK_DIM"], ROWS=64, REAL=REAL,
-        MASKED=problem.masked, PACKED=problem.packed,
-    )  # fmt: skip
+    block = elemmul_block(problem, kernel.__name__)
+    gridded = block.rows if by_rows else block.keys
+    series.add(kernel, problem.programs(gridded), numbers | blocks(problem, block, gridded))
 
 
-def _common(
-    problem: Problem, query: Tensor, key: Tensor, mask: Tensor | None, cu: Tensor | None, lse: Tensor
-) -> dict[str, Any]:
-    """What every sweep needs to find its sequence and recompute the prior rows."""
+def _add_centre(series: Series, problem: Problem, states: Tensor, *, REAL: bool, **named: str) -> None:
+    numbers = {
+        **problem.numbers, **problem.constants, **strides("x", states),
+        "group": problem.heads // states.shape[1], "ROWS": 64, "REAL": REAL,
+    }  # fmt: skip
+    series.add(elemmul.centres, problem.sequences * problem.heads, numbers, **named)
+
+
+def _numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """What the sweeps share."""
+    own = problem.states_strides
     return {
-        "q_ptr": query, "k_ptr": key, "mask_ptr": given(mask, lse), "cu_ptr": given(cu, lse), "lse_ptr": lse,
-        **strides("q", query), **strides("k", key), **problem.numbers, **problem.constants,
-        "low_plane": problem.low_plane, "PRECISE": problem.precise,
+        **strides("q", query), **strides("k", key), **strides("v", value),
+        **named_strides("m", own), **named_strides("o", own), **named_strides("d", own),
+        **problem.numbers, **problem.constants,
+        "low_plane": problem.low_plane, "PRECISE": problem.precise, "scale": problem.scale,
     }  # fmt: skip

@@ -7,33 +7,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels.elemmul_launch import centre_shape, elemmul_problem, run_elemmul, run_elemmul_backward
+from saobp.kernels.elemmul_launch import elemmul_problem, run_elemmul, run_elemmul_backward, saved_pieces
 from saobp.kernels.problem import empty_states
 from saobp.kernels.registered import differentiable, registered
 
 
 def _fake_forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None, longest: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     problem = elemmul_problem(query, key, mask, cu, longest, scale)
-    out, gathered = (empty_states(problem, query) for _ in range(2))
-    lse = query.new_empty(problem.lse_shape, dtype=torch.float32)
-    centre = query.new_empty(centre_shape(problem), dtype=torch.float32)
-    received, inverse = (query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(2))
-    return out, lse, centre, gathered, received, inverse
+    return empty_states(problem, query), query.new_empty(saved_pieces(problem)[1], dtype=torch.uint8)
 
 
 @registered("elemmul_attention", _fake_forward)
 def elemmul_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None, longest: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     problem = elemmul_problem(query, key, mask, cu, longest, scale)
     return run_elemmul(problem, query, key, value, mask, cu)
 
 
 def _fake_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None,
-    out: Tensor, lse: Tensor, centre: Tensor, gathered: Tensor, received: Tensor, inverse: Tensor, longest: int, scale: float,
+    out: Tensor, saved: Tensor, longest: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     problem = elemmul_problem(query, key, mask, cu, longest, scale)
     dq, dk, dv = (empty_states(problem, query) for _ in range(3))
@@ -43,12 +39,10 @@ def _fake_backward(
 @registered("elemmul_attention_backward", _fake_backward)
 def elemmul_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu: Tensor | None,
-    out: Tensor, lse: Tensor, centre: Tensor, gathered: Tensor, received: Tensor, inverse: Tensor, longest: int, scale: float,
+    out: Tensor, saved: Tensor, longest: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     problem = elemmul_problem(query, key, mask, cu, longest, scale)
-    return run_elemmul_backward(
-        problem, grad, query, key, value, mask, cu, out, lse, centre, gathered, received, inverse
-    )
+    return run_elemmul_backward(problem, grad, query, key, value, mask, cu, out, saved)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

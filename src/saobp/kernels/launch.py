@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,8 +10,18 @@ import torch
 from torch import Tensor
 
 from saobp.kernels import backward, forward, gradient_parts, sums
-from saobp.kernels.problem import Block, Problem, blocks, ceil_div, empty_states, given, next_power, strides
-from saobp.kernels.start import start_kernel
+from saobp.kernels.problem import (
+    Block,
+    Problem,
+    blocks,
+    ceil_div,
+    given,
+    named_strides,
+    next_power,
+    strides,
+    tensor_looks,
+)
+from saobp.kernels.start import Piece, Series, keep, lay_out
 
 
 def sweep_block(problem: Problem, sweep: str) -> Block:
@@ -42,195 +53,198 @@ def lowest_blocks(problem: Problem) -> int:
     return ceil_div(problem.longest, sweep_block(problem, "refined_output").rows)
 
 
+class Plan(NamedTuple):
+    """What calls that look alike share: their launches, the layout of states that they fill, bytes of buffers."""
+
+    series: Series
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    saved: int = 0
+    scratch: int = 0
+    keys_dtype: torch.dtype | None = None
+
+
+STATES = ("q", "k", "v", "strength", "mask", "cu", "seed")
+"""Tensors of a call, in the order of all functions here."""
+
+
+def saved_pieces(problem: Problem) -> tuple[dict[str, Piece], int]:
+    """What the backward pass needs besides the output, and the peaks of what blocks of keys hear."""
+    floats, rows = torch.float32, problem.rows_shape
+    keys = rows if problem.hears else (0,)
+    lowest = problem.sequences * problem.heads * lowest_blocks(problem)
+    peaks = problem.programs(sweep_block(problem, "column_messages").keys) if problem.hears else 0
+    return lay_out("saved", {
+        "lse": (problem.lse_shape, floats), "heard": (keys, floats), "anchor": (rows, floats), "inverse": (rows, floats),
+        "lowest": ((lowest,), floats), "peak": ((peaks,), floats), "weight": (keys, problem.weight_dtype),
+    }, apart=4)  # fmt: skip
+
+
 def run_forward(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output and what the backward pass needs: lse, heard, weight, anchor, inverse, lowest."""
-    known = run_sums(problem, query, key, strength, mask, cu)
-    out, *rows = run_output(problem, query, key, value, strength, mask, cu, seed, *known)
-    return out, *known, *rows  # type: ignore[return-value]
-
-
-def run_sums(
-    problem: Problem, query: Tensor, key: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What does not depend on values: lse of the rows, heard and weight of the keys."""
-    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    lse = torch.empty(problem.lse_shape, **floats)
-    keys_shape = problem.rows_shape if problem.hears else 0
-    heard = torch.empty(keys_shape, **floats)
-    weight = torch.empty(keys_shape, dtype=problem.weight_dtype, device=query.device)
-    common = _scores(problem, query, key, strength, mask, cu)
-    common |= {"lse_ptr": lse, "low_plane": problem.low_plane, "PRECISE": problem.precise}
-    block = sweep_block(problem, "row_sums")
-    start_kernel(
-        sums.row_sums, problem.programs(block.rows), **common, **blocks(problem, block, block.rows, block.keys)
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output, and in one buffer what the backward pass needs."""
+    looks = ("forward", sweep_block, *tensor_looks(query, key, value, strength, mask, cu, seed))
+    plan = problem.plans.get(looks)
+    if plan is None:
+        plan = keep(problem.plans, looks, plan_forward(problem, query, key, value, _add_sums, _add_output))
+    out = query.new_empty_strided(plan.sizes, plan.strides)
+    saved = query.new_empty(plan.saved, dtype=torch.uint8)
+    plan.series(
+        query, key, value, strength, given(mask, strength), given(cu, strength), given(seed, strength), out, saved
     )  # fmt: skip
-    if problem.hears:
-        block = sweep_block(problem, "column_messages")
-        count = ceil_div(problem.longest, block.keys)
-        peak = torch.empty(problem.programs(block.keys), **floats)
-        start_kernel(
-            sums.column_messages, problem.programs(block.keys),
-            **common, **blocks(problem, block, block.keys, block.rows), **problem.message_numbers,
-            strength_ptr=strength, heard_ptr=heard, peak_ptr=peak,
-        )  # fmt: skip
-        start_kernel(
-            sums.key_weights, problem.programs(block.keys),
-            heard_ptr=heard, peak_ptr=peak, weight_ptr=weight, cu_ptr=given(cu, strength), heads=problem.heads,
-            length=problem.length, blocks=count, KEYS=block.keys, BLOCKS=next_power(count),
-            PACKED=problem.packed,
-        )  # fmt: skip
-    return lse, heard, weight
+    return out, saved
+
+
+def run_sums(problem: Problem, query: Tensor, key: Tensor, strength: Tensor) -> Tensor:
+    """Of what the backward pass needs, the part that does not depend on values."""
+    looks = ("sums", sweep_block, *tensor_looks(query, key, None, strength, None, None, None))
+    plan = problem.plans.get(looks)
+    if plan is None:
+        plan = keep(problem.plans, looks, plan_forward(problem, query, key, query, _add_sums))
+    saved = query.new_empty(plan.saved, dtype=torch.uint8)
+    plan.series(query, key, query, strength, strength, strength, strength, query, saved)
+    return saved
 
 
 def run_output(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
-    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None, lse: Tensor, heard: Tensor, weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Refined rows times values, and of the rows: anchor, inverse, lowest."""
-    out = empty_states(problem, query)
-    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    anchor, inverse = (torch.empty(problem.rows_shape, **floats) for _ in range(2))
-    lowest = torch.empty(problem.sequences * problem.heads * lowest_blocks(problem), **floats)
-    common = _scores(problem, query, key, strength, mask, cu) | {
-        "v_ptr": value, "out_ptr": out, "strength_ptr": strength, "seed_ptr": given(seed, strength),
-        "lse_ptr": lse, "heard_ptr": heard, "weight_ptr": weight,
-        "anchor_ptr": anchor, "inverse_ptr": inverse, "lowest_ptr": lowest,
-        **strides("v", value), **strides("o", out), **problem.drop_numbers, **problem.message_numbers,
-        "low_plane": problem.low_plane, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
-    }  # fmt: skip
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, saved: Tensor
+) -> Tensor:
+    """Refined rows times values, from sums known already; fills in the rest of what the backward pass needs."""
+    looks = ("output", sweep_block, *tensor_looks(query, key, value, strength, None, None, None))
+    plan = problem.plans.get(looks)
+    if plan is None:
+        plan = keep(problem.plans, looks, plan_forward(problem, query, key, value, _add_output))
+    out = query.new_empty_strided(plan.sizes, plan.strides)
+    plan.series(query, key, value, strength, strength, strength, strength, out, saved)
+    return out
+
+
+def plan_forward(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *steps: Callable[[Series, Problem, dict[str, Any]], None]
+) -> Plan:  # fmt: skip
+    pieces, size = saved_pieces(problem)
+    series = Series(query.device, (*STATES, "out", "saved"), pieces)
+    numbers = _numbers(problem, query, key, value) | named_strides("o", problem.states_strides)
+    for add_step in steps:
+        add_step(series, problem, numbers)
+    return Plan(series, problem.states_shape, problem.states_strides, saved=size)
+
+
+def _add_sums(series: Series, problem: Problem, numbers: dict[str, Any]) -> None:
+    block = sweep_block(problem, "row_sums")
+    own = blocks(problem, block, block.rows, block.keys)
+    series.add(sums.row_sums, problem.programs(block.rows), numbers | own)
+    if not problem.hears:
+        return
+    block = sweep_block(problem, "column_messages")
+    programs, count = problem.programs(block.keys), ceil_div(problem.longest, block.keys)
+    series.add(sums.column_messages, programs, numbers | blocks(problem, block, block.keys, block.rows))
+    own = {"blocks": count, "KEYS": block.keys, "BLOCKS": next_power(count)}
+    series.add(sums.key_weights, programs, numbers | own)
+
+
+def _add_output(series: Series, problem: Problem, numbers: dict[str, Any]) -> None:
     block = sweep_block(problem, "refined_output")
-    start_kernel(
-        forward.refined_output, problem.programs(block.rows),
-        **common, **blocks(problem, block, block.rows, block.keys), HEARS=problem.hears,
-    )  # fmt: skip
+    programs = problem.programs(block.rows)
+    series.add(forward.refined_output, programs, numbers | blocks(problem, block, block.rows, block.keys))
     if problem.may_underflow:  # repeats what did
-        rows = block.rows
-        start_kernel(
-            forward.careful_output, problem.programs(rows),
-            **common, **blocks(problem, Block(rows, 32, stages=1), rows, 32), lowest_sum=problem.lowest_sum,
-        )  # fmt: skip
-    return out, anchor, inverse, lowest
+        own = blocks(problem, Block(block.rows, 32, stages=1), block.rows, 32)
+        series.add(forward.careful_output, programs, numbers | own)
 
 
-def _scores(
-    problem: Problem, query: Tensor, key: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None
-) -> dict[str, Any]:
-    """What every sweep needs to recompute scores."""
+def _numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """What the sweeps share."""
+    lowest = lowest_blocks(problem)
     return {
-        "q_ptr": query, "k_ptr": key, "mask_ptr": given(mask, strength), "cu_ptr": given(cu, strength),
-        **strides("q", query), **strides("k", key), **problem.numbers, **problem.constants,
+        **strides("q", query), **strides("k", key), **strides("v", value), **problem.numbers, **problem.constants,
+        **problem.drop_numbers, **problem.message_numbers, "low_plane": problem.low_plane, "scale": problem.scale,
+        "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0, "POWER": problem.splits_inverse,
+        "lowest_blocks": lowest, "LOWEST_BLOCKS": next_power(lowest), "lowest_sum": problem.lowest_sum,
+        "CHECKED": problem.may_underflow,
     }  # fmt: skip
 
 
 def run_backward(
     problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
-    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
-    out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor, lowest: Tensor,
+    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None, out: Tensor, saved: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv with one key head per query head, and the gradient of gamma in parts ``[..., heads, ...]``."""
-    dq, dk = (empty_states(problem, query) for _ in range(2))
-    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    dgamma, row_term = (torch.empty(problem.rows_shape, **floats) for _ in range(2))
-    states = (query, key, value, strength, mask, cu, seed, lse, heard, weight, anchor, inverse, lowest)
-    scaled = scale_gradient(problem, grad, out, inverse, cu)
-    dv, heard_grads = run_value_gradient(problem, scaled, *states)
-    common, ways = _gradients(problem, scaled, *states)
-    common |= strides("d", dq) | {"row_term_ptr": row_term}
-    block = sweep_block(problem, "query_gradient")
-    for way in ways:
-        start_kernel(
-            backward.query_gradient, problem.programs(block.rows),
-            **common, **way, **blocks(problem, block, block.rows, block.keys), **heard_grads,
-            inverse_ptr=inverse, dq_ptr=dq, strength_grad_ptr=dgamma,
-        )  # fmt: skip
-    block = sweep_block(problem, "key_gradient")
-    for way in ways:
-        start_kernel(
-            backward.key_gradient, problem.programs(block.keys),
-            **common, **way, **blocks(problem, block, block.keys, block.rows),
-            heard_grad_ptr=heard_grads["heard_grad_ptr"], dk_ptr=dk,
-        )  # fmt: skip
+    looks = (
+        "backward", sweep_block, grad.stride(), grad.dtype, out.stride(),
+        *tensor_looks(query, key, value, strength, mask, cu, seed),
+    )  # fmt: skip
+    plan = problem.plans.get(looks)
+    if plan is None:
+        plan = keep(problem.plans, looks, plan_backward(problem, grad, query, key, value, out))
+    dq, dk, dv = [query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3)]
+    dgamma = query.new_empty(problem.rows_shape, dtype=torch.float32)
+    scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
+    plan.series(
+        query, key, value, strength, given(mask, strength), given(cu, strength), given(seed, strength),
+        grad, out, saved, dq, dk, dv, dgamma, scratch,
+    )  # fmt: skip
     return dq, dk, dv, dgamma
 
 
-class ScaledGradient(NamedTuple):
-    """The output's gradient over the rows' normalisers; D of that, also in parts; powers of two kept apart."""
-
-    gradient: Tensor
-    delta: Tensor
-    parts: Tensor
-    power: Tensor
+def run_value_gradient(
+    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, strength: Tensor, saved: Tensor
+) -> Tensor:
+    """The refined rows' transpose times a gradient."""
+    looks = ("value gradient", sweep_block, *tensor_looks(query, key, grad, strength, None, None, None))
+    plan = problem.plans.get(looks)
+    if plan is None:
+        made = plan_backward(problem, grad, query, key, grad, grad, only_values=True)
+        plan = keep(problem.plans, looks, made)
+    dv = query.new_empty_strided(plan.sizes, plan.strides)
+    scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
+    plan.series(
+        query, key, grad, strength, strength, strength, strength, grad, grad, saved, dv, dv, dv, strength, scratch
+    )  # fmt: skip
+    return dv
 
 
 PARTS = 16
 """Columns of D's parts: the least that a product on the tensor cores takes."""
 
 
-def scale_gradient(
-    problem: Problem, grad: Tensor, out: Tensor, inverse: Tensor, cu: Tensor | None
-) -> ScaledGradient:
-    floats: dict[str, Any] = {"dtype": torch.float32, "device": grad.device}
-    gradient = empty_states(problem, grad)
-    delta = torch.empty(problem.rows_shape, **floats)
-    parts = torch.empty((*problem.rows_shape, PARTS), dtype=grad.dtype, device=grad.device)
-    power = torch.empty(problem.rows_shape if problem.splits_inverse else 0, **floats)
-    start_kernel(
-        gradient_parts.scaled_gradients, problem.programs(128),
-        grad_ptr=grad, out_ptr=out, cu_ptr=given(cu, inverse), inverse_ptr=inverse,
-        scaled_ptr=gradient, delta_ptr=delta, parts_ptr=parts, power_ptr=power,
-        **strides("g", grad), **strides("o", out), **strides("s", gradient), part_row=PARTS,
-        heads=problem.heads, length=problem.length, blocks=ceil_div(problem.longest, 128), ROWS=128,
-        DIM=problem.dim, BLOCK_DIM=problem.constants["BLOCK_DIM"], PACKED=problem.packed,
-        POWER=problem.splits_inverse, PRECISE=problem.precise,
-    )  # fmt: skip
-    return ScaledGradient(gradient, delta, parts, power)
+def plan_backward(
+    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, only_values: bool = False
+) -> Plan:  # fmt: skip
+    floats, own, rows = torch.float32, query.dtype, problem.rows_shape
+    scratch, size = lay_out("scratch", {
+        "scaled": (problem.states_shape, own), "delta": (rows, floats), "parts": ((*rows, PARTS), own),
+        "power": (rows if problem.splits_inverse else (0,), floats), "row_term": (rows, floats),
+        "heard_grad": (rows, floats), "heard_half": (rows if problem.precise == 0 else (0,), own),
+    })  # fmt: skip
+    tensors = (*STATES, "grad", "out", "saved", "dq", "dk", "dv", "strength_grad", "scratch")
+    series = Series(query.device, tensors, saved_pieces(problem)[0] | scratch)
+    add_scaled_gradients(series, problem, grad, out)
+    numbers = _numbers(problem, query, key, value) | {"part_row": PARTS}
+    numbers |= named_strides("g", problem.states_strides) | named_strides("d", problem.states_strides)
+    for sweep in (backward.value_gradient, backward.query_gradient, backward.key_gradient):
+        by_rows = sweep is backward.query_gradient
+        block = sweep_block(problem, sweep.__name__)
+        gridded, walked = (block.rows, block.keys) if by_rows else (block.keys, block.rows)
+        sizes, programs = blocks(problem, block, gridded, walked), problem.programs(gridded)
+        ways = [("weight", False), ("heard", True)] if problem.may_underflow else [("weight", False)]
+        for key_part, careful in ways:
+            series.add(
+                sweep, programs, numbers | sizes | {"CAREFUL": careful}, grad="scaled", key_part=key_part
+            )
+        if only_values:
+            break
+    return Plan(series, problem.states_shape, problem.states_strides, scratch=size)
 
 
-def run_value_gradient(
-    problem: Problem, scaled: ScaledGradient, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
-    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
-    lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor, lowest: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """dv, the refined rows' transpose times the gradient, and the gradients of what keys hear, by argument name."""
-    dv = empty_states(problem, query)
-    common, ways = _gradients(
-        problem, scaled, query, key, value, strength, mask, cu, seed, lse, heard, weight, anchor, inverse, lowest
-    )  # fmt: skip
-    heard_grads = {
-        "heard_grad_ptr": torch.empty(problem.rows_shape, dtype=torch.float32, device=query.device),
-        "heard_half_ptr": torch.empty(
-            problem.rows_shape if problem.precise == 0 else 0, dtype=query.dtype, device=query.device
-        ),
-    }
-    block = sweep_block(problem, "value_gradient")
-    for way in ways:
-        start_kernel(
-            backward.value_gradient, problem.programs(block.keys),
-            **common, **way, **strides("d", dv), **blocks(problem, block, block.keys, block.rows), **heard_grads,
-            parts_ptr=scaled.parts, part_row=PARTS, dv_ptr=dv,
-        )  # fmt: skip
-    return dv, heard_grads
-
-
-def _gradients(
-    problem: Problem, scaled: ScaledGradient, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
-    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
-    lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor, lowest: Tensor,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
-    """What every backward sweep needs, and the ways in which it is launched."""
-    common = _scores(problem, query, key, strength, mask, cu) | {
-        "v_ptr": value, "grad_ptr": scaled.gradient, "strength_ptr": strength, "seed_ptr": given(seed, strength),
-        **strides("v", value), **strides("g", scaled.gradient), **problem.drop_numbers, **problem.message_numbers,
-        "scale": problem.scale, "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
-        "lse_ptr": lse, "low_plane": problem.low_plane, "anchor_ptr": anchor, "delta_ptr": scaled.delta,
-        "power_ptr": scaled.power, "POWER": problem.splits_inverse,
-        "lowest_ptr": lowest, "lowest_blocks": lowest_blocks(problem), "LOWEST_BLOCKS": next_power(lowest_blocks(problem)),
-        "lowest_sum": problem.lowest_sum, "CHECKED": problem.may_underflow,
+def add_scaled_gradients(
+    series: Series, problem: Problem, grad: Tensor, out: Tensor, *, in_parts: bool = True, **named: str
+) -> None:
+    """The output's gradient over the rows' normalisers; D of that, also in parts; powers of two kept apart."""
+    numbers = {
+        **strides("g", grad), **strides("o", out), **named_strides("s", problem.states_strides), "part_row": PARTS,
+        **problem.numbers, **problem.constants, "blocks": ceil_div(problem.longest, 128), "ROWS": 128,
+        "POWER": problem.splits_inverse, "PRECISE": problem.precise if in_parts else 2,
     }  # fmt: skip
-    ways: list[dict[str, Any]] = [{"key_part_ptr": weight, "CAREFUL": False}]
-    if problem.may_underflow:
-        ways.append({"key_part_ptr": heard, "CAREFUL": True})
-    return common, ways
+    series.add(gradient_parts.scaled_gradients, problem.programs(128), numbers, **named)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels.launch import lowest_blocks, run_backward, run_forward
+from saobp.kernels.launch import run_backward, run_forward, saved_pieces
 from saobp.kernels.problem import Problem, empty_states
 from saobp.kernels.registered import differentiable, registered
 from saobp.refinement import MAX_STRENGTH
@@ -18,68 +18,37 @@ from saobp.refinement import MAX_STRENGTH
 def _fake_forward(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
-    out = empty_states(problem, query)
-    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    rows = (problem.batch, problem.heads, problem.length)
-    heard = torch.empty(rows if hears else 0, **floats)
-    weight = torch.empty(rows if hears else 0, dtype=problem.weight_dtype, device=query.device)
-    lowest = torch.empty(problem.sequences * problem.heads * lowest_blocks(problem), **floats)
-    return (
-        out,
-        torch.empty(problem.lse_shape, **floats),
-        heard,
-        weight,
-        torch.empty(rows, **floats),
-        torch.empty(rows, **floats),
-        lowest,
-    )
+    return empty_states(problem, query), query.new_empty(saved_pieces(problem)[1], dtype=torch.uint8)
 
 
 @registered("refined_attention", _fake_forward)
 def refined_attention(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
     return run_forward(problem, query, key, value, strength, mask, cu, seed)
 
 
-def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None,
-    cu: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor,
-    lowest: Tensor, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
-    dq, dk, dv = (empty_states(problem, query) for _ in range(3))
-    return dq, dk, dv, query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-@registered("refined_attention_backward", _fake_backward)
-def refined_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
-    seed: Tensor | None, out: Tensor, lse: Tensor, heard: Tensor, weight: Tensor, anchor: Tensor, inverse: Tensor, lowest: Tensor,
+def fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None,
+    cu: Tensor | None, seed: Tensor | None, out: Tensor, saved: Tensor,
     longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
-    return run_backward(
-        problem,
-        grad,
-        query,
-        key,
-        value,
-        strength,
-        mask,
-        cu,
-        seed,
-        out,
-        lse,
-        heard,
-        weight,
-        anchor,
-        inverse,
-        lowest,
-    )
+    dq, dk, dv = (empty_states(problem, query) for _ in range(3))
+    return dq, dk, dv, query.new_empty(problem.rows_shape, dtype=torch.float32)
+
+
+@registered("refined_attention_backward", fake_backward)
+def refined_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
+    seed: Tensor | None, out: Tensor, saved: Tensor,
+    longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound)
+    return run_backward(problem, grad, query, key, value, strength, mask, cu, seed, out, saved)
 
 
 def saved_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

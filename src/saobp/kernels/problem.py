@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -58,13 +58,19 @@ class Problem:
         """Shapes come up again and again, so problems are kept: their numbers are worked out once."""
         batch, heads, length, dim = query.shape
         sequences = batch if cu is None else cu.shape[0] - 1
-        group = heads // key.shape[1]
         fields = (
-            batch, sequences, heads, group, length, longest, dim, query.dtype,
+            batch, sequences, heads, heads // key.shape[1], length, longest, dim, query.dtype,
             scale, dropout, sign, hears, bound, mask is not None, cu is not None,
         )  # fmt: skip
-        plain = all(type(size) is int for size in (*query.shape, sequences, longest))
-        return kept_problem(*fields) if plain else cls(*fields)  # the compiler's symbols cannot be looked up
+        try:
+            return kept_problem(*fields)
+        except TypeError:  # the compiler's symbols cannot be looked up
+            return cls(*fields)
+
+    @cached_property
+    def plans(self) -> dict[Hashable, Any]:
+        """What was planned for this problem, by purpose and looks of the tensors; forgotten together with it."""
+        return {}
 
     @cached_property
     def precise(self) -> int:
@@ -97,6 +103,15 @@ class Problem:
     def rows_shape(self) -> tuple[int, int, int]:
         """One number per row, or per key, of every head."""
         return (self.batch, self.heads, self.length)
+
+    @property
+    def states_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.heads, self.length, self.dim)
+
+    @property
+    def states_strides(self) -> tuple[int, int, int, int]:
+        """Laid out as ``[batch, length, heads, dim]``, which models want next."""
+        return (self.length * self.heads * self.dim, self.dim, self.heads * self.dim, 1)
 
     @property
     def lowest_sum(self) -> float:
@@ -156,7 +171,7 @@ class Problem:
         }
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def kept_problem(*fields: Any) -> Problem:
     return Problem(*fields)
 
@@ -187,17 +202,31 @@ def parabola(function: Callable[[float], float], bound: float) -> tuple[float, f
 
 def strides(prefix: str, states: Tensor) -> dict[str, int]:
     """Batch, head and row strides of ``[batch, heads, length, dim]`` under a kernel's argument names."""
-    return {
-        f"{prefix}_batch": states.stride(0),
-        f"{prefix}_head": states.stride(1),
-        f"{prefix}_row": states.stride(2),
-    }
+    return named_strides(prefix, states.stride())
+
+
+def named_strides(prefix: str, numbers: Sequence[int]) -> dict[str, int]:
+    return {f"{prefix}_batch": numbers[0], f"{prefix}_head": numbers[1], f"{prefix}_row": numbers[2]}
 
 
 def empty_states(problem: Problem, like: Tensor) -> Tensor:
     """``[batch, heads, length, dim]`` laid out as ``[batch, length, heads, dim]``, which models want next."""
-    shape = (problem.batch, problem.length, problem.heads, problem.dim)
-    return torch.empty(shape, dtype=like.dtype, device=like.device).transpose(1, 2)
+    return like.new_empty_strided(problem.states_shape, problem.states_strides)
+
+
+def tensor_looks(
+    query: Tensor, key: Tensor, value: Tensor | None, strength: Tensor | None,
+    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
+) -> tuple[Hashable, ...]:  # fmt: skip
+    """All that launches for a problem depend on in its tensors, but the alignment of their addresses."""
+    return (
+        query.stride(), query.device, key.stride(), key.dtype, key.device,
+        value if value is None else (value.stride(), value.dtype, value.device),
+        strength if strength is None else (strength.dtype, strength.device),
+        mask if mask is None else (mask.dtype, mask.device),
+        cu if cu is None else (cu.dtype, cu.device),
+        seed if seed is None else (seed.dtype, seed.device),
+    )  # fmt: skip
 
 
 def given(tensor: Tensor | None, stand_in: Tensor) -> Tensor:

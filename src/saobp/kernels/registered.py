@@ -34,6 +34,16 @@ def learns(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def output_of(operator: OpOverload, arguments: tuple[Any, ...], *, learning: bool) -> Tensor:
+    """The first output of an operator; where nothing learns, past the layer that only gives it gradients."""
+    if learning or torch.compiler.is_compiling():
+        outputs: tuple[Tensor, ...] = operator(*arguments)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs = operator(*arguments)
+    return outputs[0]
+
+
 def refuse_tangents(*tensors: Tensor) -> None:
     """PyTorch takes an operator without forward-mode derivatives for a constant, and says nothing."""
     if forward_ad._current_level < 0:

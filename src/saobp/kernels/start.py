@@ -6,9 +6,10 @@ the numbers, from the types and the device of the tensors, and from the alignmen
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,35 +67,99 @@ class Launch:
         return self.kernel[(self.programs,)](*tensors, *self.numbers, **self.options)
 
 
-def is_watched(kernel: Any) -> bool:
+def is_watched(*kernels: Any) -> bool:
     """Whether someone asked Triton to be told of launches, as profilers do."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or kernel.pre_run_hooks)
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        return True
+    return any(kernel.pre_run_hooks for kernel in kernels)
 
 
-_launches: dict[Hashable, Launch] = {}
-_readers: dict[int, tuple[Any, itemgetter, itemgetter]] = {}
+class Piece(NamedTuple):
+    """A vector or a map inside a buffer of bytes, which is cheaper than a tensor of its own."""
+
+    buffer: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, buffer: Tensor) -> Tensor:
+        stop = self.start + math.prod(self.shape) * self.dtype.itemsize
+        return buffer[self.start : stop].view(self.dtype).view(self.shape)
 
 
-def start_kernel(kernel: Any, programs: int, **arguments: Any) -> None:
-    """Runs ``programs`` copies of a kernel; one whose numbers and types were seen before starts at once."""
-    place = id(kernel)  # Triton's own hash of a kernel takes a lock
-    _, pointers, numbers = _readers.get(place) or keep(_readers, place, (kernel, *readers(kernel)))
-    tensors = pointers(arguments)
-    key = (
-        place, programs, numbers(arguments), *[tensor.dtype for tensor in tensors], *[tensor.device for tensor in tensors],
-        *[arguments.get(option) for option in OPTIONS],
-    )  # fmt: skip
-    launch = _launches.get(key)
-    if launch is None:
-        launch = keep(_launches, key, Launch(kernel, programs, arguments, tensors[0].device))
-    launch(*tensors)
+def lay_out(
+    buffer: str, pieces: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, apart: int = 16
+) -> tuple[dict[str, Piece], int]:
+    """Where pieces of these shapes and types lie in a buffer, and its bytes.
+
+    They start at multiples of ``apart`` bytes: 16 is what Triton's fastest code asks for, 4 leaves no gaps, whose
+    bytes would differ from call to call, between pieces of float32.
+    """
+    places: dict[str, Piece] = {}
+    end = 0
+    for name, (shape, dtype) in pieces.items():
+        start = -(-end // apart) * apart
+        places[name] = Piece(buffer, start, shape, dtype)
+        end = start + math.prod(shape) * dtype.itemsize
+    return places, end
 
 
-def readers(kernel: Any) -> tuple[itemgetter, itemgetter]:
-    """How to take a kernel's tensors and its numbers from its arguments, in order; there are several of each."""
-    pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
-    return itemgetter(*pointers), itemgetter(*kernel.arg_names[len(pointers) :])
+class Series:
+    """Launches that follow each other on the same tensors and pieces of them: one look at addresses serves them all.
+
+    Tensors are named, in the order in which a call gives them, by the arguments of kernels less ``_ptr``.
+    """
+
+    def __init__(self, device: torch.device, tensors: Sequence[str], pieces: Mapping[str, Piece]) -> None:
+        self.device = device
+        self.launches: list[tuple[Launch, itemgetter]] = []
+        self.pieces = tuple(pieces.values())
+        self._kernels: list[Any] = []
+        self._names = (*tensors, *pieces)
+        self._starts = [(tensors.index(piece.buffer), piece.start) for piece in self.pieces]
+        self._ready: dict[tuple[int, ...], list[tuple[Any, ...]]] = {}
+
+    def add(self, kernel: Any, programs: int, numbers: Mapping[str, Any], **named: str) -> None:
+        """Adds a kernel with those of the numbers that it takes; ``named`` says what else an argument means."""
+        arguments = [name.removesuffix("_ptr") for name in kernel.arg_names if name.endswith("_ptr")]
+        places = [self._names.index(named.get(name, name)) for name in arguments]
+        self._kernels.append(kernel)
+        self.launches.append((Launch(kernel, programs, numbers, self.device), itemgetter(*places)))
+
+    def __call__(self, *tensors: Tensor) -> None:
+        if INTERPRETED:
+            self._by_triton(tensors)
+            return
+        gpu, place = driver.active, self.device.index
+        if place != gpu.get_current_device():
+            with torch.cuda.device(self.device):
+                self(*tensors)
+            return
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        alignment = tuple([address & 15 for address in addresses])
+        ready = self._ready.get(alignment)
+        if ready is None or is_watched(*self._kernels):
+            self._by_triton(tensors, alignment)
+            return
+        addresses += [addresses[buffer] + start for buffer, start in self._starts]
+        stream = gpu.get_current_stream(place)
+        for run, programs, function, metadata, pick, numbers in ready:
+            run(
+                programs, 1, 1, stream, function, metadata, None, None, None, *pick(addresses), *numbers
+            )  # fmt: skip
+
+    def _by_triton(self, tensors: tuple[Tensor, ...], alignment: tuple[int, ...] | None = None) -> None:
+        buffers = dict(zip(self._names, tensors, strict=False))
+        every = (*tensors, *[piece.view(buffers[piece.buffer]) for piece in self.pieces])
+        ready = []
+        for launch, pick in self.launches:
+            binary = launch._by_triton(pick(every))
+            if binary is not None:
+                found = (binary.run, launch.programs, binary.function, binary.packed_metadata)
+                ready.append((*found, pick, launch.numbers))
+        if alignment is not None and len(ready) == len(self.launches):
+            self._ready[alignment] = ready
 
 
 def keep(shelf: dict[Key, Kept], key: Key, made: Kept) -> Kept:

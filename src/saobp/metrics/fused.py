@@ -30,7 +30,7 @@ class FusedOperator:
         self, query: Tensor, key: Tensor, refinement: Refinement, strength: Tensor, *, scale: float
     ) -> None:
         """query and key ``[heads, tokens, dim]``; strength ``[heads]``."""
-        from saobp.kernels.launch import run_sums
+        from saobp.kernels.launch import run_sums, saved_pieces
         from saobp.kernels.problem import Problem
 
         sign, hears = POTTS[refinement.factor]
@@ -40,9 +40,11 @@ class FusedOperator:
         self.problem = Problem.of(query, key, None, None, query.shape[2], scale, 0.0, sign, hears, bound)
         self.states = (query, key)
         self.strength = strength
-        self.sums = run_sums(self.problem, query, key, strength, None, None)
-        self.row_parts: tuple[Tensor, Tensor, Tensor] | None = None
-        heard = self.sums[1] * math.log(2) if hears else None  # kernels count in powers of two
+        self.saved = run_sums(self.problem, query, key, strength)
+        self.rows_known = False
+        heard = None
+        if hears:  # kernels count in powers of two
+            heard = saved_pieces(self.problem)[0]["heard"].view(self.saved) * math.log(2)
         self.single_rows = TiledOperator(
             query[0], key[0], refinement, strength, Mask(), scale=scale, heard=heard
         )
@@ -67,24 +69,16 @@ class FusedOperator:
     def _spread(self, values: Tensor) -> Tensor:
         from saobp.kernels.launch import run_output
 
-        out, anchor, inverse, lowest = run_output(
-            self.problem, *self.states, values, self.strength, None, None, None, *self.sums
-        )
-        self.row_parts = anchor, inverse, lowest
+        out = run_output(self.problem, *self.states, values, self.strength, self.saved)
+        self.rows_known = True
         return out
 
     def _gather(self, states: Tensor) -> Tensor:
-        from saobp.kernels.launch import run_value_gradient, scale_gradient
+        from saobp.kernels.launch import run_value_gradient
 
-        if self.row_parts is None:
+        if not self.rows_known:
             self._spread(torch.zeros_like(states))
-        assert self.row_parts is not None
-        scaled = scale_gradient(self.problem, states, states, self.row_parts[1], None)
-        saved = (*self.sums, *self.row_parts)
-        product, _ = run_value_gradient(
-            self.problem, scaled, *self.states, states, self.strength, None, None, None, *saved
-        )
-        return product
+        return run_value_gradient(self.problem, states, *self.states, self.strength, self.saved)
 
 
 def can_fuse(query: Tensor, key: Tensor, refinement: Refinement, mask: Mask, scale: float) -> bool:

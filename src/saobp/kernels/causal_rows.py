@@ -1,0 +1,28 @@
+"""Small kernels before the strict causal backward sweeps: one number per row of every head, without tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prepared_rows(
+    heard_ptr, belief_ptr, heard_left_ptr, inverse_ptr, count, SIZE: tl.constexpr, WEAK: tl.constexpr
+):  # fmt: skip
+    """A copy of what keys hear, which sweeps then take back row by row; if WEAK, inverses of rows' normalisers."""
+    places = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    real = places < count
+    tl.store(heard_left_ptr + places, tl.load(heard_ptr + places, mask=real), mask=real)
+    if WEAK:
+        belief = tl.load(belief_ptr + places, mask=real, other=0.0)
+        tl.store(inverse_ptr + places, tl.exp2(-belief), mask=real)
+
+
+@triton.jit
+def paired_rows(lse_ptr, delta_ptr, pairs_ptr, count, SIZE: tl.constexpr):
+    """Log-sum-exp and D of a row side by side ``[rows, 2]``: the climb reads both at once."""
+    places = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    real = places < count
+    tl.store(pairs_ptr + places * 2, tl.load(lse_ptr + places, mask=real), mask=real)
+    tl.store(pairs_ptr + places * 2 + 1, tl.load(delta_ptr + places, mask=real), mask=real)
