@@ -27,18 +27,17 @@ Key = TypeVar("Key", bound=Hashable)
 Kept = TypeVar("Kept")
 
 
-class Launch:
-    """A kernel with its numbers, for tensors of known types on one device: what is left to give are these tensors.
+class Prepared:
+    """Something to launch on tensors of known types on one device.
 
-    The first call with addresses of an alignment goes through Triton, which compiles. Later ones go to the binary at
+    The first call with addresses of an alignment goes through Triton, which compiles. Later ones go to the binaries at
     once, with addresses in place of tensors.
     """
 
-    def __init__(self, kernel: Any, programs: int, numbers: Mapping[str, Any], device: torch.device) -> None:
-        self.kernel, self.programs, self.device = kernel, programs, device
-        self.numbers = tuple(numbers[name] for name in kernel.arg_names if not name.endswith("_ptr"))
-        self.options = {name: numbers[name] for name in OPTIONS if name in numbers}
-        self._ready: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._kernels: list[Any] = []
+        self._ready: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         if INTERPRETED:
@@ -52,19 +51,38 @@ class Launch:
         addresses = [tensor.data_ptr() for tensor in tensors]
         alignment = tuple([address & 15 for address in addresses])
         ready = self._ready.get(alignment)
-        if ready is None or is_watched(self.kernel):
-            binary = self._by_triton(tensors)
-            if binary is not None:
-                self._ready[alignment] = (binary.run, binary.function, binary.packed_metadata)
+        if ready is not None and not is_watched(*self._kernels):
+            self._at_once(ready, addresses, gpu.get_current_stream(place))
             return
-        run, function, metadata = ready
-        run(
-            self.programs, 1, 1, gpu.get_current_stream(place), function, metadata,
-            None, None, None, *addresses, *self.numbers,
-        )  # fmt: skip
+        ready = self._by_triton(tensors)
+        if ready is not None:
+            self._ready[alignment] = ready
 
     def _by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
-        return self.kernel[(self.programs,)](*tensors, *self.numbers, **self.options)
+        """Launches, and gives what a later call needs, if Triton tells."""
+        raise NotImplementedError
+
+    def _at_once(self, ready: Any, addresses: list[int], stream: int) -> None:
+        raise NotImplementedError
+
+
+class Launch(Prepared):
+    """A kernel with its numbers: what is left to give are its tensors."""
+
+    def __init__(self, kernel: Any, programs: int, numbers: Mapping[str, Any], device: torch.device) -> None:
+        super().__init__(device)
+        self._kernels.append(kernel)
+        self.kernel, self.programs = kernel, programs
+        self.numbers = tuple(numbers[name] for name in kernel.arg_names if not name.endswith("_ptr"))
+        self.options = {name: numbers[name] for name in OPTIONS if name in numbers}
+
+    def _by_triton(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any, Any] | None:
+        binary = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.options)
+        return None if binary is None else (binary.run, binary.function, binary.packed_metadata)
+
+    def _at_once(self, ready: tuple[Any, Any, Any], addresses: Sequence[int], stream: int) -> None:
+        run, function, metadata = ready
+        run(self.programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *self.numbers)
 
 
 def is_watched(*kernels: Any) -> bool:
@@ -105,20 +123,18 @@ def lay_out(
     return places, end
 
 
-class Series:
+class Series(Prepared):
     """Launches that follow each other on the same tensors and pieces of them: one look at addresses serves them all.
 
     Tensors are named, in the order in which a call gives them, by the arguments of kernels less ``_ptr``.
     """
 
     def __init__(self, device: torch.device, tensors: Sequence[str], pieces: Mapping[str, Piece]) -> None:
-        self.device = device
+        super().__init__(device)
         self.launches: list[tuple[Launch, itemgetter]] = []
         self.pieces = tuple(pieces.values())
-        self._kernels: list[Any] = []
         self._names = (*tensors, *pieces)
         self._starts = [(tensors.index(piece.buffer), piece.start) for piece in self.pieces]
-        self._ready: dict[tuple[int, ...], list[tuple[Any, ...]]] = {}
 
     def add(self, kernel: Any, programs: int, numbers: Mapping[str, Any], **named: str) -> None:
         """Adds a kernel with those of the numbers that it takes; ``named`` says what else an argument means."""
@@ -127,39 +143,16 @@ class Series:
         self._kernels.append(kernel)
         self.launches.append((Launch(kernel, programs, numbers, self.device), itemgetter(*places)))
 
-    def __call__(self, *tensors: Tensor) -> None:
-        if INTERPRETED:
-            self._by_triton(tensors)
-            return
-        gpu, place = driver.active, self.device.index
-        if place != gpu.get_current_device():
-            with torch.cuda.device(self.device):
-                self(*tensors)
-            return
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        alignment = tuple([address & 15 for address in addresses])
-        ready = self._ready.get(alignment)
-        if ready is None or is_watched(*self._kernels):
-            self._by_triton(tensors, alignment)
-            return
-        addresses += [addresses[buffer] + start for buffer, start in self._starts]
-        stream = gpu.get_current_stream(place)
-        for run, programs, function, metadata, pick, numbers in ready:
-            run(
-                programs, 1, 1, stream, function, metadata, None, None, None, *pick(addresses), *numbers
-            )  # fmt: skip
-
-    def _by_triton(self, tensors: tuple[Tensor, ...], alignment: tuple[int, ...] | None = None) -> None:
+    def _by_triton(self, tensors: tuple[Tensor, ...]) -> list[Any] | None:
         buffers = dict(zip(self._names, tensors, strict=False))
         every = (*tensors, *[piece.view(buffers[piece.buffer]) for piece in self.pieces])
-        ready = []
-        for launch, pick in self.launches:
-            binary = launch._by_triton(pick(every))
-            if binary is not None:
-                found = (binary.run, launch.programs, binary.function, binary.packed_metadata)
-                ready.append((*found, pick, launch.numbers))
-        if alignment is not None and len(ready) == len(self.launches):
-            self._ready[alignment] = ready
+        ready = [launch._by_triton(pick(every)) for launch, pick in self.launches]
+        return None if None in ready else ready
+
+    def _at_once(self, ready: list[Any], addresses: list[int], stream: int) -> None:
+        addresses += [addresses[buffer] + start for buffer, start in self._starts]
+        for (launch, pick), one in zip(self.launches, ready, strict=True):
+            launch._at_once(one, pick(addresses), stream)
 
 
 def keep(shelf: dict[Key, Kept], key: Key, made: Kept) -> Kept:
