@@ -30,7 +30,7 @@ from saobp.kernels.arithmetic import (
     store_rows,
 )
 from saobp.kernels.pairs import pair_logarithm, powers, short_log2
-from saobp.kernels.sums import raw_scores, sums_by_thread
+from saobp.kernels.sums import as_reference, raw_scores, sums_by_thread, with_maximum, write_lse
 
 
 @triton.jit
@@ -144,9 +144,7 @@ def causal_row_sums(
         reference = tl.maximum(
             reference, tl.max(causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION), 1)
         )
-    reference = tl.where(reference == float("-inf"), 0.0, reference)
-    if PRECISE != 2:
-        reference *= score_scale
+    reference = as_reference(reference, score_scale, PRECISE)
     total = tl.zeros([ROWS], tl.float32)
     for begin in tl.range(edge, stop, KEYS):
         keys = begin + tl.arange(0, KEYS)
@@ -168,24 +166,10 @@ def causal_row_sums(
             k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
             real = real_tokens(mask_base, keys, tokens, MASKED)
             raw = causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION)
-            raised = tl.maximum(top, tl.max(raw, 1))
-            anchor = tl.where(raised == float("-inf"), 0.0, raised)
-            added = tl.sum(tl.exp2((raw - anchor[:, None]) * score_scale), 1)
-            total = total * tl.exp2((top - anchor) * score_scale) + added
-            top = raised
-        reference = tl.where(top == float("-inf"), 0.0, top)
-        if PRECISE != 2:
-            reference *= score_scale
-    row_base = (batch64 * heads + head) * length + first64
-    if PRECISE == 2:
-        tl.store(
-            lse_ptr + low_plane + row_base + rows,
-            tl.where(total > 0, tl.log2(total), 0.0),
-            mask=rows < tokens,
-        )
-    else:
-        reference += tl.log2(total)
-    tl.store(lse_ptr + row_base + rows, tl.where(total > 0, reference, float("inf")), mask=rows < tokens)
+            top, total = with_maximum(top, total, raw, score_scale)
+        reference = as_reference(top, score_scale, PRECISE)
+    lse_base = lse_ptr + (batch64 * heads + head) * length + first64
+    write_lse(lse_base, low_plane, rows, tokens, reference, total, PRECISE)
 
 
 @triton.jit

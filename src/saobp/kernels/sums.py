@@ -42,13 +42,38 @@ def sums_by_thread(tile):
 
 
 @triton.jit
+def as_reference(top, score_scale, PRECISE: tl.constexpr):
+    """A row's largest raw score as what its exponentials are relative to; 0 for a row that sees no key."""
+    reference = tl.where(top == float("-inf"), 0.0, top)
+    if PRECISE != 2:
+        reference *= score_scale
+    return reference
+
+
+@triton.jit
+def with_maximum(top, total, raw, score_scale):
+    """The rows' largest score and sum of exponentials relative to it, after a further tile."""
+    raised = tl.maximum(top, tl.max(raw, 1))
+    anchor = tl.where(raised == float("-inf"), 0.0, raised)
+    added = tl.sum(tl.exp2((raw - anchor[:, None]) * score_scale), 1)
+    return raised, total * tl.exp2((top - anchor) * score_scale) + added
+
+
+@triton.jit
+def write_lse(lse_base, low_plane, rows, tokens, reference, total, PRECISE: tl.constexpr):
+    """Log-sum-exp from reference and sum, in full float32 in two parts; plus infinity for a row that sees no key."""
+    if PRECISE == 2:
+        tl.store(lse_base + low_plane + rows, tl.where(total > 0, tl.log2(total), 0.0), mask=rows < tokens)
+    else:
+        reference += tl.log2(total)
+    tl.store(lse_base + rows, tl.where(total > 0, reference, float("inf")), mask=rows < tokens)
+
+
+@triton.jit
 def first_sums(q, k, keys_real, score_scale, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
     """Of the first tile: the largest score of each row, as reference, and parts of the sum of exponentials."""
     raw = raw_scores(q, k, keys_real, True, PRECISION)
-    reference = tl.max(raw, 1)
-    reference = tl.where(reference == float("-inf"), 0.0, reference)
-    if PRECISE != 2:
-        reference *= score_scale
+    reference = as_reference(tl.max(raw, 1), score_scale, PRECISE)
     return reference, exponentials(raw, reference, score_scale, PRECISE)
 
 
@@ -76,19 +101,9 @@ def store_lse(
             real = real_tokens(mask_base, start + tl.arange(0, KEYS), tokens, MASKED)
             k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
             raw = raw_scores(q, k, real, True, PRECISION)
-            raised = tl.maximum(top, tl.max(raw, 1))
-            anchor = tl.where(raised == float("-inf"), 0.0, raised)
-            added = tl.sum(tl.exp2((raw - anchor[:, None]) * score_scale), 1)
-            total = total * tl.exp2((top - anchor) * score_scale) + added
-            top = raised
-        reference = tl.where(top == float("-inf"), 0.0, top)
-        if PRECISE != 2:
-            reference *= score_scale
-    if PRECISE == 2:
-        tl.store(lse_base + low_plane + rows, tl.where(total > 0, tl.log2(total), 0.0), mask=rows < tokens)
-    else:
-        reference += tl.log2(total)
-    tl.store(lse_base + rows, tl.where(total > 0, reference, float("inf")), mask=rows < tokens)
+            top, total = with_maximum(top, total, raw, score_scale)
+        reference = as_reference(top, score_scale, PRECISE)
+    write_lse(lse_base, low_plane, rows, tokens, reference, total, PRECISE)
 
 
 @triton.jit
