@@ -12,7 +12,7 @@ import pytest
 from saobp.testing.pretended_gpu import CASES
 
 KERNELS = {
-    "short": {"short_forward", "short_backward"},
+    "short": {"short_forward", "short_weak_forward", "short_backward"},
     "long": {
         "row_sums",
         "column_messages",

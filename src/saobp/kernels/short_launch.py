@@ -8,9 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saobp.kernels import short
+from saobp.kernels import short, short_weak
 from saobp.kernels.problem import SHORT, Block, Problem, empty_states, given, next_power, resources, strides
 from saobp.kernels.start import Launch, keep
+
+WEAK_BLOCKS = {
+    64: Block(64, 64, stages=1),
+    128: Block(64, 128, stages=1, registers=128),
+}
+"""Tiles of ``short_weak_forward`` by keys. For 128 keys others are ``Block(64, 128, stages=1, registers=168)`` and
+``Block(128, 128, warps=8, stages=1)``; where there is none, ``short_forward`` takes its place."""
 
 
 class Plan(NamedTuple):
@@ -85,14 +92,18 @@ def call_looks(
 
 def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, saves: bool) -> Plan:
     out = empty_states(problem, query)
-    numbers = _numbers(problem, query, key, value, backward=False) | strides("o", out) | {"SAVES": saves}
-    launch = Launch(short.short_forward, problem.sequences * problem.heads, numbers, query.device)
+    weak = weak_block(problem)
+    kernel = short_weak.short_weak_forward if weak else short.short_forward
+    numbers = _numbers(problem, query, key, value, weak or short_block(problem, backward=False))
+    numbers |= strides("o", out) | {"SAVES": saves}
+    launch = Launch(kernel, problem.sequences * problem.heads, numbers, query.device)
     return Plan(launch, out.shape, out.stride(), saved_shapes(problem) if saves else ())
 
 
 def plan_backward(problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Plan:
     dq = empty_states(problem, query)
-    numbers = _numbers(problem, query, key, value, backward=True) | strides("g", grad) | strides("d", dq)
+    numbers = _numbers(problem, query, key, value, short_block(problem, backward=True))
+    numbers |= strides("g", grad) | strides("d", dq)
     launch = Launch(
         short.short_backward,
         problem.sequences * problem.heads,
@@ -108,21 +119,30 @@ def saved_shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
     return rows, rows if problem.hears else (0,), rows if problem.may_underflow else (0,)
 
 
+def weak_block(problem: Problem) -> Block | None:
+    """For the kernel of weak known strengths, where it serves: values in a line of the cache, enough tokens for a tile."""
+    if problem.precise != 0 or problem.may_underflow or problem.dim > 64:
+        return None
+    return WEAK_BLOCKS.get(all_keys(problem))
+
+
+def all_keys(problem: Problem) -> int:
+    """Keys of a tile that takes in the longest sequence."""
+    return max(16, next_power(problem.longest))
+
+
 def short_block(problem: Problem, backward: bool) -> Block:
     """The whole map at once: as few warps as can hold it in registers, since sums over rows cost each warp alike."""
-    keys = max(16, next_power(problem.longest))
+    keys = all_keys(problem)
     large = keys == SHORT and (backward or problem.dim > 64)
     return Block(keys, keys, warps=8 if large else 4, stages=1)
 
 
-def _numbers(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, backward: bool
-) -> dict[str, Any]:
-    block = short_block(problem, backward)
+def _numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor, block: Block) -> dict[str, Any]:
     return {
         **strides("q", query), **strides("k", key), **strides("v", value),
         **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
-        "KEYS": block.keys, "TAIL": problem.packed or problem.length != block.keys,
+        "ROWS": block.rows, "KEYS": block.keys, "TAIL": problem.packed or problem.length != block.keys,
         "HEARS": problem.hears, "CAREFUL": problem.may_underflow, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
         **resources(block),
     }  # fmt: skip

@@ -102,6 +102,7 @@ def _padded(length: int) -> dict[str, Any]:
 CASES: dict[str, Callable[[list[str]], list[str]]] = {
     "short": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 128)
+        + compile_call(launched, "low", torch.bfloat16, 100, **_padded(100))
         + compile_call(launched, "high", torch.float16, 100, learned=True, **_padded(100))
     ),
     "long": lambda launched: (
