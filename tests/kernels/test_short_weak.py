@@ -78,9 +78,9 @@ def test_padding_and_shared_key_heads(length: int, padding: Any) -> None:
     check(states(length, key_heads=1, padding=padding))
 
 
-@pytest.mark.parametrize("dim", [1, 24, 64])
-def test_head_sizes(dim: int) -> None:
-    check(states(70, dim=dim))
+@pytest.mark.parametrize(("length", "dim"), [(70, 1), (70, 24), (70, 64), (40, 80), (70, 80), (70, 128)])
+def test_head_sizes(length: int, dim: int) -> None:
+    check(states(length, dim=dim))
 
 
 @pytest.mark.parametrize("gap", [2.0, 5.0, 12.0] + ([90.0] if GPU else []))
@@ -153,7 +153,7 @@ def test_it_gives_what_the_general_kernel_gives(
         return Launch(kernel, *rest)
 
     monkeypatch.setattr(short_launch, "Launch", noted)
-    monkeypatch.setitem(short_launch.WEAK_BLOCKS, 128, block)
+    monkeypatch.setitem(short_launch.WEAK_BLOCKS, (128, 64), block)
     found = forward(inputs, **options)
     short_launch._plans.clear()
     monkeypatch.setattr(short_launch, "WEAK_BLOCKS", {})

@@ -13,11 +13,15 @@ from saobp.kernels.problem import SHORT, Block, Problem, empty_states, given, ne
 from saobp.kernels.start import Launch, keep
 
 WEAK_BLOCKS = {
-    64: Block(64, 64, stages=1),
-    128: Block(64, 128, stages=1, registers=128),
+    (64, 64): Block(64, 64, stages=1),
+    (64, 128): Block(64, 64, stages=1),
+    (128, 64): Block(64, 128, stages=1, registers=128),
+    (128, 128): Block(64, 128, stages=1, registers=168),
 }
-"""Tiles of ``short_weak_forward`` by keys. For 128 keys others are ``Block(64, 128, stages=1, registers=168)`` and
-``Block(128, 128, warps=8, stages=1)``; where there is none, ``short_forward`` takes its place."""
+"""Tiles of ``short_weak_forward`` by keys and largest head size, for as many programs as shared memory lets in.
+
+Other tiles of 128 keys: 168 registers spill nothing but let in one program less; ``Block(128, 128, warps=8, stages=1)``
+has all rows at once. Where there is no tile, ``short_forward`` takes its place."""
 
 
 class Plan(NamedTuple):
@@ -120,10 +124,10 @@ def saved_shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 
 def weak_block(problem: Problem) -> Block | None:
-    """For the kernel of weak known strengths, where it serves: values in a line of the cache, enough tokens for a tile."""
-    if problem.precise != 0 or problem.may_underflow or problem.dim > 64:
+    """For the kernel of weak known strengths, where it serves: with fewer tokens its tiles would be mostly empty."""
+    if problem.precise != 0 or problem.may_underflow:
         return None
-    return WEAK_BLOCKS.get(all_keys(problem))
+    return WEAK_BLOCKS.get((all_keys(problem), 64 if problem.dim <= 64 else 128))
 
 
 def all_keys(problem: Problem) -> int:

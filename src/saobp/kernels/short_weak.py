@@ -32,7 +32,7 @@ COLUMNS = tl.constexpr(8)
 
 @triton.jit
 def fetch_ahead(base, tokens, stride, ROWS: tl.constexpr):
-    """Asks for rows to be brought from memory into the cache, a line of 64 numbers each."""
+    """Asks for 64 numbers of each row, a line of the cache, to be brought there from memory."""
     if not INTERPRETED:
         places = tl.arange(0, ROWS)
         addresses = (base + places * stride).to(tl.int64)
@@ -197,6 +197,8 @@ def short_weak_forward(
     score_scale += 0.0 * message[0]  # so it stays in a register; an argument would be fetched for every entry
     bound = real_or(mask_base, places, tokens, float("inf"), float("-inf"), MASKED)
     fetch_ahead(v_base, tokens, v_row, KEYS)
+    if BLOCK_DIM > 64:
+        fetch_ahead(v_base + 64, tokens, v_row, KEYS)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
     q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
     says = real_or(mask_base, rows, tokens, 1.0, 0.0, MASKED)
