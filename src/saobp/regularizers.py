@@ -195,8 +195,12 @@ class EigenReg(Regularizer):
         self.mean_weight, self.reading, self.spread, self.count = mean_weight, reading, spread, count
         self.scaled = scaled
         self._modules_seen: list[nn.Module] = []
+        self._models_seen: list[nn.Module] = []
 
     def attach(self, model: nn.Module) -> None:
+        if self._models_seen and self._models_seen[0] is model:
+            return
+        self._models_seen[:] = [model]
         modules = [module for _, module in attention_modules(model)]
         self._modules_seen[:] = modules
         for place, module in enumerate(modules):

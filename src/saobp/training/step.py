@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -41,11 +41,11 @@ def loss_as_forward(
     training; held-out losses stay comparable without it. With ``replay`` a GPU records the graph and replays
     it as a whole, since hundreds of small kernels take less time than their launches; its gradients are
     always in the same place, so they cannot be summed over parts of a batch or processes. Without gradients
-    nothing is compiled: evaluations are rare, and compiling takes longer. Sharded weights come and go layer by layer, so
-    nothing is compiled and no rounded copy is made of them: bfloat16 is then PyTorch's autocast. What a
-    regularizer learns is meanwhile a part of the model: optimised, shared between processes, in checkpoints.
-    Queries, keys and values are meanwhile one product, unless weights are sharded or layers are computed
-    again in the backward pass, where memory matters more.
+    nothing is compiled: evaluations are rare, and compiling takes longer. Sharded weights come and go layer
+    by layer, so nothing is compiled and no rounded copy is made of them: bfloat16 is then PyTorch's autocast.
+    What a regularizer learns is meanwhile a part of the model: optimised, shared between processes, in
+    checkpoints. Queries, keys and values are meanwhile one product, unless weights are sharded or layers are
+    computed again in the backward pass, where memory matters more.
     """
     autocast = sharded and precision == "bf16"
     kind = next(model.parameters()).device.type
@@ -68,13 +68,12 @@ def loss_as_forward(
 
     def forward(input_ids: Tensor, seeds: Tensor) -> Tensor:
         with torch.autocast(kind, torch.bfloat16, enabled=autocast):
-            if (compiled and not torch.is_grad_enabled()) or (regularizer is not None and not is_learning()):
+            if regularizer is not None and model.training and torch.is_grad_enabled():
+                with regularizer.watch(model):
+                    return step(input_ids, seeds)
+            if regularizer is not None or (compiled and not torch.is_grad_enabled()):
                 return loss(input_ids, seeds)
-            with nullcontext() if regularizer is None else regularizer.watch(model):
-                return step(input_ids, seeds)
-
-    def is_learning() -> bool:
-        return model.training and torch.is_grad_enabled()
+            return step(input_ids, seeds)
 
     with ExitStack() as stack:
         if not (sharded or model.is_gradient_checkpointing):
