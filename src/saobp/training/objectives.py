@@ -143,7 +143,7 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 
 
 def in_bfloat16(module: nn.Module) -> dict[str, Tensor]:
-    """The module's parameters rounded for one step, under every name they have; gradients reach the originals.
+    """The module's parameters for one step, rounded, under all their names; gradients reach the originals.
 
     Not strengths, and not weights of joined layers, which are rounded together when they are used.
     """
