@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from saobp.metrics.entropy import row_entropy
 from saobp.transformers.apply import attention_modules, head_count
 from saobp.transformers.projections import query_key_weights
-from saobp.transformers.watch import AttentionCall, watch
+from saobp.transformers.watch import AttentionCall, Watcher
 
 
 class Regularizer(nn.Module, ABC):
@@ -94,6 +94,7 @@ class EntropyReg(Regularizer):
         self.reduction, self.longest = reduction, longest
         self.threshold_bias = nn.ParameterList()
         self._calls: list[AttentionCall] = []
+        self._watcher: Watcher | None = None
 
     def attach(self, model: nn.Module) -> None:
         if len(self.threshold_bias):
@@ -109,11 +110,17 @@ class EntropyReg(Regularizer):
         """Keep queries and keys of each attention call; the rows are made later, one layer at a time."""
         self.attach(model)
         self._calls.clear()
-        with watch(model, self._calls.append):
+        if self._watcher is None or self._watcher.model is not model:
+            self._watcher = Watcher(model, self._keep)
+        with self._watcher.watching():
             yield
 
+    def _keep(self, call: AttentionCall) -> None:
+        self._calls.append(call)
+
     def penalty(self) -> Tensor:
-        calls, self._calls = self._calls, []
+        calls = list(self._calls)
+        self._calls.clear()
         if not calls:
             raise ValueError(
                 "no attention call was seen since the last penalty: run the model inside watch(model), and "
@@ -188,8 +195,12 @@ class EigenReg(Regularizer):
         self.mean_weight, self.reading, self.spread, self.count = mean_weight, reading, spread, count
         self.scaled = scaled
         self._modules_seen: list[nn.Module] = []
+        self._models_seen: list[nn.Module] = []
 
     def attach(self, model: nn.Module) -> None:
+        if self._models_seen and self._models_seen[0] is model:
+            return
+        self._models_seen[:] = [model]
         modules = [module for _, module in attention_modules(model)]
         self._modules_seen[:] = modules
         for place, module in enumerate(modules):
@@ -229,12 +240,7 @@ class EigenReg(Regularizer):
             number = query.shape[-2] if self.count == "head" else query.shape[-1]
             trace = (query * key).sum((-2, -1))
             square = _second_moment(query, key, self.spread)
-            q, k = query.detach().requires_grad_(), key.detach().requires_grad_()
-            with torch.enable_grad():
-                to_q, to_k = torch.autograd.grad(_second_moment(q, k, self.spread).sum(), (q, k))
-            along = (to_q * k + to_k * q).sum((-2, -1)).detach()
-            length = (q.square() + k.square()).sum((-2, -1)).detach()
-            pull = along / length.clamp(min=torch.finfo(length.dtype).tiny)
+            pull = _pull(query.detach(), key.detach())
             held = pull * (trace - trace.detach())
             return trace / number, square / number, held / number
 
@@ -290,6 +296,17 @@ def _rows_and_maxima(call: AttentionCall, rows: Tensor, longest: str) -> tuple[T
     else:
         keys = (visible & real[..., None]).any(-2).sum(-1, keepdim=True).expand_as(real)
     return real, keys.clamp(min=1).log()
+
+
+def _pull(query: Tensor, key: Tensor) -> Tensor:
+    """How fast the second moment moves with the trace, ``[heads]``, from ``[heads, head dim, width]``.
+
+    The trace's gradient is K for Q and Q for K. Its product with the second moment's, over its own square;
+    both spreads have the same product.
+    """
+    along = 2 * ((query @ query.mT + key @ key.mT) * (query @ key.mT)).sum((-2, -1))
+    length = (query.square() + key.square()).sum((-2, -1))
+    return along / length.clamp(min=torch.finfo(length.dtype).tiny)
 
 
 def _second_moment(query: Tensor, key: Tensor, spread: str) -> Tensor:

@@ -99,6 +99,8 @@ def test_order_comes_from_seed_and_epoch() -> None:
     blocks.set_epoch(1)
     assert [int(blocks[place]["input_ids"][0]) for place in range(len(blocks))] == order(1, 1)
     assert int(blocks[-1]["input_ids"][0]) == order(1, 1)[-1]
+    assert all_of(blocks.with_seed(2), 1)[:, 0].tolist() == order(2, 1)
+    assert all_of(blocks, 1)[:, 0].tolist() == order(1, 1)
     with pytest.raises(IndexError):
         blocks[len(blocks)]
     with pytest.raises(IndexError):

@@ -209,7 +209,7 @@ def test_a_regularizer_adds_its_penalty_while_training() -> None:
     objective = MaskedLM(100, 4, SPECIAL)
     plain = objective(model, ids, seeds, "fp32")
     given = Constant()
-    with loss_as_forward(model, objective, regularizer=given, compiled=True):
+    with loss_as_forward(model, objective, regularizer=given):
         torch.testing.assert_close(model.train()(ids, seeds), plain + 5)
         torch.testing.assert_close(model.eval()(ids, seeds), plain)
     assert given.watched == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,12 @@ class Blocks(Dataset[dict[str, Tensor]]):
     def composition(self) -> dict[str, int]:
         """Blocks that each corpus gives to an epoch."""
         return {name: int(share) for name, share in zip(self.stores, self._shares, strict=True)}
+
+    def with_seed(self, seed: int) -> Blocks:
+        """The same blocks in the order of another seed; nothing is read or verified again."""
+        other = copy.copy(self)
+        other.seed, other._order = seed, None
+        return other
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch; Accelerate's loaders call this."""

@@ -117,7 +117,7 @@ def hidden_states(model: PreTrainedModel, ids: Tensor, precision: str) -> Tensor
     # The table of token embeddings is read in float32, so that gradients of frequent tokens add up there.
     table = body.get_input_embeddings().weight
     options["inputs_embeds"] = functional.embedding(ids, table).to(torch.bfloat16)
-    return functional_call(body, in_bfloat16(body), (), options).last_hidden_state
+    return functional_call(body, in_bfloat16(body), (), options, tie_weights=False).last_hidden_state
 
 
 def head_scores(model: PreTrainedModel, hidden: Tensor, precision: str) -> Tensor:
@@ -125,7 +125,7 @@ def head_scores(model: PreTrainedModel, hidden: Tensor, precision: str) -> Tenso
     head = head_of(model)
     if precision == "fp32":
         return head(hidden)
-    return functional_call(head, in_bfloat16(head), (hidden,))
+    return functional_call(head, in_bfloat16(head), (hidden,), tie_weights=False)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
@@ -143,14 +143,14 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 
 
 def in_bfloat16(module: nn.Module) -> dict[str, Tensor]:
-    """The module's parameters rounded for one step; gradients reach the originals.
+    """The module's parameters for one step, rounded, under all their names; gradients reach the originals.
 
     Not strengths, and not weights of joined layers, which are rounded together when they are used.
     """
     joined = [name for name, layer in module.named_modules() if is_joined(layer)]
     return {
         name: parameter.to(torch.bfloat16)
-        for name, parameter in module.named_parameters()
+        for name, parameter in module.named_parameters(remove_duplicate=False)
         if not name.endswith("strength_bias") and name.rpartition(".")[0] not in joined
     }
 

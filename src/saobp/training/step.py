@@ -42,15 +42,15 @@ def loss_as_forward(
     """Meanwhile ``model(input_ids=..., seeds=...)`` is the loss of the objective.
 
     The model itself then is what Trainer wraps, shards, saves and restores, and the loss, masks and head at
-    chosen places included, is one graph inside the wrapper. A regularizer watches attention from outside the
-    graph, so with one nothing is compiled. With ``replay`` a GPU records the graph and replays it as a whole,
-    since hundreds of small kernels take less time than their launches; its gradients are always in the same
-    place, so they cannot be summed over parts of a batch or processes. Without gradients nothing is compiled
-    either: evaluations are rare, and compiling takes longer. Sharded weights come and go layer by layer, so
-    nothing is compiled and no rounded copy is made of them: bfloat16 is then PyTorch's autocast. What a
-    regularizer learns is meanwhile a part of the model: optimised, shared between processes, in checkpoints.
-    Queries, keys and values are meanwhile one product, unless weights are sharded or layers are computed
-    again in the backward pass, where memory matters more.
+    chosen places included, is one graph inside the wrapper. A regularizer's penalty is a part of it while
+    training; held-out losses stay comparable without it. With ``replay`` a GPU records the graph and replays
+    it as a whole, since hundreds of small kernels take less time than their launches; its gradients are
+    always in the same place, so they cannot be summed over parts of a batch or processes. Without gradients
+    nothing is compiled: evaluations are rare, and compiling takes longer. Sharded weights come and go layer
+    by layer, so nothing is compiled and no rounded copy is made of them: bfloat16 is then PyTorch's autocast.
+    What a regularizer learns is meanwhile a part of the model: optimised, shared between processes, in
+    checkpoints. Queries, keys and values are meanwhile one product, unless weights are sharded or layers are
+    computed again in the backward pass, where memory matters more.
     """
     autocast = sharded and precision == "bf16"
     kind = next(model.parameters()).device.type
@@ -59,18 +59,24 @@ def loss_as_forward(
     def loss(ids: Tensor, seeds: Tensor) -> Tensor:
         return objective(model, ids, seeds, inner)
 
+    def penalised(ids: Tensor, seeds: Tensor) -> Tensor:
+        return loss(ids, seeds) + regularizer.penalty()
+
     step: Callable[[Tensor, Tensor], Tensor] = loss
     if regularizer is not None:
         regularizer.attach(model)
         model.add_module(REGULARIZER, regularizer)
-        step = with_penalty(model, loss, regularizer)
-    elif compiled and not sharded:
+        step = penalised
+    if compiled and not (sharded or (regularizer is not None and model.is_gradient_checkpointing)):
         options = gpu_options(replay) if kind == "cuda" else None
-        step = torch.compile(with_own_code(loss), dynamic=False, options=options)
+        step = torch.compile(with_own_code(step), dynamic=False, options=options)
 
     def forward(input_ids: Tensor, seeds: Tensor) -> Tensor:
         with torch.autocast(kind, torch.bfloat16, enabled=autocast):
-            if compiled and not torch.is_grad_enabled():
+            if regularizer is not None and model.training and torch.is_grad_enabled():
+                with regularizer.watch(model):
+                    return step(input_ids, seeds)
+            if regularizer is not None or (compiled and not torch.is_grad_enabled()):
                 return loss(input_ids, seeds)
             return step(input_ids, seeds)
 
@@ -107,18 +113,3 @@ def with_own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         function.__defaults__,
         function.__closure__,
     )
-
-
-def with_penalty(
-    model: PreTrainedModel, loss: Callable[[Tensor, Tensor], Tensor], regularizer: Any
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss with the regularizer's penalty while training; held-out losses stay comparable without it."""
-
-    def penalised(ids: Tensor, seeds: Tensor) -> Tensor:
-        if not (model.training and torch.is_grad_enabled()):
-            return loss(ids, seeds)
-        with regularizer.watch(model):
-            plain = loss(ids, seeds)
-        return plain + regularizer.penalty()
-
-    return penalised

@@ -126,7 +126,8 @@ class PretrainTrainer(Trainer):
     ) -> Tensor:
         if not model.training:
             model.train()
-        torch.compiler.cudagraph_mark_step_begin()
+        if self.recipe.compiled:
+            torch.compiler.cudagraph_mark_step_begin()
         loss = self.compute_loss(model, inputs)
         if self.recipe.accumulation > 1:
             loss = loss / self.recipe.accumulation

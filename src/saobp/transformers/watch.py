@@ -110,29 +110,45 @@ class AttentionCall:
 Callback = Callable[[AttentionCall], object]
 
 
+class Watcher:
+    """Calls ``callback`` with every attention call of ``model`` made inside :meth:`watching`.
+
+    Made once for a model, its steps cost nothing; and a step compiled inside of it, callback included, goes
+    on fitting, since the compiler finds the same watcher every time.
+    """
+
+    def __init__(self, model: nn.Module, callback: Callback) -> None:
+        self.model, self.callback = model, callback
+        self.places = {module: (name, index) for index, (name, module) in enumerate(attention_modules(model))}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        for module in self.places:
+            config: Any = module.config
+            if getattr(module, "reorder_and_upcast_attn", False) and config._attn_implementation == "eager":
+                raise ValueError(
+                    f"{type(module).__name__} with reorder_and_upcast_attn computes eager attention on a "
+                    "path of its own, which cannot be watched: set it to False or use another attention "
+                    "implementation"
+                )
+        _watchers.append(self)
+        _install()
+        try:
+            yield
+        finally:
+            _watchers.remove(self)
+            _uninstall()
+
+
 @contextmanager
 def watch(model: nn.Module, callback: Callback) -> Iterator[None]:
     """Call ``callback`` with every attention call of ``model``, for any attention implementation.
 
     The recomputation of gradient checkpointing is not reported again. Watch the model itself rather than a
-    compiled form of it.
+    form of it that was compiled earlier.
     """
-    places = {module: (name, index) for index, (name, module) in enumerate(attention_modules(model))}
-    for module in places:
-        config: Any = module.config
-        if getattr(module, "reorder_and_upcast_attn", False) and config._attn_implementation == "eager":
-            raise ValueError(
-                f"{type(module).__name__} with reorder_and_upcast_attn computes eager attention on a path of "
-                "its own, which cannot be watched: set it to False or use another attention implementation"
-            )
-    watcher = (places, callback)
-    _watchers.append(watcher)
-    _install()
-    try:
+    with Watcher(model, callback).watching():
         yield
-    finally:
-        _watchers.remove(watcher)
-        _uninstall()
 
 
 @contextmanager
@@ -152,8 +168,7 @@ def record_attention(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         yield recorded
 
 
-_Places = dict[nn.Module, tuple[str, int]]
-_watchers: list[tuple[_Places, Callback]] = []
+_watchers: list[Watcher] = []
 _original: list[Callable] = []
 
 
@@ -173,7 +188,7 @@ def _observed_interface(self: AttentionInterface, attn_implementation: str, defa
     function = _original[0](self, attn_implementation, default)
 
     def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() == -1:
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             _report(module, attn_implementation, dict(zip(_ARGUMENTS, args, strict=False)) | kwargs)
         return function(module, *args, **kwargs)
 
@@ -186,11 +201,11 @@ def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -
     scaling = arguments.get("scaling")
     is_causal = is_causal_call(module, options.pop("is_causal", None))
     window = options.pop("sliding_window", None)
-    for places, callback in tuple(_watchers):
-        if module not in places:
+    for watcher in tuple(_watchers):
+        if module not in watcher.places:
             continue
-        name, index = places[module]
-        callback(
+        name, index = watcher.places[module]
+        watcher.callback(
             AttentionCall(
                 name=name,
                 index=index,
