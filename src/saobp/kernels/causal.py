@@ -29,8 +29,8 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
-from saobp.kernels.pairs import pair_logarithm, powers, short_log2
-from saobp.kernels.sums import as_reference, raw_scores, sums_by_thread, with_maximum, write_lse
+from saobp.kernels.pairs import pair_logarithm, powers, short_log2, sums_by_thread
+from saobp.kernels.sums import as_reference, raw_scores, with_maximum, write_lse
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _add_exponentials(
         real = real_tokens(mask_base, begin + tl.arange(0, KEYS), tokens, MASKED)
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
         raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
-        parts += sums_by_thread(powers(relative(raw, reference[:, None], 0.0, score_scale, PRECISE), PRECISE))
+        parts += sums_by_thread(powers(raw, reference[:, None], score_scale, PRECISE))
     return total + tl.sum(parts, 1)
 
 

@@ -39,8 +39,8 @@ def _sweep_block(dtype: torch.dtype, dim: int, sweep: str) -> Block:
     if dim > 64:
         return Block(64, 64, warps=4, stages=2)
     return {
-        "row_sums": Block(64, 64, 4, 3),
-        "column_messages": Block(64, 128, 4, 2),
+        "row_sums": Block(64, 128, 4, 2),
+        "column_messages": Block(64, 128, 4, 2, 80),
         "refined_output": Block(128, 64, 4, 3),
         "value_gradient": Block(32, 128, 4, 3, 168),
         "query_gradient": Block(64, 64, 4, 3, 168),

@@ -10,32 +10,43 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saobp.kernels.arithmetic import INTERPRETED
+from saobp.kernels.arithmetic import INTERPRETED, relative
 
 
 def _powers(count: int) -> tl.constexpr:
-    """Assembly for ``count`` powers of 2, of which the last is a cubic of the fraction: to 9e-5, between 2^-126 and 2^127."""
+    """Assembly for powers of 2 of ``count`` numbers x, the last by a cubic of its fraction: to 9e-5, from 2^-126 to 2^127.
+
+    That x is worked out once more as 254 y - 127 with y between 0 and 1: saturation costs nothing, comparisons would.
+    Minus infinity gives 0: there the exponent's bits are 0, and those of the fraction's power, 1, too.
+    """
     exponentials = [f"ex2.approx.ftz.f32 ${place}, ${count + place};" for place in range(count - 1)]
+    raw, scale, shift = (f"${(block + 1) * count - 1}" for block in (2, 3, 4))
     cubic = (
-        f"max.f32 t, ${2 * count - 1}, 0fC2FC0000; min.f32 t, t, 0f42FE0000;"
-        "add.rm.f32 r, t, 0f4B400000; sub.f32 s, r, 0f4B400000; sub.f32 t, t, s;"
+        f"fma.rn.sat.f32 y, {raw}, {scale}, {shift}; fma.rm.f32 r, y, 0f437E0000, 0f4B3FFF81;"
+        "sub.f32 t, 0f4B3FFF81, r; fma.rn.f32 t, y, 0f437E0000, t;"
         "fma.rn.f32 p, t, 0f3D9DD550, 0f3E691BC6; fma.rn.f32 p, p, t, 0f3F31F32C; fma.rn.f32 p, p, t, 0f3F800000;"
         f"shl.b32 i, r, 23; mov.b32 j, p; add.s32 i, i, j; mov.b32 ${count - 1}, i;"
     )
-    return tl.constexpr("{ .reg .f32 t, r, s, p; .reg .b32 i, j; " + " ".join(exponentials) + cubic + " }")
+    return tl.constexpr("{ .reg .f32 y, t, r, p; .reg .b32 i, j; " + " ".join(exponentials) + cubic + " }")
 
 
 _EIGHT_POWERS = _powers(8)
-_EIGHT_REGISTERS = tl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
+_EIGHT_REGISTERS = tl.constexpr(",".join(["=f"] * 8 + ["f"] * 32))
 
 
 @triton.jit
-def powers(x, PRECISE: tl.constexpr):
-    """2^x. In half precision an eighth of the entries is left to plain arithmetic: special functions are what limits sums of them."""
+def powers(raw, reference, score_scale, PRECISE: tl.constexpr):
+    """2 to the power of scores relative to a reference.
+
+    In half precision an eighth of the entries is left to plain arithmetic: special functions are what limits sums of them.
+    """
+    x = relative(raw, reference, 0.0, score_scale, PRECISE)
     if INTERPRETED or PRECISE != 0:
         return tl.exp2(x)
     else:
-        return tl.inline_asm_elementwise(_EIGHT_POWERS, _EIGHT_REGISTERS, [x], tl.float32, True, 8)
+        scale, shift = score_scale * (1.0 / 254), 0.5 - reference * (1.0 / 254)
+        operands = [x, raw, scale, shift]
+        return tl.inline_asm_elementwise(_EIGHT_POWERS, _EIGHT_REGISTERS, operands, tl.float32, True, 8)
 
 
 @triton.jit
@@ -110,3 +121,28 @@ def short_log2(a, logarithm):
     l0, c1, c2 = logarithm
     slope = multiply_add(a, c2, c1)
     return multiply_add(a, multiply(a, slope), a)
+
+
+@triton.jit
+def sums_by_thread(tile):
+    """Parts ``[rows, 8]`` of a tile's row sums. A thread holds columns 8 apart, so threads need not ask each other."""
+    return tl.sum(tl.reshape(tile, [tile.shape[0], tile.shape[1] // 8, 8]), 1)
+
+
+@triton.jit
+def _halves(tile):
+    """Every other 8 columns of a tile, and the rest: no thread moves a number for it."""
+    ROWS: tl.constexpr = tile.shape[0]
+    HALF: tl.constexpr = tile.shape[1] // 2
+    eights = tl.reshape(tile, [ROWS, HALF // 8, 2, 8])
+    even, odd = tl.split(tl.permute(eights, (0, 1, 3, 2)))
+    return tl.reshape(even, [ROWS, HALF]), tl.reshape(odd, [ROWS, HALF])
+
+
+@triton.jit
+def short_sums(tile):
+    """Parts ``[rows, 8]`` in float32 of a float16 tile's row sums: three additions in pairs, then in float32."""
+    for _ in tl.static_range(3):
+        even, odd = _halves(tile)
+        tile = multiply_add(even, tl.full([1, 1], 1.0, tile.dtype), odd)
+    return sums_by_thread(tile.to(tl.float32))

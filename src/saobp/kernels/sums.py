@@ -23,7 +23,7 @@ from saobp.kernels.arithmetic import (
     relative,
     states_base,
 )
-from saobp.kernels.pairs import pair_logarithm, powers, short_log2
+from saobp.kernels.pairs import pair_logarithm, powers, short_log2, short_sums, sums_by_thread
 
 
 @triton.jit
@@ -33,12 +33,6 @@ def raw_scores(q, k, keys_real, TAIL: tl.constexpr, PRECISION: tl.constexpr):
     if TAIL:
         raw = tl.where(keys_real[None, :], raw, float("-inf"))
     return raw
-
-
-@triton.jit
-def sums_by_thread(tile):
-    """Parts ``[rows, 8]`` of a tile's row sums. A thread holds keys 8 apart, so threads need not ask each other."""
-    return tl.sum(tl.reshape(tile, [tile.shape[0], tile.shape[1] // 8, 8]), 1)
 
 
 @triton.jit
@@ -80,19 +74,20 @@ def first_sums(q, k, keys_real, score_scale, PRECISE: tl.constexpr, PRECISION: t
 @triton.jit
 def exponentials(raw, reference, score_scale, PRECISE: tl.constexpr):
     """Parts ``[rows, 8]`` of a tile's sums of exponentials."""
-    return sums_by_thread(powers(relative(raw, reference[:, None], 0.0, score_scale, PRECISE), PRECISE))
+    return sums_by_thread(powers(raw, reference[:, None], score_scale, PRECISE))
 
 
 @triton.jit
 def store_lse(
     lse_base, low_plane, rows, reference, parts, q, k_base, k_row, mask_base, tokens, score_scale,
-    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of some rows. A later score far above the reference overflows, or one far below it vanishes:
 
-    then the rows are done again with a running maximum.
+    then the rows are done again with a running maximum, in narrow tiles: the usual way should not want for registers.
     """
+    KEYS: tl.constexpr = 32
     total = tl.sum(parts, 1)
     if (tl.max(total) > 1e37) | (tl.min(total) < 1e-30):
         top = tl.full([q.shape[0]], float("-inf"), tl.float32)
@@ -147,31 +142,46 @@ def row_sums(
             parts_2 += exponentials(raw_2, reference_2, score_scale, PRECISE)
     store_lse(
         lse_base, low_plane, rows, reference, parts, q, k_base, k_row, mask_base, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, PRECISE, MASKED, PRECISION,
+        DIM, BLOCK_DIM, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     if SPLIT:
         store_lse(
             lse_base, low_plane, rows + PART, reference_2, parts_2, q_2, k_base, k_row, mask_base, tokens, score_scale,
-            KEYS, DIM, BLOCK_DIM, PRECISE, MASKED, PRECISION,
+            DIM, BLOCK_DIM, PRECISE, MASKED, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
 def add_messages(
-    sums, raw, high, low, score_scale, message, logarithm, ones, PRECISE: tl.constexpr
+    sums, raw, high, low, score_scale, message, logarithm, PRECISE: tl.constexpr
 ):  # fmt: skip
-    """Adds to every column of ``sums [keys, columns]`` what keys hear from a tile's rows."""
+    """Adds to ``sums [keys, columns]``, whose columns are parts, what keys hear from a tile's rows."""
     a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
     if PRECISE == 0:
-        return tl.dot(short_log2(a.to(tl.float16), logarithm), ones, sums)
+        return sums + short_sums(short_log2(a.to(tl.float16), logarithm))
     else:
         return sums + tl.sum(log2_message(a, message, PRECISE), 1)[:, None]
 
 
 @triton.jit
+def load_speakers(
+    lse_base, low_plane, mask_base, start, tokens,
+    ROWS: tl.constexpr, TAIL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Both parts of the rows' log-sum-exp; plus infinity for padding. After the last tile, something that is not used."""
+    if not TAIL:
+        start = tl.minimum(start, tokens - ROWS)
+    rows, left = tl.arange(0, ROWS), tokens - start  # places in the tile: offsets that the compiler knows
+    high, low = load_lse(lse_base + start, low_plane, rows, left, PRECISE, TAIL)
+    if MASKED:
+        high = tl.where(real_tokens(mask_base + start, rows, left, MASKED), high, float("inf"))
+    return high, low
+
+
+@triton.jit
 def store_heard(base, keys, tokens, mask_base, sums, unit, MASKED: tl.constexpr):
     """What keys hear, in units of ``unit``; minus infinity for padding. Returns the largest."""
-    heard = tl.max(sums, 1) * unit
+    heard = tl.sum(sums, 1) * unit
     heard = tl.where(real_tokens(mask_base, keys, tokens, MASKED), heard, float("-inf"))
     tl.store(base + keys, heard, mask=keys < tokens)
     return tl.max(heard, 0)
@@ -202,26 +212,28 @@ def column_messages(
     mask_base = mask_ptr + batch64 * length
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
-    COLUMNS: tl.constexpr = 16 if PRECISE == 0 else 1
+    COLUMNS: tl.constexpr = 8 if PRECISE == 0 else 1
     unit = logarithm[0] if PRECISE == 0 else 1.0
-    ones = tl.full([ROWS, COLUMNS], 1.0, tl.float16)
     k = load_rows(k_base, begin, tokens, k_row, PART, DIM, BLOCK_DIM, True)
     sums = tl.zeros([PART, COLUMNS], tl.float32)
     if SPLIT:
         k_2 = load_rows(k_base, begin + PART, tokens, k_row, PART, DIM, BLOCK_DIM, True)
         sums_2 = tl.zeros([PART, COLUMNS], tl.float32)
+    # A tile's log-sum-exp is fetched ahead of its product.
+    high, low = load_speakers(
+        lse_ptr + row_base, low_plane, mask_base, 0, tokens, ROWS, TAIL, PRECISE, MASKED
+    )
     for start in tl.range(0, tokens, ROWS):
-        rows = start + tl.arange(0, ROWS)
         q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, TAIL)
-        if MASKED:
-            high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if SPLIT:
             raw_2 = tl.dot(k_2, tl.trans(q), input_precision=PRECISION)
-        sums = add_messages(sums, raw, high, low, score_scale, message, logarithm, ones, PRECISE)
+        sums = add_messages(sums, raw, high, low, score_scale, message, logarithm, PRECISE)
         if SPLIT:
-            sums_2 = add_messages(sums_2, raw_2, high, low, score_scale, message, logarithm, ones, PRECISE)
+            sums_2 = add_messages(sums_2, raw_2, high, low, score_scale, message, logarithm, PRECISE)
+        high, low = load_speakers(
+            lse_ptr + row_base, low_plane, mask_base, start + ROWS, tokens, ROWS, TAIL, PRECISE, MASKED
+        )
     peak = store_heard(heard_ptr + row_base, keys, tokens, mask_base, sums, unit, MASKED)
     if SPLIT:
         keys += PART
