@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from saobp.metrics.figures import COLOURS
 
@@ -75,6 +76,7 @@ def dots(
                 axis.plot([theirs], [place], "x", color="#444444", ms=6)
         axis.set_yticks(range(len(methods)), [_safe(title) for title in methods], fontsize=8)
         axis.set_ylim(len(methods) - 0.5, -0.5)
+        _widen(axis, "x", [value for own in methods.values() for value in own.values()])
         axis.tick_params(axis="x", labelsize=8)
         axis.set_title(_safe(measure), fontsize=9)
         axis.grid(axis="x", lw=0.4, alpha=0.5)
@@ -118,6 +120,24 @@ def curves(
         fontsize=8,
         frameon=False,
     )
+    return figure
+
+
+def progress(methods: Mapping[str, Sequence[Points]]) -> Figure:
+    """Perplexity over tokens, a line per run, a colour per method."""
+    figure, (axis,) = panels(1, size=(6.4, 4.2))
+    for place, (title, runs) in enumerate(methods.items()):
+        for number, points in enumerate(runs):
+            label = _safe(title) if number == 0 else None
+            style = "-" if place < len(COLOURS) else "--"
+            axis.plot(
+                *zip(*points, strict=True), style, color=colour_of(place), lw=1.2, alpha=0.8, label=label
+            )
+    _widen(axis, "y", [y for runs in methods.values() for points in runs for _, y in points])
+    axis.set_xlabel("million tokens", fontsize=8)
+    axis.set_ylabel("held-out perplexity", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.legend(fontsize=7, frameon=False)
     return figure
 
 
@@ -222,6 +242,17 @@ def head_grid(grids: Mapping[str, np.ndarray], label: str) -> Figure:
     assert image is not None
     figure.colorbar(image, ax=list(axes), label=label, shrink=0.9)
     return figure
+
+
+def _widen(axes: Axes, side: Literal["x", "y"], values: Sequence[float]) -> None:
+    """A logarithmic axis with plain numbers if values are of several sizes: the small ones would not show."""
+    if not values or min(values) <= 0 or max(values) < 2.5 * min(values):
+        return
+    axes.set(**{f"{side}scale": "log"})
+    axis = axes.xaxis if side == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def _safe(title: str) -> str:

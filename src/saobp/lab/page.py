@@ -33,7 +33,7 @@ HEADERS = (
 )
 
 
-ANSWERS: dict[Status, str] = {"reproduces": "yes", "does not reproduce": "no"}
+ANSWERS: dict[Status, str] = {"reproduces": "yes", "does not reproduce": "no", "not shown": "no gain shown"}
 """What the status of a question's claim is called."""
 
 

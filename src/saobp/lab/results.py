@@ -62,6 +62,12 @@ class Results:
         """On held-out rows at the end of pretraining."""
         return self.run(model).result["eval_perplexity"]
 
+    def tokens_until(self, model: Trained, loss: float) -> float | None:
+        """Millions of tokens before the training loss was first below a value; None if it never was."""
+        reached = (line["tokens"] for line in self.run(model).metrics() if line.get("loss", loss) < loss)
+        found = next(reached, None)
+        return None if found is None else found / 1e6
+
     def speed(self, model: Trained) -> float | None:
         """Tokens a second in training, of a run that had the machine to itself."""
         run = self.run(model)

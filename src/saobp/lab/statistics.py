@@ -84,7 +84,7 @@ def _verdict(low: float, high: float, pairs: int, higher_is_better: bool) -> Ver
     return "gain" if (low > 0) == higher_is_better else "loss"
 
 
-Status = Literal["reproduces", "does not reproduce", "could not be decided", "not run"]
+Status = Literal["reproduces", "does not reproduce", "not shown", "could not be decided", "not run"]
 
 
 def claim_status(paper: float, gain: Gain | None, *, same_size: bool = True) -> Status:
@@ -107,9 +107,13 @@ def claim_status(paper: float, gain: Gain | None, *, same_size: bool = True) -> 
 
 
 def answer_status(gain: Gain | None) -> Status:
-    """Whether something is better, for a question: only a gain is."""
+    """Whether something is better, for a question: only a gain is; one within the spread is not shown."""
     if gain is None:
         return "not run"
-    if gain.verdict == "undecided":
-        return "could not be decided"
-    return "reproduces" if gain.verdict == "gain" else "does not reproduce"
+    verdicts: dict[Verdict, Status] = {
+        "gain": "reproduces",
+        "loss": "does not reproduce",
+        "no gain": "not shown",
+        "undecided": "could not be decided",
+    }
+    return verdicts[gain.verdict]

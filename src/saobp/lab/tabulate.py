@@ -60,9 +60,10 @@ def _overview(outcomes: list[dict[str, Any]]) -> Iterable[str]:
         "with the same seed leaves zero out on the claimed side. It does not if the interval lies on the "
         "other side, or holds zero and leaves the paper's difference out. Anything else, and whatever has "
         "fewer than three pairs, could not be decided. A question whether something is better is answered "
-        "by yes only for a gain. There are many claims, so about one in twenty intervals leaves zero out by "
-        "chance alone. Texts, token budget and fine-tuning values are ours, and * marks tasks of which only "
-        "a part of the rows is to be had; see [how to rerun](../docs/reproduce.md)."
+        "by yes only for a gain, and by no for a loss. There are many claims, so about one in twenty "
+        "intervals leaves zero out by chance alone. Texts, token budget and fine-tuning values are ours, and "
+        "* marks tasks of which only a part of the rows is to be had; see "
+        "[how to rerun](../docs/reproduce.md)."
     )
     if any(one["scale"] == "smoke" for one in outcomes):
         yield "**Pages of the smoke scale only show that the code runs. They say nothing about any method.**"

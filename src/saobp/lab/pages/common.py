@@ -79,6 +79,20 @@ def checkpoints(results: Results, model: Trained) -> list[dict[str, float]]:
     return [{"score": losses[line["step"]], **_gtd(line)} for line in run.health() if line["step"] in losses]
 
 
+def held_out_curves(results: Results) -> dict[str, list[list[tuple[float, float]]]]:
+    """Millions of tokens and held-out perplexity: method title to one curve per seed."""
+    found: dict[str, list[list[tuple[float, float]]]] = {}
+    for model in results.models():
+        per_step = model.recipe.tokens_per_step / 1e6
+        curve = [
+            (line["step"] * per_step, line["eval_perplexity"])
+            for line in results.run(model).metrics()
+            if "eval_perplexity" in line
+        ]
+        found.setdefault(model.method.title, []).append(curve)
+    return found
+
+
 def epochs(results: Results, model: Trained, task: str) -> list[dict[str, float]]:
     """Epochs of a fine-tuning run with their GTD."""
     metric = (results.tuned(model, task) or {}).get("metric", "accuracy")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from scipy import stats
 
 from saobp.data.tasks import GLUE
-from saobp.lab.drawing import dots
+from saobp.lab.drawing import dots, progress
 from saobp.lab.methods import METHODS
 from saobp.lab.page import Page
 from saobp.lab.pages.common import (
@@ -17,6 +18,7 @@ from saobp.lab.pages.common import (
     correlation_of,
     epochs,
     has_any,
+    held_out_curves,
     mean_of,
     mean_score,
     methods_of,
@@ -33,6 +35,10 @@ REGULARIZED = {"high": "high", "entropy": "entropy_reg", "eigen": "eigen_reg"}
 """Rows of the paper's table of regularizers, by method."""
 
 
+PLATEAU = 5.5
+"""Nats: clearly below the entropy of single words, where losses rest at first, far above where they end."""
+
+
 def pretraining(results: Results, page: Page) -> None:
     page.say(BUDGET)
     values = results.values(results.perplexity)
@@ -43,11 +49,38 @@ def pretraining(results: Results, page: Page) -> None:
         digits=3,
         methods=methods_of(results.experiment),
     )
+    waiting = results.values(lambda model: results.tokens_until(model, PLATEAU))
+    words = f"million tokens until the loss is below {PLATEAU:g}"
+    if has_any(waiting):
+        page.say(
+            "Every run first learns how frequent words are and stays there for a while, at a perplexity of "
+            "about 500, before attention comes to be of use. How long a run waits there and where it ends "
+            f"after all tokens: {_followed(waiting, values)}."
+        )
+    page.compare(words, waiting, higher_is_better=False, digits=1, methods=methods_of(results.experiment))
     page.compared()
     if has_any(values):
-        page.figure(
-            "perplexity", dots({"held-out perplexity": titled(values)}), "Held-out masked perplexity."
+        drawn = {"held-out perplexity": titled(values)} | (
+            {words: titled(waiting)} if has_any(waiting) else {}
         )
+        page.figure("perplexity", dots(drawn), "Held-out masked perplexity, and the wait before it falls.")
+        page.figure(
+            "curves", progress(held_out_curves(results)), "Held-out perplexity in training, a line per run."
+        )
+
+
+def _followed(waiting: Values, ends: Values) -> str:
+    """How the wait of a run and its end go together, over all runs that have both."""
+    pairs = [
+        (wait, ends[key][seed])
+        for key, own in waiting.items()
+        for seed, wait in own.items()
+        if seed in ends.get(key, {})
+    ]
+    if len(pairs) < 3:
+        return f"{len(pairs)} runs are too few to say"
+    found = stats.spearmanr(*zip(*pairs, strict=True))
+    return f"Spearman's rank correlation is {found.statistic:+.2f} over {len(pairs)} runs"
 
 
 def gtd(results: Results, page: Page) -> None:
