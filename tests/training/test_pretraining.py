@@ -18,7 +18,7 @@ import saobp
 from saobp.testing.training import RandomRows, small_recipe, small_tokenizer, train_small
 from saobp.training import pretrain as pretraining
 from saobp.training.runs import RunFolder
-from saobp.training.stream import Share, TrainingStream, held_out_batches
+from saobp.training.stream import TOGETHER, Share, TrainingStream, held_out_batches
 from saobp.training.trainer import PretrainTrainer, arguments
 
 KEYS = {"step", "tokens", "seconds", "loss", "grad_norm", "learning_rate"}
@@ -152,7 +152,7 @@ def test_batches_gathered_ahead_end_with_the_loop_and_pass_on_what_went_wrong() 
     class Failing(RandomRows):
         def at(self, numbers: Any) -> Any:
             asked.append(threading.current_thread().name)
-            if numbers[0] >= 3 * recipe.batch_size:
+            if numbers[0] >= TOGETHER * recipe.batch_size:
                 raise OSError("the disk has gone")
             return super().at(numbers)
 
@@ -160,7 +160,7 @@ def test_batches_gathered_ahead_end_with_the_loop_and_pass_on_what_went_wrong() 
     recipe = small_recipe()
     share = Share(recipe, 0, 1, torch.device("cpu"))
     stream = iter(TrainingStream(Failing(10, recipe.length, 60), share, lambda: 0))
-    assert len([next(stream) for _ in range(3)]) == 3
+    assert len([next(stream) for _ in range(TOGETHER)]) == TOGETHER
     with pytest.raises(OSError, match="gone"):
         next(stream)
     ended = iter(TrainingStream(RandomRows(10, recipe.length, 60), share, lambda: 0))
@@ -174,14 +174,15 @@ def test_the_stream_starts_anywhere_and_never_ends() -> None:
     recipe = small_recipe(accumulation=2)
     rows = RandomRows(10, recipe.length, 60)
     share = Share(recipe, 0, 1, torch.device("cpu"))
-    first = list(itertools.islice(TrainingStream(rows, share, lambda: 0), 12))
-    later = list(itertools.islice(TrainingStream(rows, share, lambda: 3), 6))
+    parts = 2 * (TOGETHER + 5)
+    first = list(itertools.islice(TrainingStream(rows, share, lambda: 0), parts))
+    later = list(itertools.islice(TrainingStream(rows, share, lambda: 3), parts - 6))
     for mine, theirs in zip(later, first[6:], strict=True):
         assert torch.equal(mine["input_ids"], theirs["input_ids"])
         assert torch.equal(mine["seeds"], theirs["seeds"])
     seen = torch.cat([one["input_ids"] for one in first])
-    assert torch.equal(seen, rows.at(np.arange(24))["input_ids"])
-    assert len({int(seed) for one in first for seed in one["seeds"]}) == 24
+    assert torch.equal(seen, rows.at(np.arange(len(seen)))["input_ids"])
+    assert len({int(seed) for one in first for seed in one["seeds"]}) == len(seen)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

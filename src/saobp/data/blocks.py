@@ -203,13 +203,21 @@ class _Stream:
         self.shifts = starts - self.firsts
 
     def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
-        """Tokens ``[rows, length]`` from places of the joined row."""
-        places = starts[:, None] + np.arange(length)
-        if len(self.firsts) == 1:
-            places += self.shifts[0]
-        else:
+        """Tokens ``[rows, length]`` from places of the joined row.
+
+        Rows are copied whole; only those that reach into a further span, which are few, token by token.
+        """
+        span = np.searchsorted(self.firsts, starts, side="right") - 1
+        last = np.searchsorted(self.firsts, starts + (length - 1), side="right") - 1
+        begins = starts + self.shifts[span]
+        torn = span != last
+        begins[torn] = 0
+        rows = np.lib.stride_tricks.sliding_window_view(self.store.tokens, length)[begins]
+        if torn.any():
+            places = starts[torn, None] + np.arange(length)
             places += self.shifts[np.searchsorted(self.firsts, places, side="right") - 1]
-        return self.store.tokens[places]
+            rows[torn] = self.store.tokens[places]
+        return rows
 
 
 def _kept_documents(
