@@ -41,13 +41,13 @@ NOTHING = tl.constexpr(2.0**-120)
 
 
 @triton.jit
-def _anchored(weights, top, out):
-    """What weights are relative to, about the largest so far, and the sum rescaled to it: float16 has too little range without.
+def _anchor(weights, top):
+    """About the largest weight so far and by what sums shrink when they are relative to it: float16 has too little range without.
 
-    A power of two, so that it moves no digits.
+    A power of two, so that no digits move.
     """
     raised = tl.maximum(top, power_below(tl.max(weights, 1)))
-    return raised, out * (top / raised)[:, None]
+    return raised, top / raised
 
 
 @triton.jit
@@ -67,15 +67,16 @@ def _gather_loop(
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
         total += tl.sum(a, 1)
-        anchored_usual = usual
+        taken_off = usual
         if ANCHORED:
-            top, out = _anchored(a, top, out)
+            top, shrink = _anchor(a, top)
             a *= (1.0 / top)[:, None]
-            anchored_usual *= 1.0 / top
+            taken_off *= 1.0 / top
+            out *= shrink[:, None]
         if MASKED:
-            a -= anchored_usual[:, None] * real.to(tl.float32)[None, :]
+            a -= taken_off[:, None] * real.to(tl.float32)[None, :]
         else:
-            a -= anchored_usual[:, None]
+            a -= taken_off[:, None]
         v = load_rows(v_base, begin, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
         out = tl.dot(a.to(v.dtype), v, out, input_precision=PRECISION)
     return out, total, top
@@ -146,10 +147,12 @@ def _output_loop(
         if MASKED:
             weights += FLOOR
         weights *= load_vector(received_base, keys, tokens, 0.0, TAIL)[None, :]
-        total += tl.sum(weights, 1)
         if ANCHORED:
-            top, out = _anchored(weights, top, out)
+            top, shrink = _anchor(weights, top)
             weights *= (1.0 / top)[:, None]
+            total *= shrink
+            out *= shrink[:, None]
+        total += tl.sum(weights, 1)
         gathered = load_rows(gathered_base, begin, tokens, m_row, KEYS, DIM, BLOCK_DIM, TAIL)
         out = tl.dot(weights.to(gathered.dtype), gathered, out, input_precision=PRECISION)
     return out, total, top
@@ -191,9 +194,9 @@ def elemmul_output(
         KEYS, DIM, BLOCK_DIM, True, ANCHORED, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     visible = total > 0
-    inverse = tl.where(visible, 1.0 / tl.where(visible, total, 1.0), 0.0)
-    out = out * (top * inverse)[:, None] + load_centre(centre_ptr, blocks, BLOCK_DIM)
+    total = tl.where(visible, total, 1.0)
+    out = out / total[:, None] + load_centre(centre_ptr, blocks, BLOCK_DIM)
     out = tl.where(visible[:, None], out, 0.0)
     out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
-    tl.store(inverse_ptr + row_base + rows, inverse, mask=rows < tokens)
+    tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total / top, 0.0), mask=rows < tokens)
