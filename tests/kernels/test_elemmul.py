@@ -78,6 +78,40 @@ def test_collapsed_heads_are_right(gap: float, collapse: str, dtype: torch.dtype
         assert_within_budget(fused(inputs), inputs, ELEMMUL)
 
 
+HALVES = [dtype for dtype in DTYPES if dtype != torch.float32]
+
+NEARLY_UNIFORM = [(64, 16), (128, 64), (140, 64), (300, 16)]
+"""Lengths and head sizes."""
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("times", [0.01, 0.1, 0.3])
+@pytest.mark.parametrize(("length", "dim"), NEARLY_UNIFORM, ids=str)
+def test_nearly_uniform_heads(length: int, dim: int, times: float, dtype: torch.dtype) -> None:
+    """Gradients of queries and keys come from what little weights differ by."""
+    plain = attention_inputs(1, 1, length, dim, dtype=dtype, device=DEVICE)
+    inputs = replace(plain, query=times * plain.query)
+    assert_within_budget(fused(inputs), inputs, ELEMMUL)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_nearly_uniform_heads_beside_padding(padding: str, dtype: torch.dtype) -> None:
+    """Padding holds large numbers, and gradients reach its rows too."""
+    plain = attention_inputs(2, 2, 70, 16, key_heads=1, dtype=dtype, device=DEVICE)
+    mask = torch.arange(70, device=DEVICE) < torch.tensor([[70], [50]], device=DEVICE)
+    mask = mask if padding == "right" else mask.flip(1)
+    filling = torch.where(mask, 1.0, 30.0).to(dtype)[:, None, :, None]
+    inputs = replace(
+        plain,
+        query=0.1 * plain.query * filling,
+        key=plain.key * filling,
+        value=plain.value * filling,
+        padding_mask=mask,
+    )
+    assert_within_budget(fused(inputs), inputs, ELEMMUL)
+
+
 @triton.jit
 def fused_relative(raw, high, low, score_scale, PRECISE: tl.constexpr):
     """``relative`` rounded once, as a GPU's fused multiply-add does and the interpreter does not."""

@@ -7,8 +7,9 @@ Row i of the normalised A A^T reaches the values through the keys. With n_k = su
 
 Both weights sum to one, so that G and O stay within the range of V in any precision. G is kept in the
 precision of V less the mean of V: rows that attend to everything alike differ by little in G, and these
-differences are all that the gradient of the scores sees. ``row_sums`` of ``forward.py`` and
-``centres`` come first; then ``gathered_values`` over keys and ``elemmul_output`` over rows.
+differences are all that the gradient of the scores sees. For their sake weights are rounded less a key's usual
+weight, see ``elemmul_centres.py``. ``row_sums`` of ``sums.py`` and ``value_centres`` come first; then
+``gathered_values`` over keys and ``elemmul_output`` over rows.
 
 Two rows that share no key count as FLOOR alike, as in the specification. Only padding rows can depend on
 it: a real row is always like itself.
@@ -29,6 +30,7 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
+from saobp.kernels.elemmul_centres import count_real, load_centre, power_below, usual_weight, with_digits_of
 from saobp.kernels.sums import raw_scores
 
 FLOOR = tl.constexpr(2.0**-103)
@@ -39,47 +41,18 @@ NOTHING = tl.constexpr(2.0**-120)
 
 
 @triton.jit
-def centres(
-    x_ptr, mask_ptr, cu_ptr, centre_ptr,
-    x_batch, x_head, x_row,
-    heads, group, length,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Mean of a head's rows (REAL: its real rows) in float32."""
-    _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    base = states_base(x_ptr, batch64, head // group, first64, x_batch, x_head, x_row)
-    mask_base = mask_ptr + batch64 * length
-    total = tl.zeros([BLOCK_DIM], tl.float32)
-    count = tl.zeros([ROWS], tl.int32)
-    for begin in tl.range(0, tokens, ROWS):
-        x = load_rows(base, begin, tokens, x_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
-        rows = begin + tl.arange(0, ROWS)
-        counts = real_tokens(mask_base, rows, tokens, MASKED and REAL)
-        total += tl.sum(tl.where(counts[:, None], x, 0.0), 0)
-        count += counts.to(tl.int32)
-    places = tl.program_id(0) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
-    tl.store(centre_ptr + places, total / tl.maximum(tl.sum(count, 0), 1))
+def _anchor(weights, top):
+    """About the largest weight so far and by what sums shrink when they are relative to it: float16 has too little range without.
 
-
-@triton.jit
-def load_centre(centre_ptr, blocks, BLOCK_DIM: tl.constexpr):
-    """The centre of the head of this program, ready to broadcast against its rows."""
-    return tl.load(centre_ptr + tl.program_id(0) // blocks * BLOCK_DIM + tl.arange(0, BLOCK_DIM))[None, :]
-
-
-@triton.jit
-def _anchored(weights, top, total, out):
-    """Weights relative to the largest so far, sums rescaled to it: float16 has too little range without."""
-    raised = tl.maximum(top, tl.max(weights, 1))
-    shrink = top / raised
-    return weights * (1.0 / raised)[:, None], raised, total * shrink, out * shrink[:, None]
+    A power of two, so that no digits move.
+    """
+    raised = tl.maximum(top, power_below(tl.max(weights, 1)))
+    return raised, top / raised
 
 
 @triton.jit
 def _gather_loop(
-    out, total, top, k, q_base, q_row, v_base, v_row, mask_base, lse_base, low_plane,
+    out, total, top, usual, k, q_base, q_row, v_base, v_row, mask_base, lse_base, low_plane,
     start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, ANCHORED: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -89,12 +62,21 @@ def _gather_loop(
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
         high, low = load_lse(lse_base, low_plane, rows, tokens, PRECISE, TAIL)
         if MASKED:
-            high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
+            real = real_tokens(mask_base, rows, tokens, MASKED)
+            high = tl.where(real, high, float("inf"))
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
-        if ANCHORED:
-            a, top, total, out = _anchored(a, top, total, out)
         total += tl.sum(a, 1)
+        taken_off = usual
+        if ANCHORED:
+            top, shrink = _anchor(a, top)
+            a *= (1.0 / top)[:, None]
+            taken_off *= 1.0 / top
+            out *= shrink[:, None]
+        if MASKED:
+            a -= taken_off[:, None] * real.to(tl.float32)[None, :]
+        else:
+            a -= taken_off[:, None]
         v = load_rows(v_base, begin, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
         out = tl.dot(a.to(v.dtype), v, out, input_precision=PRECISION)
     return out, total, top
@@ -102,7 +84,7 @@ def _gather_loop(
 
 @triton.jit
 def gathered_values(
-    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, lse_ptr, centre_ptr, gathered_ptr, received_ptr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, lse_ptr, centre_ptr, q_centre_ptr, level_ptr, gathered_ptr, received_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, m_batch, m_head, m_row,
     heads, group, length, blocks, low_plane, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ANCHORED: tl.constexpr,
@@ -122,25 +104,31 @@ def gathered_values(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     out = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     total = tl.zeros([KEYS], tl.float32)
-    top = tl.full([KEYS], NOTHING if ANCHORED else 1.0, tl.float32)
+    usual = usual_weight(k, q_centre_ptr, level_ptr, blocks, score_scale, BLOCK_DIM)
+    usual = with_digits_of(usual, v_ptr.dtype.element_ty)
+    if ANCHORED:
+        top = tl.maximum(power_below(usual), NOTHING)
+    else:
+        top = tl.full([KEYS], 1.0, tl.float32)
     full = tokens // ROWS * ROWS
     out, total, top = _gather_loop(
-        out, total, top, k, q_base, q_row, v_base, v_row, mask_base, lse_ptr + row_base, low_plane,
+        out, total, top, usual, k, q_base, q_row, v_base, v_row, mask_base, lse_ptr + row_base, low_plane,
         0, full, tokens, score_scale,
         ROWS, DIM, BLOCK_DIM, False, ANCHORED, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     out, total, top = _gather_loop(
-        out, total, top, k, q_base, q_row, v_base, v_row, mask_base, lse_ptr + row_base, low_plane,
+        out, total, top, usual, k, q_base, q_row, v_base, v_row, mask_base, lse_ptr + row_base, low_plane,
         full, tokens, tokens, score_scale,
         ROWS, DIM, BLOCK_DIM, True, ANCHORED, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
-    received = total * top
-    counts = real_tokens(mask_base, keys, tokens, MASKED) & (received > NOTHING)
-    out = out / tl.where(counts, total, 1.0)[:, None] - load_centre(centre_ptr, blocks, BLOCK_DIM)
+    counts = real_tokens(mask_base, keys, tokens, MASKED) & (total > NOTHING)
+    inverse = 1.0 / tl.where(counts, total, 1.0)
+    unusual = (total - count_real(level_ptr, blocks) * usual) * inverse
+    out = out * (top * inverse)[:, None] - unusual[:, None] * load_centre(centre_ptr, blocks, BLOCK_DIM)
     out = tl.where(counts[:, None], out, 0.0)
     gathered_base = states_base(gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
     store_rows(gathered_base, block * KEYS, tokens, m_row, out, KEYS, DIM, BLOCK_DIM)
-    tl.store(received_ptr + row_base + keys, tl.where(counts, received, 0.0), mask=keys < tokens)
+    tl.store(received_ptr + row_base + keys, tl.where(counts, total, 0.0), mask=keys < tokens)
 
 
 @triton.jit
@@ -160,7 +148,10 @@ def _output_loop(
             weights += FLOOR
         weights *= load_vector(received_base, keys, tokens, 0.0, TAIL)[None, :]
         if ANCHORED:
-            weights, top, total, out = _anchored(weights, top, total, out)
+            top, shrink = _anchor(weights, top)
+            weights *= (1.0 / top)[:, None]
+            total *= shrink
+            out *= shrink[:, None]
         total += tl.sum(weights, 1)
         gathered = load_rows(gathered_base, begin, tokens, m_row, KEYS, DIM, BLOCK_DIM, TAIL)
         out = tl.dot(weights.to(gathered.dtype), gathered, out, input_precision=PRECISION)

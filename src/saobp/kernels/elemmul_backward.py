@@ -36,8 +36,12 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
-from saobp.kernels.elemmul import FLOOR, load_centre
+from saobp.kernels.elemmul import FLOOR
+from saobp.kernels.elemmul_centres import load_centre, usual_weight, with_digits_of
 from saobp.kernels.sums import raw_scores
+
+STRETCH = tl.constexpr(2.0**14)
+"""P, which is at most 1, is rounded this much larger: what it differs by from its usual size is small for float16."""
 
 
 @triton.jit
@@ -66,11 +70,12 @@ def row_terms(
 
 @triton.jit
 def _gathered_loop(
-    d_gathered, key_delta, mass, k, received, q_base, q_row, g_base, g_row, lse_base, low_plane, inverse_base, delta_base,
+    d_gathered, key_delta, mass, k, stretched, usual, q_base, q_row, g_base, g_row, lse_base, low_plane, inverse_base, delta_base,
     start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """dG less the usual part, stretched; F and m before they are multiplied by n, which a key has in common."""
     for begin in tl.range(start, stop, ROWS):
         rows = begin + tl.arange(0, ROWS)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
@@ -81,9 +86,10 @@ def _gathered_loop(
         p = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
         if MASKED:
             p += FLOOR
-        p = p * received[:, None] * inverse[None, :]
+        p *= inverse[None, :]
         mass += tl.sum(p, 1)
         key_delta += tl.sum(p * delta[None, :], 1)
+        p = p * stretched[:, None] - usual[:, None]
         grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
         d_gathered = tl.dot(p.to(grad.dtype), grad, d_gathered, input_precision=PRECISION)
     return d_gathered, key_delta, mass
@@ -92,7 +98,7 @@ def _gathered_loop(
 @triton.jit
 def gathered_gradient(
     q_ptr, k_ptr, grad_ptr, mask_ptr, cu_ptr, lse_ptr, received_ptr, inverse_ptr, delta_ptr,
-    centre_ptr, d_centre_ptr, d_gathered_ptr, key_delta_ptr, mass_ptr, inverse_received_ptr,
+    centre_ptr, q_centre_ptr, level_ptr, d_centre_ptr, d_level_ptr, d_gathered_ptr, key_delta_ptr, mass_ptr, inverse_received_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, g_batch, g_head, g_row, m_batch, m_head, m_row,
     heads, group, length, blocks, low_plane, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -110,26 +116,31 @@ def gathered_gradient(
     row_base = (batch64 * heads + head) * length + first64
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     received = load_vector(received_ptr + row_base, keys, tokens, 0.0, True)
+    usual = usual_weight(k, q_centre_ptr, level_ptr, blocks, score_scale, BLOCK_DIM)
+    usual *= received * tl.exp2(tl.load(d_level_ptr + tl.program_id(0) // blocks))
+    usual = with_digits_of(usual, grad_ptr.dtype.element_ty) * STRETCH
+    stretched = received * STRETCH
     d_gathered = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     key_delta = tl.zeros([KEYS], tl.float32)
     mass = tl.zeros([KEYS], tl.float32)
     full = tokens // ROWS * ROWS
     d_gathered, key_delta, mass = _gathered_loop(
-        d_gathered, key_delta, mass, k, received, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
+        d_gathered, key_delta, mass, k, stretched, usual, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
         inverse_ptr + row_base, delta_ptr + row_base, 0, full, tokens, score_scale,
         ROWS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     d_gathered, key_delta, mass = _gathered_loop(
-        d_gathered, key_delta, mass, k, received, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
+        d_gathered, key_delta, mass, k, stretched, usual, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
         inverse_ptr + row_base, delta_ptr + row_base, full, tokens, tokens, score_scale,
         ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     counts = received > 0
-    mass = tl.where(counts, mass, 0.0)
-    d_centre = mass[:, None] * load_centre(d_centre_ptr, blocks, BLOCK_DIM)
-    d_gathered = tl.where(counts[:, None], d_gathered - d_centre, 0.0).to(d_gathered_ptr.dtype.element_ty)
-    key_delta += tl.sum(
-        (d_gathered.to(tl.float32) + d_centre) * load_centre(centre_ptr, blocks, BLOCK_DIM), 1
+    mass = tl.where(counts, mass * received, 0.0)
+    d_centre = load_centre(d_centre_ptr, blocks, BLOCK_DIM)
+    d_gathered = d_gathered * (1.0 / STRETCH) - (mass - tokens * usual * (1.0 / STRETCH))[:, None] * d_centre
+    d_gathered = tl.where(counts[:, None], d_gathered, 0.0).to(d_gathered_ptr.dtype.element_ty)
+    key_delta = key_delta * received + tl.sum(
+        (d_gathered.to(tl.float32) + mass[:, None] * d_centre) * load_centre(centre_ptr, blocks, BLOCK_DIM), 1
     )
     d_base = states_base(d_gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
     store_rows(d_base, block * KEYS, tokens, m_row, d_gathered, KEYS, DIM, BLOCK_DIM)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels import elemmul, elemmul_backward, sums
+from saobp.kernels import elemmul, elemmul_backward, elemmul_centres, sums
 from saobp.kernels.launch import Plan, sweep_block
 from saobp.kernels.problem import (
     Block,
@@ -51,6 +51,7 @@ def saved_pieces(problem: Problem) -> tuple[dict[str, Piece], int]:
     return lay_out("saved", {
         "gathered": (problem.states_shape, problem.dtype), "lse": (problem.lse_shape, floats),
         "received": (rows, floats), "inverse": (rows, floats), "centre": (centre_shape(problem), floats),
+        "q_centre": (centre_shape(problem), floats), "level": ((problem.sequences, problem.heads, 2), floats),
     }, apart=4)  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) ->
     block = sweep_block(problem, "row_sums")
     own = blocks(problem, block, block.rows, block.keys)
     series.add(sums.row_sums, problem.programs(block.rows), numbers | own)
-    _add_centre(series, problem, value, REAL=True, x="v")
+    _add_centres(series, problem, elemmul_centres.value_centres, numbers)
     _add_sweep(series, problem, elemmul.gathered_values, numbers)
     _add_sweep(series, problem, elemmul.elemmul_output, numbers, by_rows=True)
     return Plan(series, problem.states_shape, problem.states_strides, saved=size)
@@ -112,12 +113,13 @@ def plan_backward(
     vectors = ("delta", "offset", "key_delta", "mass", "inverse_received", "prior_delta")
     scratch, size = lay_out("scratch", {
         "d_gathered": (problem.states_shape, query.dtype), "d_centre": (centre_shape(problem), torch.float32),
+        "d_level": ((problem.sequences, problem.heads), torch.float32),
         **dict.fromkeys(vectors, (problem.rows_shape, torch.float32)),
     })  # fmt: skip
     tensors = ("q", "k", "v", "mask", "cu", "grad", "out", "saved", "dq", "dk", "dv", "scratch")
     series = Series(query.device, tensors, saved_pieces(problem)[0] | scratch)
     numbers = _numbers(problem, query, key, value) | strides("g", grad)
-    _add_centre(series, problem, grad, REAL=False, x="grad", centre="d_centre")
+    _add_centres(series, problem, elemmul_centres.gradient_centres, numbers)
     own = {**strides("o", out), "blocks": ceil_div(problem.longest, 64), "ROWS": 64}
     series.add(elemmul_backward.row_terms, problem.programs(64), numbers | own)
     _add_sweep(series, problem, elemmul_backward.gathered_gradient, numbers)
@@ -134,12 +136,8 @@ def _add_sweep(
     series.add(kernel, problem.programs(gridded), numbers | blocks(problem, block, gridded))
 
 
-def _add_centre(series: Series, problem: Problem, states: Tensor, *, REAL: bool, **named: str) -> None:
-    numbers = {
-        **problem.numbers, **problem.constants, **strides("x", states),
-        "group": problem.heads // states.shape[1], "ROWS": 64, "REAL": REAL,
-    }  # fmt: skip
-    series.add(elemmul.centres, problem.sequences * problem.heads, numbers, **named)
+def _add_centres(series: Series, problem: Problem, kernel: Any, numbers: dict[str, Any]) -> None:
+    series.add(kernel, problem.sequences * problem.heads, numbers | {"ROWS": 64})
 
 
 def _numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
