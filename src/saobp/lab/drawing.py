@@ -29,7 +29,7 @@ def save_figure(figure: Figure, path: Path) -> list[Path]:
     """``path.svg`` and ``path.png``, the same bytes each time."""
     svg, png = path.with_name(f"{path.name}.svg"), path.with_name(f"{path.name}.png")
     with matplotlib.rc_context(PLAIN):
-        figure.savefig(svg, metadata={"Date": None})
+        figure.savefig(svg, metadata={"Date": None}, dpi=DOTS_PER_INCH)
     figure.savefig(png, dpi=DOTS_PER_INCH)
     return [svg, png]
 
@@ -158,7 +158,9 @@ def scatter_with_margins(
                 continue
             x, y = np.array(points, dtype=float).T
             colour = colour_of(place)
-            main.plot(x, y, ".", color=colour, alpha=0.35, ms=4, mec="none", label=_safe(title))
+            main.plot(
+                x, y, ".", color=colour, alpha=0.35, ms=4, mec="none", label=_safe(title), rasterized=True
+            )
             top.hist(x, bins=40, color=colour, alpha=0.5)
             side.hist(y, bins=40, orientation="horizontal", color=colour, alpha=0.5)
         for axis in (top, side):
