@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.kernels.problem import Problem, kept_problem
+from saobp.kernels.problem import Problem
 from saobp.testing.budget import Operation, assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
@@ -249,15 +248,6 @@ def test_the_leaking_form_is_refused() -> None:
     inputs = attention_inputs(1, 1, 8, 16, device=DEVICE)
     with pytest.warns(UserWarning, match="hear later rows"), pytest.raises(ValueError, match="leaking form"):
         fused(inputs, Refinement("high", 0.2, future="paper"))(*inputs.leaves())
-
-
-@pytest.fixture
-def weak_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels in half types belong to bfloat16; here other types go the same way."""
-    monkeypatch.setattr(Problem, "precise", 0)
-    kept_problem.cache_clear()
-    yield
-    kept_problem.cache_clear()
 
 
 def differences(inputs: AttentionInputs, refinement: Refinement) -> dict[str, float]:
