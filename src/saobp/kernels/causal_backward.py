@@ -6,7 +6,9 @@ and g_ik the sum of dT_jk over the rows j > i, which hear row i:
 1. ``causal_value_gradient`` (over keys, upwards): dV = P^T dO, and for every block of rows what its keys
    heard before it (``past``) and the sum of dT after it (``later`` = V . dV - P^T D so far). What was heard
    starts from the forward pass's total and loses each row's message on the way up.
-2. ``causal_query_gradient`` (over rows): H = -u g, E = rowsum(H), dQ = (dT + gamma H) K - gamma E (a K).
+2. ``causal_query_gradient`` (over rows): H = -u g, E = rowsum(H), dQ = (dT + gamma H) K - t (a K), where t is the
+   row sum of dT + gamma H as it was rounded for that product. Exactly, t is gamma E, as rows of dT sum to 0; but
+   D, made of rounded outputs, does not balance them, and that and the rounding have to cancel in collapsed rows.
 3. ``causal_key_gradient`` (over keys): dK = (dT + gamma (H - a E))^T Q.
 
 The derivative with respect to gamma is the sum of E. Rows of listing factors hear their own message alone,
@@ -44,6 +46,7 @@ from saobp.kernels.causal import (
     store_heard,
 )
 from saobp.kernels.forward import is_careful
+from saobp.kernels.pairs import rounded, widened
 
 
 @triton.jit
@@ -182,7 +185,7 @@ def causal_value_gradient(
 
 @triton.jit
 def _query_loop(
-    dq, prior_k, strength_grad, q, grad, high, low, belief, part, delta, rows, rows_real, message,
+    dq, prior_k, strength_grad, row_term, q, grad, high, low, belief, part, delta, rows, rows_real, message,
     k_base, k_row, v_base, v_row, mask_base, past_base, later_base,
     start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
@@ -214,8 +217,10 @@ def _query_loop(
             g = -d_beliefs
         d_message = message_gradient(a, g, rows_real, message, PRECISE, MASKED)
         strength_grad += tl.sum(d_message, 1)
-        dq = tl.dot((d_beliefs + message[0] * d_message).to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq, prior_k, strength_grad
+        d_scores = rounded(d_beliefs + message[0] * d_message, k.dtype)
+        row_term += tl.sum(widened(d_scores), 1)
+        dq = tl.dot(d_scores, k, dq, input_precision=PRECISION)
+    return dq, prior_k, strength_grad, row_term
 
 
 @triton.jit
@@ -264,20 +269,21 @@ def causal_query_gradient(
     dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     strength_grad = tl.zeros([ROWS], tl.float32)
+    row_term = tl.zeros([ROWS], tl.float32)
     edge = row_start // KEYS * KEYS
-    dq, prior_k, strength_grad = _query_loop(
-        dq, prior_k, strength_grad, q, grad, high, low, belief, part, delta, rows, rows_real, message,
+    dq, prior_k, strength_grad, row_term = _query_loop(
+        dq, prior_k, strength_grad, row_term, q, grad, high, low, belief, part, delta, rows, rows_real, message,
         k_base, k_row, v_base, v_row, mask_base, past_ptr + sums_base, later_ptr + sums_base,
         0, edge, tokens, score_scale, seed, drop_threshold, keep_scale,
         ROWS, KEYS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
     )  # fmt: skip
-    dq, prior_k, strength_grad = _query_loop(
-        dq, prior_k, strength_grad, q, grad, high, low, belief, part, delta, rows, rows_real, message,
+    dq, prior_k, strength_grad, row_term = _query_loop(
+        dq, prior_k, strength_grad, row_term, q, grad, high, low, belief, part, delta, rows, rows_real, message,
         k_base, k_row, v_base, v_row, mask_base, past_ptr + sums_base, later_ptr + sums_base,
         edge, min(row_start + ROWS, tokens), tokens, score_scale, seed, drop_threshold, keep_scale,
         ROWS, KEYS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
     )  # fmt: skip
-    dq = (dq - (message[0] * strength_grad)[:, None] * prior_k) * scale
+    dq = (dq - row_term[:, None] * prior_k) * scale
     dq_base = states_base(dq_ptr, batch64, head, first64, d_batch, d_head, d_row)
     store_rows(dq_base, row_start, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
     tl.store(strength_grad_ptr + row_base + rows, strength_grad, mask=rows < tokens)

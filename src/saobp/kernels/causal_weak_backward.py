@@ -78,22 +78,25 @@ def store_key_pairs(base, keys, tokens, keys_real, one, two, MASKED: tl.constexp
 
 
 @triton.jit
-def logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS: tl.constexpr):
-    """dT = P * (dO V^T - D), rounded to the type of ``refined``."""
+def weight_gradients(d_rows, delta, keep, keep_scale, KIND: tl.constexpr, DROPS: tl.constexpr):
+    """dO V^T - D, rounded to KIND; times P it is dT."""
     if DROPS:
         d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-    return multiply(rounded(d_rows - delta[None, :], refined.dtype), refined)
+    return rounded(d_rows - delta[None, :], KIND)
 
 
 @triton.jit
-def score_gradients(u, d_logits, triangle, later, pair):
+def score_gradients(u, d_weights, refined, d_logits, triangle, later, pair):
     """d = dT - gamma u g of a tile ``[keys, rows]``.
 
     ``later`` ``[keys]`` is -gamma times the sum of dT over the rows after the tile; the triangle adds those within.
+    dT is made anew inside the sum, unrounded: added to a rounded dT, a term below its last digit would always be lost.
+    Thousands of keys lose it with one sign, and a sink that half of the rows' weight goes to bears their sum.
     """
     KIND: tl.constexpr = d_logits.dtype
     g = rounded(tl.dot(d_logits, triangle, input_precision="ieee"), KIND)
-    return multiply_add(u, multiply_add(g, -pair[0], later.to(KIND)[:, None]), d_logits)
+    heard = multiply(u, multiply_add(g, -pair[0], later.to(KIND)[:, None]))
+    return multiply_add(d_weights, refined, heard)
 
 
 @triton.jit
@@ -141,10 +144,11 @@ def _climb(
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
             weights = tl.where(keep, refined, 0.0)
         dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
-        d_logits = logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS)
+        d_weights = weight_gradients(d_rows, delta, keep, keep_scale, KIND, DROPS)
+        d_logits = multiply(d_weights, refined)
         later = any_column(after) * -gamma
         after = tl.dot(d_logits, ones_here, after, input_precision="ieee")
-        d_scores = score_gradients(u, d_logits, ahead, later, pair)
+        d_scores = score_gradients(u, d_weights, refined, d_logits, ahead, later, pair)
         dk = tl.dot(d_scores, q, dk, input_precision=PRECISION)
         place = ((begin - span_start) // ROWS).to(tl.int64) * length
         store_key_pairs(sums_base + 2 * place, keys, tokens, keys_real, heard, later, MASKED)
@@ -258,9 +262,10 @@ def _query_loop(
         keep = rows_real[None, :]
         if DROPS:
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
-        d_logits = logit_gradients(d_rows, delta, refined, keep, keep_scale, DROPS)
+        d_weights = weight_gradients(d_rows, delta, keep, keep_scale, KIND, DROPS)
+        d_logits = multiply(d_weights, refined)
         u = boosted(rounded(speaking, KIND), pair)
-        d_scores = score_gradients(u, d_logits, larger(ROWS, KIND), later, pair)
+        d_scores = score_gradients(u, d_weights, refined, d_logits, larger(ROWS, KIND), later, pair)
         row_terms = add_rows(row_terms, d_scores)
         dq = tl.dot(tl.trans(k), d_scores, dq, input_precision=PRECISION)
     return dq, prior_k, row_terms

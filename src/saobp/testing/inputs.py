@@ -109,6 +109,21 @@ def collapsed_inputs(inputs: AttentionInputs, gap: float, collapse: Collapse = "
     return replace(inputs, query=query, key=key)
 
 
+def drifting_inputs(inputs: AttentionInputs, drift: float) -> AttentionInputs:
+    """The same call, but the gradients of neighbouring rows cancel, except along one head dim.
+
+    There all rows pull alike, at values that fall from ``drift`` to minus ``drift`` along the sequence. What
+    a key gets from all rows after one is then of one sign for most keys, and small beside what it gets from
+    that row.
+    """
+    gradient, value = inputs.output_gradient.clone(), inputs.value.clone()
+    gradient[..., 1::2, :] = -gradient[..., :1, :]
+    gradient[..., 0::2, :] = gradient[..., :1, :]
+    gradient[..., 0] = 1.0
+    value[..., 0] = torch.linspace(drift, -drift, value.shape[-2], device=value.device)
+    return replace(inputs, value=value, output_gradient=gradient)
+
+
 def padding_mask(batch: int, length: int, side: Side, *, device: torch.device | str = "cpu") -> Tensor:
     """``[batch, length]``, True for real tokens: the first sequence is full, later ones shorter and shorter.
 
