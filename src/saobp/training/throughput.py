@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -29,6 +28,9 @@ from transformers import (
 from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import Cell, Table
 from saobp.benchmarking.timing import Failure, Timing
+from saobp.data.blocks import Blocks
+from saobp.data.tokens import DOCUMENTS, FORMAT, TOKENS, Description, TokenStore
+from saobp.data.vocabulary import prefix_of
 from saobp.refinement import Refinement
 from saobp.training.busy import LONG, Interval, Trace, Utilisation
 from saobp.training.models import build_model
@@ -49,7 +51,7 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>")
 
 
 class RandomBlocks(Dataset):
-    """Random tokens ``[rows, length]``: for a list of rows as Transformers likes it, and by number."""
+    """Random tokens ``[rows, length]``, row by row as lists, which Transformers' collator likes."""
 
     def __init__(self, rows: int, length: int, vocabulary: int) -> None:
         drawn = np.random.default_rng(0).integers(len(SPECIAL), vocabulary, (rows, length), dtype=np.uint16)
@@ -61,8 +63,24 @@ class RandomBlocks(Dataset):
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         return {"input_ids": self.tokens[index].tolist()}
 
-    def at(self, numbers: np.ndarray) -> dict[str, Tensor]:
-        return {"input_ids": torch.from_numpy(self.tokens[numbers % len(self)].astype(np.int64))}
+
+def made_up_texts(folder: Path, tokenizer: PreTrainedTokenizerFast, recipe: PretrainRecipe) -> Blocks:
+    """Random tokens in three corpora of uneven documents, mapped from files and mixed as in a real run."""
+    random = np.random.default_rng(0)
+    stores = {}
+    for corpus in ("one", "two", "three"):
+        own = folder / corpus
+        own.mkdir(parents=True)
+        sizes = 1 + random.geometric(1 / 400, 4 * recipe.batch_size)
+        documents = np.concatenate([[0], np.cumsum(sizes)])
+        tokens = random.integers(len(SPECIAL), len(tokenizer), documents[-1], dtype=np.uint16)
+        tokens.tofile(own / TOKENS)
+        np.save(own / DOCUMENTS, documents)
+        description = Description(
+            FORMAT, "<u2", len(tokens), len(sizes), len(tokenizer), 0, "", corpus, "", "", ""
+        )
+        stores[corpus] = TokenStore(own, description)
+    return Blocks(stores, length=recipe.length, seed=recipe.seed, prefix=prefix_of(tokenizer))
 
 
 def made_up_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
@@ -143,12 +161,12 @@ class Contestant:
 def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: bool) -> Iterator[Contestant]:
     """A trainer of a version, ready to run; ours has a run folder that does not stay."""
     tokenizer = made_up_tokenizer(vocabulary)
-    rows = RandomBlocks(64 * recipe.batch_size, recipe.length, vocabulary)
     watch = Stopwatch()
     name, _, dropout = version.partition("-")
     with tempfile.TemporaryDirectory() as folder:
         if name == "transformers":
             recipe = replace(recipe, dropout=float(dropout or 0.1))
+            rows = RandomBlocks(64 * recipe.batch_size, recipe.length, vocabulary)
             trainer = _their_trainer(recipe, tokenizer, rows, Path(folder), compiled)
             trainer.add_callback(watch)
             yield Contestant(trainer, watch)
@@ -164,8 +182,9 @@ def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: 
         model = new_model(recipe, tokenizer)
         args = arguments(recipe, Path(folder), "none")
         objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
+        texts = made_up_texts(Path(folder, "texts"), tokenizer, recipe)
         own = PretrainTrainer(
-            model, args, recipe, RunFolder(folder), train=rows, validation=None, callbacks=[watch], say=print
+            model, args, recipe, RunFolder(folder), train=texts, validation=None, callbacks=[watch], say=print
         )
         with loss_as_forward(model, objective, precision=recipe.precision, compiled=compiled, replay=True):
             yield Contestant(own, watch)
@@ -240,7 +259,7 @@ def pretraining_speed(
         "collator in worker processes, dropout 0.1; transformers-0: the same without dropout. plain, high: "
         "the recipe of this project (head at predicted positions only, bfloat16 copies of the weights, "
         "vocabulary rounded up to a multiple of 64, masks drawn on the device, no dropout unless the name "
-        "says so). "
+        "says so; rows gathered from three token stores, as in a real run). "
         f"kernels: of a step, with copies and fills, in {PROFILED} traced steps. idle %: share of a step in "
         "which none of them runs, by their traced time in an untraced step; it is mostly the short gaps "
         f"between neighbours. waiting %: gaps over {LONG:g} microseconds in the trace, where the GPU waits "
