@@ -220,5 +220,5 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "MOST_KEPT", 3)
     shelf: dict[Any, int] = {}
     for number in range(10):
-        assert start.keep(shelf, number, number) == number
+        assert start.remembered(shelf, number, int, number) == number
         assert len(shelf) <= 3

@@ -28,7 +28,7 @@ from saobp.kernels.problem import (
     strides,
     tensor_looks,
 )
-from saobp.kernels.start import Piece, Series, keep, lay_out
+from saobp.kernels.start import Piece, Series, lay_out, remembered
 
 SPAN = 8192
 """Rows whose keys' sums are held at once, a multiple of a tile's rows: bounded, so memory is linear in length."""
@@ -108,9 +108,7 @@ def run_causal_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, and in one buffer what the backward pass needs."""
     looks = ("causal", causal_block, SPAN, *tensor_looks(query, key, value, strength, mask, cu, seed))
-    plan = problem.plans.get(looks)
-    if plan is None:
-        plan = keep(problem.plans, looks, plan_forward(problem, query, key, value))
+    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, value)
     out = query.new_empty_strided(plan.sizes, plan.strides)
     saved = query.new_empty(plan.saved, dtype=torch.uint8)
     scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
@@ -186,9 +184,7 @@ def run_causal_backward(
         "causal backward", causal_block, SPAN, grad.stride(), grad.dtype, out.stride(),
         *tensor_looks(query, key, value, strength, mask, cu, seed),
     )  # fmt: skip
-    plan = problem.plans.get(looks)
-    if plan is None:
-        plan = keep(problem.plans, looks, plan_backward(problem, grad, query, key, value, out))
+    plan = remembered(problem.plans, looks, plan_backward, problem, grad, query, key, value, out)
     dq = query.new_empty_strided(plan.sizes, plan.strides)
     dk, dv = [query.new_empty_strided(plan.sizes, plan.strides, dtype=plan.keys_dtype) for _ in range(2)]
     dgamma = query.new_empty(problem.rows_shape, dtype=torch.float32)

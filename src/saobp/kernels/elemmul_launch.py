@@ -19,7 +19,7 @@ from saobp.kernels.problem import (
     strides,
     tensor_looks,
 )
-from saobp.kernels.start import Piece, Series, keep, lay_out
+from saobp.kernels.start import Piece, Series, lay_out, remembered
 
 
 def elemmul_problem(
@@ -65,9 +65,7 @@ def run_elemmul(
 ) -> tuple[Tensor, Tensor]:
     """Output, and in one buffer what the backward pass needs."""
     looks = ("elemmul", sweep_block, elemmul_block, *tensor_looks(query, key, value, None, mask, cu, None))
-    plan = problem.plans.get(looks)
-    if plan is None:
-        plan = keep(problem.plans, looks, plan_forward(problem, query, key, value))
+    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, value)
     out = query.new_empty_strided(plan.sizes, plan.strides)
     saved = query.new_empty(plan.saved, dtype=torch.uint8)
     plan.series(query, key, value, given(mask, saved), given(cu, saved), out, saved)
@@ -96,9 +94,7 @@ def run_elemmul_backward(
         "elemmul backward", elemmul_block, grad.stride(), grad.dtype, out.stride(),
         *tensor_looks(query, key, value, None, mask, cu, None),
     )  # fmt: skip
-    plan = problem.plans.get(looks)
-    if plan is None:
-        plan = keep(problem.plans, looks, plan_backward(problem, grad, query, key, value, out))
+    plan = remembered(problem.plans, looks, plan_backward, problem, grad, query, key, value, out)
     dq, dk, dv = [query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3)]
     scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
     plan.series(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from saobp.kernels.problem import (
     strides,
     tensor_looks,
 )
-from saobp.kernels.start import Piece, Series, keep, lay_out
+from saobp.kernels.start import Piece, Series, lay_out, remembered
 
 
 def sweep_block(problem: Problem, sweep: str) -> Block:
@@ -86,9 +86,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, and in one buffer what the backward pass needs."""
     looks = ("forward", sweep_block, *tensor_looks(query, key, value, strength, mask, cu, seed))
-    plan = problem.plans.get(looks)
-    if plan is None:
-        plan = keep(problem.plans, looks, plan_forward(problem, query, key, value, _add_sums, _add_output))
+    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, value, _add_sums, _add_output)
     out = query.new_empty_strided(plan.sizes, plan.strides)
     saved = query.new_empty(plan.saved, dtype=torch.uint8)
     plan.series(
@@ -100,9 +98,7 @@ def run_forward(
 def run_sums(problem: Problem, query: Tensor, key: Tensor, strength: Tensor) -> Tensor:
     """Of what the backward pass needs, the part that does not depend on values."""
     looks = ("sums", sweep_block, *tensor_looks(query, key, None, strength, None, None, None))
-    plan = problem.plans.get(looks)
-    if plan is None:
-        plan = keep(problem.plans, looks, plan_forward(problem, query, key, query, _add_sums))
+    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, query, _add_sums)
     saved = query.new_empty(plan.saved, dtype=torch.uint8)
     plan.series(query, key, query, strength, strength, strength, strength, query, saved)
     return saved
@@ -113,9 +109,7 @@ def run_output(
 ) -> Tensor:
     """Refined rows times values, from sums known already; fills in the rest of what the backward pass needs."""
     looks = ("output", sweep_block, *tensor_looks(query, key, value, strength, None, None, None))
-    plan = problem.plans.get(looks)
-    if plan is None:
-        plan = keep(problem.plans, looks, plan_forward(problem, query, key, value, _add_output))
+    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, value, _add_output)
     out = query.new_empty_strided(plan.sizes, plan.strides)
     plan.series(query, key, value, strength, strength, strength, strength, out, saved)
     return out
@@ -175,9 +169,7 @@ def run_backward(
         "backward", sweep_block, grad.stride(), grad.dtype, out.stride(),
         *tensor_looks(query, key, value, strength, mask, cu, seed),
     )  # fmt: skip
-    plan = problem.plans.get(looks)
-    if plan is None:
-        plan = keep(problem.plans, looks, plan_backward(problem, grad, query, key, value, out))
+    plan = remembered(problem.plans, looks, plan_backward, problem, grad, query, key, value, out)
     dq, dk, dv = [query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3)]
     dgamma = query.new_empty(problem.rows_shape, dtype=torch.float32)
     scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
@@ -193,10 +185,8 @@ def run_value_gradient(
 ) -> Tensor:
     """The refined rows' transpose times a gradient."""
     looks = ("value gradient", sweep_block, *tensor_looks(query, key, grad, strength, None, None, None))
-    plan = problem.plans.get(looks)
-    if plan is None:
-        made = plan_backward(problem, grad, query, key, grad, grad, only_values=True)
-        plan = keep(problem.plans, looks, made)
+    make = partial(plan_backward, only_values=True)
+    plan = remembered(problem.plans, looks, make, problem, grad, query, key, grad, grad)
     dv = query.new_empty_strided(plan.sizes, plan.strides)
     scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
     plan.series(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saobp.kernels import short, short_weak
 from saobp.kernels.problem import SHORT, Block, Problem, empty_states, given, next_power, resources, strides
-from saobp.kernels.start import Launch, keep
+from saobp.kernels.start import Launch, remembered
 
 WEAK_BLOCKS = {
     (64, 64): Block(64, 64, stages=1),
@@ -44,10 +44,11 @@ def run_short_forward(
     """Output and, if it ``saves``, what the backward pass needs: lse, key_part, anchor."""
     numbers = (longest, scale, dropout, sign, hears, bound)
     looks = (saves, *call_looks(query, key, value, strength, mask, cu, seed), *numbers)
-    plan = _plans.get(looks)
-    if plan is None:
-        problem = Problem.of(query, key, mask, cu, *numbers)
-        plan = keep(_plans, looks, plan_forward(problem, query, key, value, saves))
+    plan = remembered(
+        _plans,
+        looks,
+        lambda: plan_forward(Problem.of(query, key, mask, cu, *numbers), query, key, value, saves),
+    )
     out = query.new_empty_strided(plan.sizes, plan.strides)
     saved = [query.new_empty(shape, dtype=torch.float32) for shape in plan.vectors]
     lse, key_part, anchor = saved or (strength, strength, strength)
@@ -66,10 +67,11 @@ def run_short_backward(
     """dq, dk and dv with one key head per query head, and the gradient of gamma row by row."""
     numbers = (longest, scale, dropout, sign, hears, bound)
     looks = (grad.stride(), grad.dtype, *call_looks(query, key, value, strength, mask, cu, seed), *numbers)
-    plan = _plans.get(looks)
-    if plan is None:
-        problem = Problem.of(query, key, mask, cu, *numbers)
-        plan = keep(_plans, looks, plan_backward(problem, grad, query, key, value))
+    plan = remembered(
+        _plans,
+        looks,
+        lambda: plan_backward(Problem.of(query, key, mask, cu, *numbers), grad, query, key, value),
+    )
     dq, dk, dv = (query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3))
     dgamma = query.new_empty(plan.vectors[0], dtype=torch.float32)
     plan.launch(

@@ -7,7 +7,8 @@ the numbers, from the types and the device of the tensors, and from the alignmen
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +28,7 @@ Key = TypeVar("Key", bound=Hashable)
 Kept = TypeVar("Kept")
 
 
-class Prepared:
+class Prepared(ABC):
     """Something to launch on tensors of known types on one device.
 
     The first call with addresses of an alignment goes through Triton, which compiles. Later ones go to the binaries at
@@ -58,12 +59,13 @@ class Prepared:
         if ready is not None:
             self._ready[alignment] = ready
 
+    @abstractmethod
     def _by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
         """Launches, and gives what a later call needs, if Triton tells."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _at_once(self, ready: Any, addresses: list[int], stream: int) -> None:
-        raise NotImplementedError
+        """Launches what an earlier call got ready."""
 
 
 class Launch(Prepared):
@@ -155,9 +157,11 @@ class Series(Prepared):
             launch._at_once(one, pick(addresses), stream)
 
 
-def keep(shelf: dict[Key, Kept], key: Key, made: Kept) -> Kept:
-    """Puts what was made on a shelf of bounded size."""
-    if len(shelf) >= MOST_KEPT:
-        shelf.clear()
-    shelf[key] = made
-    return made
+def remembered(shelf: dict[Key, Kept], key: Key, make: Callable[..., Kept], *arguments: Any) -> Kept:
+    """What lies on a shelf under a key; made of the arguments where nothing does. A full shelf is emptied first."""
+    found = shelf.get(key)
+    if found is None:
+        if len(shelf) >= MOST_KEPT:
+            shelf.clear()
+        found = shelf[key] = make(*arguments)
+    return found
