@@ -112,6 +112,22 @@ def locate(pid, blocks, heads, length, cu_ptr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def locate_sorted(blocks, section, heads, length, cu_ptr, PACKED: tl.constexpr):
+    """As ``locate``, and which line (head of a sequence), where work per block falls with the block's number.
+
+    Lines are taken in sections of so many, all first blocks of a section before all second ones: programs that
+    run side by side are equally long, and a section's last ones are short. A line's states stay in the cache.
+    """
+    pid = tl.program_id(0)
+    part = pid // (section * blocks)
+    lines = tl.minimum(section, tl.num_programs(0) // blocks - part * section)
+    place = pid - part * section * blocks
+    block, line = place // lines, part * section + place % lines
+    _, batch, head, first, tokens = locate(line, 1, heads, length, cu_ptr, PACKED)
+    return block, batch, head, first, tokens, line
+
+
+@triton.jit
 def states_base(ptr, batch, head, first, batch_stride, head_stride, row_stride):
     """Where the states of a head of a sequence begin; offsets may pass 2^31."""
     place = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride

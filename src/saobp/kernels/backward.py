@@ -66,7 +66,7 @@ def value_gradient(
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful != (1 if CAREFUL else 0):
             return
     keys = block * KEYS + tl.arange(0, KEYS)
@@ -154,7 +154,7 @@ def query_gradient(
     if block * ROWS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful != (1 if CAREFUL else 0):
             return
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -277,7 +277,7 @@ def key_gradient(
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful != (1 if CAREFUL else 0):
             return
     keys = block * KEYS + tl.arange(0, KEYS)

@@ -22,7 +22,7 @@ from saobp.kernels.arithmetic import (
     load_lse,
     load_rows,
     load_vector,
-    locate,
+    locate_sorted,
     log2_message,
     real_tokens,
     relative,
@@ -113,16 +113,16 @@ def causal_scores(
     return raw
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def causal_row_sums(
     q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
-    heads, group, length, blocks, low_plane, score_scale,
+    heads, group, length, blocks, section, low_plane, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Base-2 log-sum-exp of each row; plus infinity for a row that sees no key, so that its weights are 0."""
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     block = blocks - 1 - block
     if block * ROWS >= tokens:
         return
@@ -210,16 +210,16 @@ def _add_earlier(
     return heard, lost
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def earlier_messages(
     q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, past_ptr, heard_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
-    heads, group, length, blocks, slots, span_start, span_stop, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
+    heads, group, length, blocks, section, slots, span_start, span_stop, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log messages each key has heard before every block of the span's rows, and after the span."""
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     keys = block * KEYS + tl.arange(0, KEYS)
@@ -307,11 +307,11 @@ def _add_output(
     return total, top, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def causal_output(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, past_ptr, belief_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, group, length, blocks, slots, span_start, low_plane, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, slots, span_start, low_plane, lowest_blocks, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
@@ -321,13 +321,13 @@ def causal_output(
 
     CHECKED: ``weak_output`` has been there; what it noted as near underflow is done again.
     """
-    slot, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     slot = blocks - 1 - slot
     row_start = span_start + slot * ROWS
     if row_start >= tokens:
         return
     if CHECKED:
-        lowest_place = tl.program_id(0) // blocks * lowest_blocks + row_start // ROWS
+        lowest_place = line * lowest_blocks + row_start // ROWS
         if tl.load(lowest_ptr + lowest_place) >= lowest_sum:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16

@@ -28,7 +28,7 @@ from saobp.kernels.arithmetic import (
     load_lse,
     load_rows,
     load_vector,
-    locate,
+    locate_sorted,
     real_tokens,
     relative,
     states_base,
@@ -112,13 +112,13 @@ def _climb(
     return dv, own, heard, lost
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def causal_value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
     lse_ptr, belief_ptr, delta_ptr, heard_ptr, own_ptr, past_ptr, later_ptr, dv_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, slots, span_start, span_stop, low_plane, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, slots, span_start, span_stop, low_plane, lowest_blocks, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
@@ -126,11 +126,11 @@ def causal_value_gradient(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds a span's part to dV; LAST: this span ends the sequence, so the sum begins here."""
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful == 0:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
@@ -223,13 +223,13 @@ def _query_loop(
     return dq, prior_k, strength_grad, row_term
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def causal_query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
     lse_ptr, belief_ptr, delta_ptr, past_ptr, later_ptr, dq_ptr, strength_grad_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, slots, span_start, low_plane, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, slots, span_start, low_plane, lowest_blocks, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
@@ -237,13 +237,13 @@ def causal_query_gradient(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of the span's rows, and E: the gradient of gamma, row by row."""
-    slot, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     slot = blocks - 1 - slot
     row_start = span_start + slot * ROWS
     if row_start >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful == 0:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
@@ -335,13 +335,13 @@ def _key_loop(
     return dk
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def causal_key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
     lse_ptr, belief_ptr, delta_ptr, strength_grad_ptr, past_ptr, later_ptr, dk_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, slots, span_start, span_stop, low_plane, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, slots, span_start, span_stop, low_plane, lowest_blocks, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
@@ -349,11 +349,11 @@ def causal_key_gradient(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds a span's part to dK; LAST: this span ends the sequence, so the sum begins here."""
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful == 0:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16

@@ -33,6 +33,9 @@ from saobp.kernels.start import Piece, Series, lay_out, remembered
 SPAN = 8192
 """Rows whose keys' sums are held at once, a multiple of a tile's rows: bounded, so memory is linear in length."""
 
+SECTION = 2048
+"""Programs that blocks of several heads are sorted in, the longest first: some rounds of a GPU's, not all heads."""
+
 TILES = {
     "row_sums": Block(64, 64, 4, 3),
     "earlier_messages": Block(64, 128, 4, 3),
@@ -157,7 +160,13 @@ class Sweeps(NamedTuple):
         self, kernel: Any, block: Block, tokens: int, step: int, numbers: dict[str, Any], named: dict[str, str]
     ) -> None:  # fmt: skip
         count = ceil_div(tokens, step)
-        sizes = {"blocks": count, "ROWS": block.rows, "KEYS": block.keys, **resources(block)}
+        sizes = {
+            "blocks": count,
+            "section": max(1, SECTION // count),
+            "ROWS": block.rows,
+            "KEYS": block.keys,
+            **resources(block),
+        }
         programs = count * self.problem.sequences * self.problem.heads
         self.series.add(kernel, programs, numbers | sizes, **named)
 

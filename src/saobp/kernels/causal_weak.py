@@ -16,7 +16,7 @@ from saobp.kernels.arithmetic import (
     kept,
     load_rows,
     load_vector,
-    locate,
+    locate_sorted,
     real_tokens,
     states_base,
     store_rows,
@@ -138,16 +138,16 @@ def _add_weak(
     return heard
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def weak_messages(
     q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, past_ptr, heard_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
-    heads, group, length, blocks, slots, span_start, span_stop, score_scale, sign, r0, r1, r2, l0, l1, l2,
+    heads, group, length, blocks, section, slots, span_start, span_stop, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log messages each key has heard before every block of the span's rows, and after the span."""
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     keys = block * KEYS + tl.arange(0, KEYS)
@@ -207,20 +207,20 @@ def _add_output(
     return totals, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def weak_output(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, past_ptr, belief_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, group, length, blocks, slots, span_start, lowest_blocks, score_scale, drop_threshold, keep_scale,
+    heads, group, length, blocks, section, slots, span_start, lowest_blocks, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output of a block of the span's rows, each row's base-2 log normaliser, and the block's smallest normaliser."""
-    slot, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     slot = blocks - 1 - slot
     row_start = span_start + slot * ROWS
-    lowest_place = tl.program_id(0) // blocks * lowest_blocks + row_start // ROWS
+    lowest_place = line * lowest_blocks + row_start // ROWS
     if row_start >= tokens:
         tl.store(lowest_ptr + lowest_place, 1.0)
         return

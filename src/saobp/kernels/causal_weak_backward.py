@@ -24,7 +24,7 @@ from saobp.kernels.arithmetic import (
     kept,
     load_rows,
     load_vector,
-    locate,
+    locate_sorted,
     real_tokens,
     states_base,
     store_rows,
@@ -155,24 +155,24 @@ def _climb(
     return dv, dk, heard, after
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def weak_climb(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
     pairs_ptr, lowest_ptr, heard_ptr, after_ptr, sums_ptr, dv_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, slots, span_start, span_stop, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, slots, span_start, span_stop, lowest_blocks, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds a span's part to dV and d^T Q; LAST: this span ends the sequence, so the sums begin here."""
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful != 0:
             return
     keys = block * KEYS + tl.arange(0, KEYS)
@@ -271,26 +271,26 @@ def _query_loop(
     return dq, prior_k, row_terms
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def weak_query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
     lse_ptr, delta_ptr, lowest_ptr, sums_ptr, dq_ptr, term_pairs_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, slots, span_start, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, slots, span_start, lowest_blocks, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of the span's rows, and t beside the log-sum-exp."""
-    slot, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     slot = blocks - 1 - slot
     row_start = span_start + slot * ROWS
     if row_start >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful != 0:
             return
     rows = row_start + tl.arange(0, ROWS)
@@ -355,21 +355,21 @@ def _prior_loop(
     return dk
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def weak_prior_gradient(
     q_ptr, k_ptr, mask_ptr, cu_ptr, term_pairs_ptr, lowest_ptr, dk_sums_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, s_batch, s_head, s_row, d_batch, d_head, d_row,
-    heads, group, length, blocks, lowest_blocks, lowest_sum, scale, score_scale,
+    heads, group, length, blocks, section, lowest_blocks, lowest_sum, scale, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys, from ``dk_sums`` = d^T Q and the rows' t."""
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful != 0:
             return
     keys = block * KEYS + tl.arange(0, KEYS)

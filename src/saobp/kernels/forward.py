@@ -229,12 +229,11 @@ def careful_output(
 
 
 @triton.jit
-def is_careful(lowest_ptr, programs, blocks, lowest_sum, BLOCKS: tl.constexpr):
-    """1 if some refined row of the head has a normaliser so small that a product of weights may underflow.
+def is_careful(lowest_ptr, line, blocks, lowest_sum, BLOCKS: tl.constexpr):
+    """1 if some refined row of the line has a normaliser so small that a product of weights may underflow.
 
-    ``programs`` is how many work on a head, ``blocks`` how many blocks of its rows noted a normaliser.
+    ``line`` counts heads of all sequences; ``blocks`` is how many blocks of its rows noted a normaliser.
     """
     places = tl.arange(0, BLOCKS)
-    lowest_base = lowest_ptr + tl.program_id(0) // programs * blocks
-    lowest = tl.min(tl.load(lowest_base + places, mask=places < blocks, other=1.0), 0)
+    lowest = tl.min(tl.load(lowest_ptr + line * blocks + places, mask=places < blocks, other=1.0), 0)
     return tl.where(lowest < lowest_sum, 1, 0)
