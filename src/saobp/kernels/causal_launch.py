@@ -33,7 +33,7 @@ from saobp.kernels.start import Piece, Series, lay_out, remembered
 SPAN = 8192
 """Rows whose keys' sums are held at once, a multiple of a tile's rows: bounded, so memory is linear in length."""
 
-SECTION = 2048
+SECTION = 1024
 """Programs that blocks of several heads are sorted in, the longest first: some rounds of a GPU's, not all heads."""
 
 TILES = {
@@ -44,7 +44,7 @@ TILES = {
     "weak_output": Block(64, 64, 4, 3, 168),
     "weak_climb": Block(64, 64, 4, 3),
     "weak_query_gradient": Block(64, 64, 4, 3),
-    "weak_prior_gradient": Block(64, 64, 4, 3, 168),
+    "weak_prior_gradient": Block(64, 64, 4, 3, 128),
     "key_gradient": Block(64, 128, 8, 2),
     "query_gradient": Block(64, 64, 4, 2),
     "value_gradient": Block(64, 128, 8, 2),
