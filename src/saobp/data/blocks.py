@@ -68,6 +68,8 @@ class Blocks(Dataset[dict[str, Tensor]]):
                     "give more text, a shorter length, or another held_out"
                 )
         self._shares = self._whole if split == "validation" else self._per_epoch(weights)
+        self._bounds = np.concatenate([[0], np.cumsum(self._whole)[:-1]])
+        """Number of each corpus's first block when the blocks of all are counted through."""
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
@@ -124,11 +126,6 @@ class Blocks(Dataset[dict[str, Tensor]]):
                 blocks = drawn[mine] - self._bounds[place]
                 text[rows[mine]] = self._streams[place].gather(blocks * self._own, self._own)
         return {"input_ids": torch.from_numpy(out)}
-
-    @property
-    def _bounds(self) -> NDArray[np.int64]:
-        """Number of each corpus's first block when the blocks of all are counted through."""
-        return np.concatenate([[0], np.cumsum(self._whole)[:-1]])
 
     def _ordered(self, epoch: int) -> NDArray[np.int64]:
         """The blocks of an epoch in order, counted through all corpora."""
