@@ -28,6 +28,9 @@ from saobp.training.pretrain import new_model
 from saobp.training.recipes import PretrainRecipe, fast, tiny, with_steps
 from saobp.training.stream import Share
 
+RATE = 5e-4
+"""Below that of the recipes: near the edge of stability a last bit decides when a loss falls."""
+
 
 @contextmanager
 def kernels(used: bool) -> Iterator[None]:
@@ -49,6 +52,7 @@ def losses(recipe: PretrainRecipe, texts: Texts, device: torch.device, used: boo
             batch = share.batch(texts.train, recipe.seed, step, 0)
             loss = objective(model, batch["input_ids"], batch["seeds"], recipe.precision)
             loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
             optimizer.step()
             optimizer.zero_grad()
             warm_up.step()
@@ -71,6 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = replace(
         with_steps(made, given.steps),
         batch_size=given.batch,
+        learning_rate=RATE,
         refinement=Refinement.of(given.refinement),
         precision="bf16" if device.type == "cuda" else "fp32",
     )
