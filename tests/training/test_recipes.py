@@ -109,3 +109,4 @@ def test_steps_scale_what_depends_on_them(steps: int) -> None:
     assert recipe.log_steps <= max(1, steps // 20)
     if steps == 8000:
         assert recipe == fast("bert", "mini")
+    assert fast("gpt2", "mini").tokens * 2 == fast("bert", "mini").tokens, "it predicts every token"
