@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from saobp.metrics.figures import COLOURS
 
@@ -188,6 +188,7 @@ def correlations(
                 x, y = np.array(points, dtype=float).T
                 axis.plot(x, y, "o", color=colour_of(place), alpha=0.7, ms=4, mec="none", label=_safe(title))
         axis.set_xlabel(x_label, fontsize=8)
+        axis.xaxis.set_major_locator(MaxNLocator(4))
         axis.set_ylabel(_safe(measure), fontsize=8)
         if "perplexity" in measure:
             _widen(axis, "y", [y for points in methods.values() for _, y in points])

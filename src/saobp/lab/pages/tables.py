@@ -28,6 +28,7 @@ from saobp.lab.pages.common import (
 from saobp.lab.paper import paper_table, paper_values
 from saobp.lab.plan import Trained
 from saobp.lab.results import Results, Values
+from saobp.lab.scales import SEEDS
 from saobp.lab.statistics import Spread, claim_status, paired_gain, spread
 from saobp.metrics.health import CROSS_LAYER
 
@@ -93,9 +94,11 @@ def _followed(waiting: Values, ends: Values) -> str:
 
 def gtd(results: Results, page: Page) -> None:
     page.say(BUDGET)
+    scale = results.plan.scale
+    length = min(scale.length, scale.recipe_of("bert", "original", SEEDS[0]).length)
     page.say(
         "GTD and the others are means over all layers and heads of the pretrained models on up to "
-        f"{results.plan.scale.texts} validation texts of RACE-Middle, cut to {results.plan.scale.length} "
+        f"{scale.texts} validation texts of RACE-Middle, cut to {length} "
         "tokens, the length of pretraining. Accuracy is of fine-tuning, last epoch."
     )
     size, methods = results.plan.scale.size, methods_of(results.experiment)
