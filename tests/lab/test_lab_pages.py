@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from saobp.lab import EXPERIMENTS, choose_experiments, get_scale
-from saobp.lab.page import Page, made_on
+from saobp.lab.page import Page, made_on, paper_digits
+from saobp.lab.pages.common import claim_correlation
 from saobp.lab.plan import Measured, Plan, Tuned
 from saobp.lab.results import Results
 from saobp.lab.tabulate import tabulate, write_overview
@@ -67,9 +68,9 @@ def _written(runs: Path, out: Path, target: str) -> tuple[str, dict]:  # type: i
 
 def test_paper_ours_and_difference_stand_side_by_side(runs: Path, tmp_path: Path) -> None:
     page, outcome = _written(runs, tmp_path / "results", "gtd")
-    line = next(line for line in page.splitlines() if line.startswith("| GTD | High |"))
+    line = next(line for line in page.splitlines() if line.startswith("| GTD ↑ | High |"))
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
-    assert cells[2:6] == ["0.780", "0.765 ± 0.023 (3)", "-0.015", "+0.030"]
+    assert cells[2:6] == ["0.78", "0.765 ± 0.023 (3)", "-0.015", "+0.03"]
     assert cells[6].startswith("+0.050 [")
     assert cells[7] == "gain"
     said = {claim["words"].split(":")[0]: claim["status"] for claim in outcome["claims"]}
@@ -78,6 +79,69 @@ def test_paper_ours_and_difference_stand_side_by_side(runs: Path, tmp_path: Path
     assert said["Low against Original, accuracy"] == "not run"
     for name in ("mini-measures.svg", "mini-measures.png", "mini-runs.json"):
         assert (tmp_path / "results" / "gtd" / name).stat().st_size > 0
+
+
+def test_claims_say_how_many_pairs_they_rest_on() -> None:
+    """An interval of two pairs may leave zero out and still decides nothing: a reader sees why."""
+    page = Page(EXPERIMENTS["gtd"], MINI)
+    values = {"original": {42: 1.0, 1: 2.0}, "high": {42: 1.5, 1: 2.51}, "low": {42: 1.0}}
+    page.compare("GTD", values, {"original": 0.75, "high": 0.78, "low": 0.78}, claims=("high", "low"))
+    high, low = page.claims
+    assert (high.status, low.status) == ("could not be decided", "could not be decided")
+    assert high.detail.endswith("] (2 pairs)")
+    assert low.detail == "+0.00 (1 pair)"
+
+
+def test_the_size_of_a_difference_counts_only_where_measures_are_the_same() -> None:
+    """Sparsity's threshold is not the paper's: only the side of a difference compares."""
+    values = {"original": {42: 0.9, 1: 0.9, 2: 0.9}, "high": {42: 0.901, 1: 0.899, 2: 0.9}}
+    statuses = []
+    for same in (True, False):
+        page = Page(EXPERIMENTS["sparsity"], MINI)
+        paper = {"original": 0.906, "high": 0.895}
+        page.compare("last layer", values, paper, digits=3, claims=("high",), same_size=same)
+        statuses.append(page.claims[0].status)
+    assert statuses == ["does not reproduce", "could not be decided"]
+
+
+def test_columns_of_the_paper_are_left_out_where_it_has_no_numbers(runs: Path, tmp_path: Path) -> None:
+    page, _ = _written(runs, tmp_path / "results", "strengths")
+    header = next(line for line in page.splitlines() if line.startswith("| measure |"))
+    assert header == "| measure | method | ours | ours, method - base [95 % interval] | verdict |"
+    assert "| held-out perplexity ↓ | High, λ = 0.2 |" in page
+
+
+@pytest.mark.parametrize(
+    ("values", "digits", "expected"),
+    [([0.75, 0.78], 3, 2), ([0.906, 0.895], 3, 3), ([38.0175], 2, 2), ([2.2, 1.4], 3, 2), ([], 3, 2)],
+)
+def test_the_paper_s_numbers_have_its_own_decimals(values: list[float], digits: int, expected: int) -> None:
+    assert paper_digits(values, digits) == expected
+
+
+def test_measurements_have_records_too(runs: Path) -> None:
+    results = Results(Plan(choose_experiments("gtd"), MINI, 3), EXPERIMENTS["gtd"], runs)
+    measured = [record for record in results.records() if record["kind"] == "measure"]
+    assert {record["seed"] for record in measured} == {42, 1, 2}
+
+
+def test_an_interval_of_a_correlation_stays_within_one(runs: Path) -> None:
+    results = Results(Plan(choose_experiments("gtd-graph"), MINI, 3), EXPERIMENTS["gtd-graph"], runs)
+    page = Page(EXPERIMENTS["gtd-graph"], MINI)
+    found = dict(zip(results.models(), (0.99, 0.9, 0.7, 0.99, 0.9, 0.7), strict=False))
+    claim_correlation(page, "GTD against clustering", 0.7, found)
+    assert page.claims[0].status == "reproduces"
+    assert page.claims[0].detail.endswith("+1.00] (3 seeds)")
+
+
+def test_runs_that_never_leave_the_plateau_are_named(runs: Path, tmp_path: Path) -> None:
+    page, _ = _written(runs, tmp_path / "results", "pretraining")
+    assert "without a number for the wait" not in page
+    path = runs / "bert-mini-low-0.2-seed1" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**line, "loss": 6.0}) + "\n" for line in lines))
+    page, _ = _written(runs, tmp_path / "results", "pretraining")
+    assert "Never below 5.5, and so without a number for the wait: Low, seed 1." in page
 
 
 def test_records_name_no_place_of_the_machine(runs: Path, tmp_path: Path) -> None:
@@ -94,10 +158,10 @@ def test_records_name_no_place_of_the_machine(runs: Path, tmp_path: Path) -> Non
 
 def test_scores_of_partial_tasks_never_stand_beside_the_paper_s(runs: Path, tmp_path: Path) -> None:
     page, _ = _written(runs, tmp_path / "results", "tasks")
-    squad = [line for line in page.splitlines() if line.startswith("| squad * |")]
+    squad = [line for line in page.splitlines() if line.startswith("| squad * ↑ |")]
     assert len(squad) == 4
     assert not any("24.07" in line or "19.22" in line for line in squad)
-    assert any("28.06" in line for line in page.splitlines() if line.startswith("| hellaswag |"))
+    assert any("28.06" in line for line in page.splitlines() if line.startswith("| hellaswag ↑ |"))
     assert "Only a part of the training rows" in page
 
 
@@ -115,7 +179,7 @@ def test_only_the_side_of_a_partial_task_is_compared(runs: Path, tmp_path: Path)
     page, outcome = _written(runs, tmp_path / "results", "tasks")
     said = {claim["words"].split(":")[0]: claim["status"] for claim in outcome["claims"]}
     assert said["High against Original, squad *"] == "reproduces"
-    assert "| GLUE, mean of cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli | High | 54.66 |" in page
+    assert "| GLUE, mean of cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli ↑ | High | 54.66 |" in page
 
 
 def test_times_of_runs_beside_others_are_no_cost(runs: Path) -> None:
@@ -150,7 +214,7 @@ def test_runs_of_another_recipe_are_not_tabulated(runs: Path, tmp_path: Path) ->
 
 def test_what_was_not_run_is_listed(runs: Path, tmp_path: Path) -> None:
     page, outcome = _written(runs, tmp_path / "results", "tasks")
-    assert any(line.startswith("| hellaswag | Low |") and "not run" in line for line in page.splitlines())
+    assert any(line.startswith("| hellaswag ↑ | Low |") and "not run" in line for line in page.splitlines())
     assert "bert-mini-low-0.2-seed42-cola" in outcome["missing"]
     assert "Not run: " in page
 
@@ -165,7 +229,7 @@ def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> No
     page = write_overview(out).read_text()
     assert page.index("Once upon a time.") < page.index("## What reproduces")
     reproduced = page[page.index("## What reproduces") : page.index("## What does not")]
-    assert "High against Original, GTD: the paper has +0.030" in reproduced
+    assert "High against Original, GTD: the paper has +0.03" in reproduced
     left_out = page[page.index("## What was not run") :]
     assert "- small: everything" in left_out
     assert "decoders" in left_out

@@ -230,12 +230,22 @@ def test_the_command_from_nothing_to_a_page(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*line, "--pack", str(tmp_path / "packed")])
     assert done.exit_code == 0, done.output
     page = (runs / "results" / "sparsity" / "smoke.md").read_text()
-    assert "| last layer | High |" in page
+    assert "| last layer ↓ | High |" in page
     drawn = (runs / "results" / "report-smoke.html").read_text()
     assert "report-smoke.html" in done.output.replace("\n", "")
     assert "bert-tiny-original-seed42" in drawn
     assert len(list((tmp_path / "packed").glob("runs-*.1of1.tar.xz"))) == 1
     assert "0 of 2 models to pretrain" in CliRunner().invoke(app, [*line, "--plan"]).output
+
+
+def test_an_interruption_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("saobp.lab.session.Session.do", interrupted)
+    stopped = CliRunner().invoke(app, ["reproduce", "sparsity", "--seeds", "1", "--runs", str(tmp_path)])
+    assert stopped.exit_code == 130
+    assert "The same command goes on" in stopped.output
 
 
 def test_the_command_explains_itself() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,9 @@ def reproduce(
     except (ValueError, TypeError, OSError) as problem:
         say(str(problem), "red")
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        say("Interrupted. The same command goes on: what is finished stays, a run from its last checkpoint.")
+        raise typer.Exit(130) from None
 
 
 def _stages(text: str) -> list[str]:
@@ -155,15 +159,25 @@ def _show_plan(console: Console, plan: Plan, places: Places, stages: list[str], 
     tuned = [one for one in plan.tuned() if not is_tuned(one, runs)]
     measured = [one for one in plan.measured() if not is_measured(one, runs)]
     words = (
-        f"{len(open_)} of {len(models)} models to pretrain{_minutes(total / jobs)} with "
-        f"{disk_bytes(open_) / 1e9:.1f} GB, {len(tuned)} fine-tuning runs"
-        f"{_minutes(sum(map(estimates.later, tuned)) / jobs)} and {len(measured)} measurements"
-        f"{_minutes(sum(map(estimates.later, measured)) / jobs)} to do on {estimates.hardware}"
+        f"{len(open_)} of {len(models)} models to pretrain{_expected([total], jobs) if open_ else ''}"
+        f"{f' with {_bytes(disk_bytes(open_))}' if open_ else ''}, {len(tuned)} fine-tuning runs"
+        f"{_expected(map(estimates.later, tuned), jobs)} and {len(measured)} measurements"
+        f"{_expected(map(estimates.later, measured), jobs)} to do on {estimates.hardware}"
         f"{f' in {jobs} processes' if jobs > 1 else ''}. Stages: {', '.join(stages)}."
     )
     console.print(Text(words), soft_wrap=True)
 
 
-def _minutes(seconds: float) -> str:
-    """Nothing is known of what was never done on a CPU."""
-    return f" (about {seconds / 60:.0f} minutes)" if seconds else ""
+def _expected(pieces: Iterable[float], jobs: int) -> str:
+    """In words, from seconds; 0 is what was never done on a CPU, of which nothing is known."""
+    seconds = list(pieces)
+    if not seconds:
+        return ""
+    if not all(seconds):
+        return f" (time not known yet for {sum(not one for one in seconds)})"
+    whole = sum(seconds) / jobs
+    return f" (about {whole:.0f} seconds)" if whole < 120 else f" (about {whole / 60:.0f} minutes)"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from saobp.metrics.figures import COLOURS
 
@@ -153,6 +153,8 @@ def scatter_with_margins(
         )
         top, corner, main, side = grid[0][0], grid[0][1], grid[1][0], grid[1][1]
         corner.set_visible(False)
+        everything = np.array([point for points in methods.values() for point in points], dtype=float)
+        bins = [np.histogram_bin_edges(side, 40) for side in everything.T]
         for place, (title, points) in enumerate(methods.items()):
             if not points:
                 continue
@@ -161,8 +163,8 @@ def scatter_with_margins(
             main.plot(
                 x, y, ".", color=colour, alpha=0.35, ms=4, mec="none", label=_safe(title), rasterized=True
             )
-            top.hist(x, bins=40, color=colour, alpha=0.5)
-            side.hist(y, bins=40, orientation="horizontal", color=colour, alpha=0.5)
+            top.hist(x, bins=bins[0], color=colour, alpha=0.5)
+            side.hist(y, bins=bins[1], orientation="horizontal", color=colour, alpha=0.5)
         for axis in (top, side):
             axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
             axis.tick_params(length=0, labelleft=False, labelbottom=False)
@@ -186,9 +188,10 @@ def correlations(
                 x, y = np.array(points, dtype=float).T
                 axis.plot(x, y, "o", color=colour_of(place), alpha=0.7, ms=4, mec="none", label=_safe(title))
         axis.set_xlabel(x_label, fontsize=8)
+        axis.xaxis.set_major_locator(MaxNLocator(4))
         axis.set_ylabel(_safe(measure), fontsize=8)
         if "perplexity" in measure:
-            axis.set_yscale("log")
+            _widen(axis, "y", [y for points in methods.values() for _, y in points])
         axis.tick_params(labelsize=8)
         axis.set_title(notes.get(measure, ""), fontsize=8)
     if axes:

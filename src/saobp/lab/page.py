@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ HEADERS = (
     "paper",
     "ours",
     "ours - paper",
-    "paper's gain",
-    "our gain [95 % interval]",
+    "paper, method - base",
+    "ours, method - base [95 % interval]",
     "verdict",
 )
+PAPER_S = (2, 4, 5)
+"""Columns that are left out where the paper has no numbers."""
 
 
 ANSWERS: dict[Status, str] = {"reproduces": "yes", "does not reproduce": "no", "not shown": "no gain shown"}
@@ -87,14 +89,18 @@ class Page:
         partial: bool = False,
         claims: Collection[str] = (),
         methods: Sequence[str] | None = None,
+        same_size: bool = True,
     ) -> dict[str, Gain | None]:
         """Lines of the comparison table for one measure; gains against ``base`` in pairs of the same seed.
 
         paper:   its numbers by method. Of a partial task only its gains are shown, never its scores
+        same_size: whether the size of the paper's differences compares too, or only their side
         claims:  methods whose gain over the base the paper claims
         methods: rows, also those without values; by default those that have some
         """
         paper = paper or {}
+        theirs_to = paper_digits(paper.values(), digits)
+        arrow = f"{measure}{' *' if partial else ''} {'↑' if higher_is_better else '↓'}"
         gains: dict[str, Gain | None] = {}
         rows = methods or list(values)
         if any(values.values()):
@@ -114,20 +120,21 @@ class Page:
             shown = None if partial else theirs
             if any(values.values()):
                 line = [
-                    f"{measure} *" if partial else measure,
+                    arrow,
                     METHODS[method].title,
-                    "" if shown is None else f"{shown:.{digits}f}",
+                    "" if shown is None else f"{shown:.{theirs_to}f}",
                     in_words(found, digits),
                     "" if shown is None or found is None else f"{found.mean - shown:+.{digits}f}",
-                    "" if their_gain is None else f"{their_gain:+.{digits}f}",
+                    "" if their_gain is None else f"{their_gain:+.{theirs_to}f}",
                     gain_in_words(gain, digits),
                     "" if is_base else verdict_in_words(gain, found),
                 ]
                 self.lines.append(line)
             if method in claims and their_gain is not None:
-                status = claim_status(their_gain, gain, same_size=not partial)
+                status = claim_status(their_gain, gain, same_size=same_size and not partial)
                 pair = f"{METHODS[method].title} against {METHODS[base].title}"
-                words = f"{pair}, {measure}{' *' if partial else ''}: the paper has {their_gain:+.{digits}f}"
+                mark = " *" if partial else ""
+                words = f"{pair}, {measure}{mark}: the paper has {their_gain:+.{theirs_to}f}"
                 self.claim(words, status, gain, digits)
         return gains
 
@@ -141,15 +148,21 @@ class Page:
             )
         else:
             marked = ""
-        self.table(HEADERS, self.lines)
+        empty = not any(line[column] for line in self.lines for column in PAPER_S)
+        kept = [place for place in range(len(HEADERS)) if not (empty and place in PAPER_S)]
+        self.table([HEADERS[place] for place in kept], [[line[p] for p in kept] for line in self.lines])
         self.lines = []
         if marked:
             self.say(marked)
 
     def claim(self, words: str, status: Status, gain: Gain | None, digits: int = 2, detail: str = "") -> None:
-        """Note a claim with our difference; ``detail`` says what that is a difference of."""
-        shown = gain_in_words(gain, digits)
-        self.claims.append(Claim(words, status, f"{detail} {shown}".strip() if shown else "no runs"))
+        """Note a claim with our difference; ``detail`` says what it is where it is a mean over seeds."""
+        if gain is None:
+            self.claims.append(Claim(words, status, "no pair of runs"))
+            return
+        unit = "seed" if detail else "pair"
+        shown = f"{gain_in_words(gain, digits)} ({gain.pairs} {unit}{'s' if gain.pairs > 1 else ''})"
+        self.claims.append(Claim(words, status, f"{detail} {shown}".strip()))
 
     def answer(self, words: str, gain: Gain | None, digits: int = 2) -> None:
         """The answer to a question whether something is better: yes is 'reproduces'."""
@@ -194,6 +207,12 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     lines = [f"| {' | '.join(headers)} |", f"|{'---|' * len(headers)}"]
     lines += [f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in row)} |" for row in rows]
     return "\n".join(lines)
+
+
+def paper_digits(values: Iterable[float], digits: int) -> int:
+    """Decimals that the paper prints for a measure, two at least, and no more than ours have."""
+    printed = [f"{value:.{digits}f}".rstrip("0").partition(".")[2] for value in values]
+    return min(digits, max([2, *map(len, printed)]))
 
 
 def in_words(found: Spread | None, digits: int) -> str:

@@ -77,10 +77,10 @@ def _train(model: Trained, run: RunFolder, sources: Sources, deadline: Deadline,
     finally:
         free_memory()
     perplexity, rate = found.eval_perplexity or float("nan"), (found.tokens_per_second or 0) / 1e6
-    say(
-        f"{model.name}: held-out perplexity {perplexity:.3f}, {found.seconds:.0f} s, {rate:.2f} M tokens/s, "
-        f"{deadline.left:.0f} s left"
+    words = (
+        f"{model.name}: held-out perplexity {perplexity:.3f}, {found.seconds:.0f} s, {rate:.2f} M tokens/s"
     )
+    say(words if deadline.minutes is None else f"{words}, {deadline.left:.0f} s left")
 
 
 class StopInTime(TrainerCallback):

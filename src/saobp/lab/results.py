@@ -18,6 +18,9 @@ Values = dict[str, dict[int, float]]
 EPOCH = "last"
 """Scores are those of the last epoch: the best one is chosen by the rows that it is scored on."""
 
+RECORDED = ("command", "commit", "model", "environment", "seconds", "data", "texts", "length")
+"""What the record of a measurement keeps of its file."""
+
 
 @dataclass(frozen=True)
 class Results:
@@ -125,9 +128,9 @@ class Results:
         for measure in self.experiment.measures if model.elsewhere is None else ():
             taken = self.measured(model, measure)
             if taken is not None:
-                kept = ("model", "commit", "environment", "seconds", "data", "texts", "length")
-                own = {name: taken[name] for name in kept if name in taken}
-                found.append({"run": Measured(model, measure).name, "kind": "measure", **own})
+                own = {name: taken[name] for name in RECORDED if name in taken}
+                record = {"run": Measured(model, measure).name, "kind": "measure", "seed": model.seed}
+                found.append({**record, **own})
         return found
 
     def missing(self) -> list[str]:

@@ -18,7 +18,7 @@ from saobp.lab.sharing import Piece, Say, StageResult, work_through
 from saobp.lab.sources import Sources
 from saobp.training.files import write_json
 from saobp.training.finetune import finetune, recipe_for
-from saobp.training.runs import RunFolder, environment
+from saobp.training.runs import RunFolder, command_line, environment
 
 NAMED = 3
 """Models that a sentence about what is lacking names."""
@@ -90,7 +90,13 @@ def measure_all(
             taken = take(measured.measure, run.model, sources.scale, length, sources.data_dir)
         finally:
             free_memory()
-        record = {"run": measured.model.name, "commit": commit(), "environment": environment()}
+        record = {
+            "run": measured.model.name,
+            "command": command_line(),
+            "commit": commit(),
+            "seed": measured.model.seed,
+            "environment": environment(),
+        }
         path = measured.file(runs)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {**record, **taken})

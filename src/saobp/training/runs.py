@@ -100,7 +100,7 @@ class RunFolder:
         started = run.record.get("started", _now())
         run._write_record(
             status="running",
-            command=_command(),
+            command=command_line(),
             commit=commit(),
             started=started,
             finished=None,
@@ -264,7 +264,7 @@ def environment(processes: int = 1) -> dict[str, Any]:
     }
 
 
-def _command() -> str:
+def command_line() -> str:
     """The command line, with the program and all folders by their last part alone."""
     program = Path(sys.argv[0]).name
     return without_folders(["saobp" if program == "__main__.py" else program, *sys.argv[1:]])

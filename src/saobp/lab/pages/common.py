@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,13 +16,16 @@ from saobp.lab.statistics import claim_status, paired_gain
 from saobp.metrics.correlation import pearson
 from saobp.metrics.health import CROSS_LAYER
 
+SPREAD = (
+    "Ours: mean ± standard deviation (seeds). 'method - base' is the mean difference between runs of the "
+    "same seed and the same order of texts, with a 95 % t interval; the base is Original unless said "
+    "otherwise. ↑ marks measures of which more is better, ↓ those of which less is. A difference whose "
+    "interval holds zero is called no gain, and fewer than three pairs decide nothing."
+)
 BUDGET = (
     "Ours is trained on other texts and another number of tokens than the paper's, so absolute numbers of "
-    "the two differ for that reason alone; gains over Original are what compares. The paper's numbers are of "
-    "a single seed, so how far its own would vary is not known. Ours: mean ± standard "
-    "deviation (seeds). Gains are means of differences between runs of the same seed and the same order of "
-    "texts, with a 95 % t interval; one whose interval holds zero is called no gain, and fewer than three "
-    "pairs decide nothing."
+    "the two differ for that reason alone; differences from Original are what compares. The paper's numbers "
+    f"are of a single seed, so how far its own would vary is not known. {SPREAD}"
 )
 
 
@@ -145,6 +149,8 @@ def claim_correlation(page: Page, words: str, paper: float, found: Mapping[Train
     """A claim about the sign of a correlation within runs, decided over seeds."""
     known = by_seed(found)
     gain = paired_gain(known, dict.fromkeys(known, 0.0))
+    if gain is not None and gain.low is not None and gain.high is not None:
+        gain = replace(gain, low=max(gain.low, -1.0), high=min(gain.high, 1.0))
     status = claim_status(paper, gain, same_size=False)
     page.claim(f"{words}: the paper has r = {paper:+.2f}", status, gain, detail="mean r")
 

@@ -7,6 +7,7 @@ from saobp.lab.measures import unpacked
 from saobp.lab.methods import METHODS
 from saobp.lab.page import Page
 from saobp.lab.pages.common import (
+    SPREAD,
     by_layer,
     checkpoints,
     claim_correlation,
@@ -22,6 +23,8 @@ from saobp.lab.scales import SEEDS
 from saobp.lab.statistics import claim_status, paired_gain
 from saobp.metrics.correlation import pearson
 
+AXES = "Rows are tokens that attend, columns tokens attended to."
+LAST_HEADS = "entropy of last-layer heads (nats)"
 NOTHING = "Not run: no model of this experiment has been measured yet."
 
 
@@ -43,7 +46,7 @@ def attention_maps(results: Results, page: Page) -> None:
         "The last layer of the seed-42 models on one SQuAD text. 'before' is the softmax of the scores that "
         "the trained model computes, 'after' the rows that it uses; both are of the same model."
     )
-    page.figure("maps", map_grid(rows), "Attention, on a logarithmic scale of colours.")
+    page.figure("maps", map_grid(rows), f"{AXES} Colours are logarithmic.")
 
 
 def _shown(results: Results) -> list[Trained]:
@@ -66,7 +69,8 @@ def sparsity_maps(results: Results, page: Page) -> None:
     heads = max(len(row) for row in shares) - 2
     page.table(("run", "sparsity", *(f"head {head}" for head in range(heads))), shares)
     page.say(
-        "Entries of at least 1/length are white, the others black. One text: an illustration, no evidence."
+        f"{AXES} Entries of at least 1/length are white, the others black. One text: an illustration, no "
+        "evidence."
     )
     page.figure("maps", map_grid(rows, binary=True), "Sparsity of the last layer on one SQuAD text.")
 
@@ -95,7 +99,9 @@ def gtd_graph(results: Results, page: Page) -> None:
     page.table(("measure", "run", "paper, r", "ours, r (p, pairs)"), rows)
     page.say(
         "A point is a pair of a RACE-Middle text and a head, up to 1,500 of them a model, drawn evenly. "
-        "Graphs: an edge where the symmetrised weight exceeds 1e-4, on 40 tokens drawn from the text."
+        "Graphs: an edge where the symmetrised weight exceeds 1e-4, on 40 tokens drawn from the text. "
+        "Models are pretrained only; the paper's other figure of the kind, of a fine-tuned model, has no "
+        "page."
     )
     page.figure("points", scatter_with_margins(series, "GTD", notes), "GTD against CC and BC.")
 
@@ -120,7 +126,7 @@ def gtd_performance(results: Results, page: Page) -> None:
             everything += points
             if points:
                 rows.append([score, model.name, correlation_in_words(points, "gtd")])
-        notes[score] = correlation_in_words(everything, "gtd") if everything else "not run"
+        notes[score] = f"r = {correlation_in_words(everything, 'gtd')}" if everything else "not run"
     series = {score: methods for score, methods in series.items() if any(methods.values())}
     if not series:
         page.say(NOTHING)
@@ -158,16 +164,16 @@ def _profile(results: Results, page: Page, measure: str) -> None:
         "GTD": by_layer(results, measure, "gtd"),
         "indirect entropy (nats)": by_layer(results, measure, "indirect_entropy"),
         "positional entropy (nats)": by_layer(results, measure, "attention_entropy"),
-        "entropy of last-layer heads": last_layer_by_head(results, measure, "attention_entropy"),
+        LAST_HEADS: last_layer_by_head(results, measure, "attention_entropy"),
     }
     if not drawn["GTD"]:
         page.say(NOTHING)
         return
     page.say(
         "Pretrained models, means over seeds with their range. Positional entropy is the row entropy of "
-        "attention, averaged over positions, texts and heads."
+        f"attention, averaged over positions, texts and heads. {SPREAD}"
     )
-    page.figure("layers", curves(drawn, {"entropy of last-layer heads": "head"}), f"Layers on {measure}.")
+    page.figure("layers", curves(drawn, {LAST_HEADS: "head"}), f"Layers on {measure}.")
     for statistic, title in (("gtd", "GTD"), ("attention_entropy", "entropy")):
         values = results.values(
             lambda model, statistic=statistic: _deepest(results, model, measure, statistic)  # type: ignore[misc]

@@ -99,7 +99,7 @@ def strengths(results: Results, page: Page) -> None:
     gains = page.compare("held-out perplexity", values, higher_is_better=False, digits=3, methods=methods)
     page.compared()
     for key in methods[1:]:
-        page.answer(f"{METHODS[key].title} has a lower perplexity than Original", gains.get(key), digits=3)
+        page.answer(f"{METHODS[key].title}: a lower perplexity than Original", gains.get(key), digits=3)
     if has_any(values):
         page.figure("perplexity", dots({"held-out perplexity": titled(values)}), "Matched tokens, by seed.")
 
@@ -160,7 +160,7 @@ def steps(results: Results, page: Page) -> None:
     )  # fmt: skip
     page.compared()
     for key in ("two-steps", "three-steps"):
-        page.answer(f"{METHODS[key].title} has a lower perplexity than one step", more.get(key), digits=3)
+        page.answer(f"{METHODS[key].title}: a lower perplexity than one step", more.get(key), digits=3)
     if has_any(values):
         page.figure("perplexity", dots({"held-out perplexity": titled(values)}), "Steps, by seed.")
 

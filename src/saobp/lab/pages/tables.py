@@ -28,6 +28,7 @@ from saobp.lab.pages.common import (
 from saobp.lab.paper import paper_table, paper_values
 from saobp.lab.plan import Trained
 from saobp.lab.results import Results, Values
+from saobp.lab.scales import SEEDS
 from saobp.lab.statistics import Spread, claim_status, paired_gain, spread
 from saobp.metrics.health import CROSS_LAYER
 
@@ -57,6 +58,14 @@ def pretraining(results: Results, page: Page) -> None:
             "about 500, before attention comes to be of use. How long a run waits there and where it ends "
             f"after all tokens: {_followed(waiting, values)}."
         )
+        never = [
+            f"{METHODS[key].title}, seed {seed}"
+            for key, own in values.items()
+            for seed in own
+            if seed not in waiting.get(key, {})
+        ]
+        if never:
+            page.say(f"Never below {PLATEAU:g}, and so without a number for the wait: {'; '.join(never)}.")
     page.compare(words, waiting, higher_is_better=False, digits=1, methods=methods_of(results.experiment))
     page.compared()
     if has_any(values):
@@ -85,9 +94,11 @@ def _followed(waiting: Values, ends: Values) -> str:
 
 def gtd(results: Results, page: Page) -> None:
     page.say(BUDGET)
+    scale = results.plan.scale
+    length = min(scale.length, scale.recipe_of("bert", "original", SEEDS[0]).length)
     page.say(
         "GTD and the others are means over all layers and heads of the pretrained models on up to "
-        f"{results.plan.scale.texts} validation texts of RACE-Middle, cut to {results.plan.scale.length} "
+        f"{scale.texts} validation texts of RACE-Middle, cut to {length} "
         "tokens, the length of pretraining. Accuracy is of fine-tuning, last epoch."
     )
     size, methods = results.plan.scale.size, methods_of(results.experiment)
@@ -155,6 +166,10 @@ def glue(results: Results, page: Page) -> None:
         page.compare(task, values, paper, partial=partial, claims=("high",), methods=methods)
         drawn[task], crosses[task] = titled(values), {} if partial else titled_paper(paper)
     page.compared()
+    page.say(
+        "The paper's column of averages is on the page of [tasks]"
+        f"(../tasks/{results.plan.scale.name}.md), over tasks that are complete here."
+    )
     if any(any(one.values()) for one in drawn.values()):
         page.figure("scores", dots(drawn, crosses), "GLUE after fine-tuning, by seed.")
 
@@ -166,7 +181,7 @@ def paper_average(size: str, names: list[str]) -> dict[str, float]:
 
 
 def baselines(results: Results, page: Page) -> None:
-    page.say(f"{BUDGET} Here gains are those of each method over High; the paper has BERT-Small only.")
+    page.say(f"{BUDGET} Here the base is High; the paper has BERT-Small only.")
     rows = {row["method"]: row for row in paper_table("baselines_small")}
     small = results.plan.scale.size == "small"
     methods, drawn = methods_of(results.experiment), {}
@@ -320,8 +335,9 @@ def sparsity(results: Results, page: Page) -> None:
 
     last, every = results.values(deepest), mean_of(results, "squad", "sparsity")
     page.compare(
-        "last layer", last, paper, higher_is_better=False, digits=3, claims=("high",), methods=methods
-    )
+        "last layer", last, paper, higher_is_better=False, digits=3, claims=("high",), methods=methods,
+        same_size=False,
+    )  # fmt: skip
     page.compare("all layers", every, higher_is_better=False, digits=3, methods=methods)
     page.compared()
     if has_any(last):
@@ -335,9 +351,11 @@ def cost(results: Results, page: Page) -> None:
         "step), so only ratios to Original compare. Training: tokens a second in the pretraining runs "
         "themselves, evaluations left out, of runs that had the machine to themselves. Inference: a forward "
         "pass of 32 x 128 tokens, in bfloat16 on a "
-        "GPU, with the launches of the Python program ('ms') and without ('graph ms'). FLOPs are not "
-        "counted: fused kernels hide them from counters. [Performance](../../docs/performance.md) measures "
-        "kernels and steps by themselves."
+        "GPU, with the launches of the Python program ('forward') and without ('graph'); the paper's column "
+        "is its latency, and its throughput is the inverse of that. FLOPs, of which the paper counts a few "
+        "percent more for refined training, are not counted: fused kernels hide them from counters. With one "
+        "run of a method, a few percent between methods mean nothing. "
+        "[Performance](../../docs/performance.md) measures kernels and steps by themselves."
     )
     size = results.plan.scale.size
     theirs = {row["factor"]: row for row in paper_table("cost") if row["size"] == size}
@@ -363,8 +381,8 @@ def cost(results: Results, page: Page) -> None:
                 _ratio(_cell(paper, "infer_ms_per_batch"), _cell(plain, "infer_ms_per_batch")),
             ]
         )
-    headers = ("method", "training, M tokens/s", "time / Original", "paper", "forward, ms", "graph, ms")
-    page.table((*headers, "forward / Original", "graph / Original", "paper"), rows)
+    headers = ("method", "training, M tokens/s", "time / Original", "paper's, training", "forward, ms")
+    page.table((*headers, "graph, ms", "forward / Original", "graph / Original", "paper's, inference"), rows)
     if has_any(rates) or has_any(forward):
         millions = {t: {s: v / 1e6 for s, v in own.items()} for t, own in titled(rates).items()}
         drawn = {"training, M tokens/s": millions, "forward, ms": titled(forward)}
