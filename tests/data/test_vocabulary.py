@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,13 @@ def test_a_trained_vocabulary_is_the_same_each_time_and_survives_saving(kind: st
     assert separator_of(again) == separator_of(one)
     assert AutoTokenizer.from_pretrained(tmp_path)(TEXTS[0])["input_ids"] == one(TEXTS[0])["input_ids"]
     assert one.unk_token_id not in one(TEXTS[1])["input_ids"]
+
+
+def test_ties_between_pairs_do_not_change_a_vocabulary() -> None:
+    """Every word once, so nearly every choice of the trainer is between pairs that are equally frequent."""
+    drawn = random.Random(0)
+    texts = ["".join(drawn.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(400)]
+    assert len({tokenizer_checksum(train_vocabulary(texts, 200)) for _ in range(6)}) == 1
 
 
 def test_the_checksum_ignores_truncation() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ GPT2_FILES = ("gpt2-vocab.json", "gpt2-merges.txt")
 HUB_NAMES = {"bert": "google-bert/bert-base-uncased", "gpt2": "openai-community/gpt2"}
 LONGEST = {"bert": 512, "gpt2": 1024}
 KINDS = ("wordpiece", "bpe")
+ALPHABET = 1000
+"""Characters that a learned WordPiece vocabulary knows at most, the most frequent ones."""
 
 
 def load_tokenizer(name: str | Path, data_dir: str | Path | None = None) -> PreTrainedTokenizerFast:
@@ -63,8 +66,8 @@ def train_vocabulary(
     least = 257 if kind == "bpe" else len(SPECIAL) + 1
     if size < least:
         raise ValueError(f"a {kind} vocabulary has at least {least} tokens, not {size}")
-    counted = _Counted(texts)
     if kind == "bpe":
+        counted = _Counted(texts)
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         trainer: Any = trainers.BpeTrainer(
@@ -76,15 +79,36 @@ def train_vocabulary(
         tokenizer.train_from_iterator(counted, trainer)
         counted.check()
         return _byte_level(tokenizer, length)
+    if iter(texts) is texts:
+        texts = list(texts)  # they are read twice
+    counted = _Counted(texts)
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
+    # Between pairs that are equally frequent the trainer goes by the numbers of their parts, which it gives in any
+    # order. Given to it in order, they make the same vocabulary each time.
+    inner = [f"##{letter}" for letter in _letters(counted, tokenizer)]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size, special_tokens=[*SPECIAL, *inner], limit_alphabet=ALPHABET, show_progress=False
+    )
     tokenizer.train_from_iterator(counted, trainer)
     counted.check()
-    # The trainer numbers the same tokens differently each time: sorted, the vocabulary is reproducible.
     learned = sorted(set(tokenizer.get_vocab()) - set(SPECIAL))
     return _word_piece([*SPECIAL, *learned], length)
+
+
+def _letters(texts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
+    """Normalised characters of texts that may stand inside a word, the most frequent ones, in order."""
+    found: Counter[str] = Counter()
+    for text in texts:
+        found.update(text)
+    inside: Counter[str] = Counter()
+    for character, times in found.items():
+        for letter in tokenizer.normalizer.normalize_str(character):
+            word = f"a{letter}"
+            if [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(word)] == [word]:
+                inside[letter] += times
+    return sorted(letter for letter, _ in inside.most_common(ALPHABET))
 
 
 def separator_of(tokenizer: PreTrainedTokenizerFast) -> int:
