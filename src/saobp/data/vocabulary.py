@@ -85,7 +85,7 @@ def train_vocabulary(
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    # Between pairs that are equally frequent the trainer goes by the numbers of their parts, which it gives in any
+    # Between pairs that are equally frequent the trainer goes by the numbers of their parts, given in any
     # order. Given to it in order, they make the same vocabulary each time.
     inner = [f"##{letter}" for letter in _letters(counted, tokenizer)]
     trainer = trainers.WordPieceTrainer(
