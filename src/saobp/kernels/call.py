@@ -52,8 +52,10 @@ def fused_attention(
         states = (query, key, value, padding_mask, cumulative_lengths, longest, scale)
         return output_of(elemmul_attention, states, learning=learning)
     sign, hears = POTTS[refinement.factor]
-    known = strongest is not None and not strength.requires_grad
-    bound = -math.expm1(-sign * min(strongest, MAX_STRENGTH)) if known else 0.0  # type: ignore[type-var]
+    if strongest is None or strength.requires_grad:
+        bound = 0.0
+    else:
+        bound = -math.expm1(-sign * min(strongest, MAX_STRENGTH))
     seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
     arguments = (
         query, key, value, strength, padding_mask, cumulative_lengths, seed,
