@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from typing import Literal
 
@@ -48,7 +49,7 @@ def attention(
 
     strength ``[heads]``, of either sign, takes the place of ``refinement.strength``: the way in for
     trained values; ``strongest``, an upper bound on it if one is known and no head's is negative, makes the
-    kernels faster.
+    kernels faster. In half precision the kernels have range for strengths up to 8.
 
     backend ``auto`` takes the fused kernels on a CUDA GPU where they support the call and says once why
     where they do not; ``fused`` insists on them. On a CPU, ``auto`` takes a lean path where no gradient is
@@ -60,17 +61,17 @@ def attention(
     """
     refinement = Refinement.of(refinement)
     check_states(query, key, value)
-    check_dropout(dropout_p)
+    check_numbers(dropout_p, scale, strongest)
     queries, keys = query.shape[-2], key.shape[-2]
     if padding_mask is not None:
-        check_padding(padding_mask, (query.shape[0], keys))
+        check_padding(padding_mask, (query.shape[0], keys), query.device)
     check_lengths(queries, keys, refinement, is_causal)
     if strength is None:
         strongest = refinement.strongest
     strength = call_strength(refinement, strength, query.shape[1], query.device)
     if is_causal and refinement.future == "paper":
         warn_of_leak()
-    if kernels_apply(query, key, value, refinement, is_causal, scale, dropout_p, backend):
+    if kernels_apply(query, key, value, refinement, is_causal, scale, dropout_p, backend, strongest):
         from saobp.kernels.call import fused_attention
 
         return fused_attention(
@@ -101,6 +102,7 @@ def kernels_apply(
     scale: float | None,
     dropout_p: float,
     backend: Backend,
+    strongest: float | None,
 ) -> bool:
     """Whether the kernels take this call; says once on a GPU why not, and raises if they were insisted on.
 
@@ -110,7 +112,7 @@ def kernels_apply(
         raise ValueError(f"unknown backend {backend!r}: choose 'auto', 'reference' or 'fused'")
     if backend == "reference" or (backend == "auto" and not query.is_cuda):
         return False
-    obstacle = unsupported(query, key, value, refinement, is_causal, scale, dropout_p)
+    obstacle = unsupported(query, key, value, refinement, is_causal, scale, dropout_p, strongest)
     if obstacle is None:
         return True
     if backend == "fused":
@@ -141,7 +143,7 @@ def refine(
     queries, keys = probabilities.shape[-2:]
     if padding_mask is not None:
         batch = probabilities.shape[:1] if probabilities.ndim > 3 else ()
-        check_padding(padding_mask, (*batch, keys))
+        check_padding(padding_mask, (*batch, keys), probabilities.device)
     check_lengths(queries, keys, refinement, is_causal)
     if is_causal and refinement.future == "paper":
         warn_of_leak()
@@ -211,11 +213,13 @@ def call_strength(
     refinement: Refinement, strength: Tensor | None, heads: int, device: torch.device
 ) -> Tensor:
     if strength is not None:
+        if not isinstance(strength, Tensor) or strength.is_complex():
+            raise ValueError(f"strength must be a tensor of one real number per head, not {_kind(strength)}")
         if strength.shape != (heads,):
             raise ValueError(
                 f"strength must have shape ({heads},), one per head, not {tuple(strength.shape)}"
             )
-        return strength
+        return strength.to(device)
     factor = get_factor(refinement.factor)
     if factor is None or not factor.has_strength:
         return torch.zeros(heads, device=device)
@@ -233,9 +237,14 @@ def check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not (query.dtype == key.dtype == value.dtype and query.is_floating_point()):
         kinds = f"{query.dtype}, {key.dtype} and {value.dtype}"
         raise ValueError(f"query, key and value must share one floating-point type, not {kinds}")
+    if not query.device == key.device == value.device:
+        where = f"{query.device}, {key.device} and {value.device}"
+        raise ValueError(f"query, key and value must be on the same device, not {where}")
     (batch, heads, _, dim), (key_batch, key_heads, keys, key_dim) = query.shape, key.shape
     if batch != key_batch or dim != key_dim or value.shape[:3] != (batch, key_heads, keys):
         raise ValueError(f"query, key and value do not fit together: {_shapes(query, key, value)}")
+    if dim == 0:
+        raise ValueError(f"query and key must have a head size of at least 1: {_shapes(query, key, value)}")
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"query heads must be a multiple of key heads, not {heads} and {key_heads}")
 
@@ -244,16 +253,26 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
     return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
-def check_padding(padding_mask: Tensor, shape: tuple[int, ...]) -> None:
-    if padding_mask.dtype != torch.bool:
-        raise ValueError(f"padding_mask must be bool (True for real tokens), not {padding_mask.dtype}")
+def _kind(given: object) -> str:
+    return str(given.dtype) if isinstance(given, Tensor) else type(given).__name__
+
+
+def check_padding(padding_mask: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(padding_mask, Tensor) or padding_mask.dtype != torch.bool:
+        raise ValueError(f"padding_mask must be bool (True for real tokens), not {_kind(padding_mask)}")
     if tuple(padding_mask.shape) != shape:
         raise ValueError(f"padding_mask must have shape {shape}, not {tuple(padding_mask.shape)}")
+    if padding_mask.device != device:
+        raise ValueError(f"padding_mask must be on {device} like the rest, not on {padding_mask.device}")
 
 
-def check_dropout(dropout_p: float) -> None:
+def check_numbers(dropout_p: float, scale: float | None, strongest: float | None) -> None:
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must lie from 0 up to but not including 1, not {dropout_p}")
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale must be a finite number, not {scale}")
+    if strongest is not None and not strongest >= 0:
+        raise ValueError(f"strongest must be a bound of at least 0 on all strengths, not {strongest}")
 
 
 def check_lengths(queries: int, keys: int, refinement: Refinement, is_causal: bool) -> None:

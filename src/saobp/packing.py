@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from saobp.attention import Backend, attention, call_strength, check_dropout, check_states, kernels_apply
+from saobp.attention import Backend, attention, call_strength, check_numbers, check_states, kernels_apply
 from saobp.refinement import Refinement
 
 
@@ -49,7 +49,7 @@ def attention_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    refinement: Refinement,
+    refinement: Refinement | str,
     cumulative_lengths: Tensor,
     *,
     max_length: int | None = None,
@@ -72,12 +72,13 @@ def attention_packed(
     for lengths on the CPU: reading them from a GPU would hold up the program. Lengths that do not rise from
     0 to total, or a max_length that is too small, give undefined results there.
     """
+    refinement = Refinement.of(refinement)
     if not query.ndim == key.ndim == value.ndim == 3:
         shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
         raise ValueError(f"packed query, key and value must be [total, heads, dim], not {shapes}")
     q, k, v = (packed.transpose(0, 1).unsqueeze(0) for packed in (query, key, value))
     check_states(q, k, v)
-    check_dropout(dropout_p)
+    check_numbers(dropout_p, scale, strongest)
     total = query.shape[0]
     if key.shape[0] != total:
         raise ValueError(f"packed query and key must have the same tokens, not {total} and {key.shape[0]}")
@@ -85,7 +86,7 @@ def attention_packed(
     if strength is None:
         strongest = refinement.strongest
     strength = call_strength(refinement, strength, query.shape[1], query.device)
-    fused = kernels_apply(q, k, v, refinement, False, scale, dropout_p, backend)
+    fused = kernels_apply(q, k, v, refinement, False, scale, dropout_p, backend, strongest)
     if not (fused and cumulative_lengths.is_cuda):
         _check_values(cumulative_lengths, max_length, total)
     if fused:

@@ -195,7 +195,7 @@ def test_packed_batch_equals_padded_batch() -> None:
         *(x.transpose(1, 2) for x in padded), saobp.Refinement("low", 0.3), padding_mask=mask
     )
     places, *packed = saobp.pack(mask, *padded)
-    found = saobp.attention_packed(*packed, saobp.Refinement("low", 0.3), places, max_length=9)
+    found = saobp.attention_packed(*packed, "low:0.3", places, max_length=9)
     torch.testing.assert_close(
         saobp.unpack(mask, found)[mask], expected.transpose(1, 2)[mask], rtol=1e-5, atol=1e-5
     )
@@ -240,6 +240,7 @@ def test_bad_calls_are_named() -> None:
     refused("dropout_p", *same, dropout_p=1.0)
     refused("strength must have shape", *same, strength=torch.zeros(3, device=DEVICE))
     refused("same device", *same, cumulative=whole.to("meta"))
+    refused("scale must be a finite number, not nan", *same, scale=float("nan"))
     with pytest.raises(ValueError, match="padding_mask must be bool"):
         saobp.pack(torch.ones(2, 3), torch.ones(2, 3, 4))
     with pytest.raises(ValueError, match="differ in batch or length"):

@@ -67,6 +67,27 @@ def attend(**changes: Any) -> None:
             {"padding_mask": states(2, 4, dtype=torch.bool)},
             "padding_mask must have shape (2, 5), not (2, 4)",
         ),
+        ({"padding_mask": [[True] * 5] * 2}, "padding_mask must be bool (True for real tokens), not list"),
+        (
+            {"padding_mask": torch.ones(2, 5, dtype=torch.bool, device="meta")},
+            "padding_mask must be on cpu like the rest, not on meta",
+        ),
+        (
+            {"key": torch.zeros(2, 2, 5, 8, device="meta")},
+            "query, key and value must be on the same device, not cpu, meta and cpu",
+        ),
+        (
+            {"query": states(2, 4, 5, 0), "key": states(2, 2, 5, 0)},
+            "query and key must have a head size of at least 1: query (2, 4, 5, 0)",
+        ),
+        ({"scale": float("nan")}, "scale must be a finite number, not nan"),
+        ({"scale": float("inf")}, "scale must be a finite number, not inf"),
+        ({"strongest": -0.1}, "strongest must be a bound of at least 0 on all strengths, not -0.1"),
+        ({"strength": [0.1] * 4}, "strength must be a tensor of one real number per head, not list"),
+        (
+            {"strength": torch.zeros(4, dtype=torch.complex64)},
+            "strength must be a tensor of one real number per head, not torch.complex64",
+        ),
         ({"backend": "magic"}, "unknown backend 'magic': choose 'auto', 'reference' or 'fused'"),
         ({"strength": states(3)}, "strength must have shape (4,), one per head, not (3,)"),
         (

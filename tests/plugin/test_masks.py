@@ -45,12 +45,17 @@ def test_a_mask_of_numbers_is_added_to_the_scores():
     torch.testing.assert_close(logits(saobp.apply(model, "high:0"), ids, slope), expected, **ROUNDING)
 
 
-def test_padding_is_seen_in_a_users_square_mask():
+@pytest.mark.parametrize("rows", [9, 1])
+@pytest.mark.parametrize("kind", ["bool", "numbers"])
+def test_padding_is_seen_in_a_users_own_mask(rows, kind):
+    """Square, or with one row that stands for all."""
     model, batch = saobp.apply(tiny_model("bert"), "high:0.7"), tiny_batch()
     real = batch["attention_mask"].bool()
-    square = real[:, None, None, :].expand(2, 1, 9, 9)
+    mask = real[:, None, None, :].expand(2, 1, rows, 9)
+    if kind == "numbers":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
     expected = logits(model, batch["input_ids"], batch["attention_mask"])
-    given = logits(model, batch["input_ids"], square)
+    given = logits(model, batch["input_ids"], mask)
     torch.testing.assert_close(given[real], expected[real], **ROUNDING)
 
 

@@ -14,7 +14,7 @@ from saobp.kernels.operator import refined_attention
 from saobp.kernels.problem import is_short
 from saobp.kernels.registered import learns, output_of, refuse_tangents
 from saobp.kernels.short_operator import short_refined_attention, short_refined_output
-from saobp.refinement import Refinement
+from saobp.refinement import MAX_STRENGTH, Refinement
 
 
 def fused_attention(
@@ -52,8 +52,10 @@ def fused_attention(
         states = (query, key, value, padding_mask, cumulative_lengths, longest, scale)
         return output_of(elemmul_attention, states, learning=learning)
     sign, hears = POTTS[refinement.factor]
-    known = strongest is not None and not strength.requires_grad
-    bound = -math.expm1(-sign * strongest) if known else 0.0  # type: ignore[operator]
+    if strongest is None or strength.requires_grad:
+        bound = 0.0
+    else:
+        bound = -math.expm1(-sign * min(strongest, MAX_STRENGTH))
     seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
     arguments = (
         query, key, value, strength, padding_mask, cumulative_lengths, seed,

@@ -36,7 +36,7 @@ SPAN = 8192
 SECTION, FEW = 1024, 8
 """Programs that blocks of several heads are sorted in, the longest first: some rounds of a GPU's, not all heads.
 
-With few blocks a head, 512 tokens and less, neighbours that read the same states matter more (5 % on an H200).
+With few blocks a head (FEW or less: 512 tokens), neighbours that read the same states matter more (5 % on an H200).
 """
 
 TILES = {
@@ -165,7 +165,7 @@ class Sweeps(NamedTuple):
         count = ceil_div(tokens, step)
         sizes = {
             "blocks": count,
-            "section": max(1, SECTION // count),
+            "section": 1 if count <= FEW else max(1, SECTION // count),
             "ROWS": block.rows,
             "KEYS": block.keys,
             **resources(block),

@@ -17,6 +17,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 POTTS = {"high": (1.0, True), "low": (-1.0, True), "high-listing": (1.0, False), "low-listing": (-1.0, False)}
 """Sign of the strength, and whether rows hear each other."""
 
+HALF_STRONGEST = 8.0
+"""Beyond this strength weights and gradients of single entries leave the range of float16."""
+
 
 def unsupported(
     query: Tensor,
@@ -26,8 +29,12 @@ def unsupported(
     is_causal: bool,
     scale: float | None,
     dropout_p: float = 0.0,
+    strongest: float | None = None,
 ) -> str | None:
-    """Why the kernels cannot do this call, in words that fit behind 'because'; None if they can."""
+    """Why the kernels cannot do this call, in words that fit behind 'because'; None if they can.
+
+    ``strongest`` is a bound on the strengths, if one is known.
+    """
     if not TRITON_FOUND:
         return "Triton is not installed"
     if query.device.type != "cuda" and not INTERPRETED:
@@ -42,6 +49,9 @@ def unsupported(
         return "causal 'elemmul' has no kernel"
     if refinement.factor == "elemmul" and dropout_p:
         return "dropout on 'elemmul' needs the entries of A A^T, which its kernels never form"
+    known = 0.0 if strongest is None or refinement.factor not in POTTS else strongest
+    if known > HALF_STRONGEST and query.dtype != torch.float32:
+        return f"strength {known:g} is more than the {HALF_STRONGEST:g} that {query.dtype} has range for"
     if refinement.steps != 1:
         return f"{refinement.steps} steps were asked for and the kernels do one"
     if is_causal and refinement.future == "paper" and POTTS[refinement.factor][1]:

@@ -176,7 +176,7 @@ def measure(
     refinement = PLAIN if refinement is None else refinement
     check_states(query, key, key)
     if padding_mask is not None:
-        check_padding(padding_mask, (query.shape[0], key.shape[-2]))
+        check_padding(padding_mask, (query.shape[0], key.shape[-2]), query.device)
         if not bool(padding_mask.any(-1).all()):
             raise ValueError("padding_mask leaves a text without any real token")
     if query.shape[-2] != key.shape[-2]:

@@ -122,4 +122,4 @@ def padded_view(visible: Tensor | None, padding: Tensor | None) -> View:
 
 def _rows_that_are_keys(seen: Tensor, queries: int, keys: int) -> Tensor | None:
     """A key that no row sees is padding, and so is its row: ``[..., queries, 1]``, or None if not square."""
-    return seen.any(-2).unsqueeze(-1) if queries == keys == seen.shape[-2] else None
+    return seen.any(-2).unsqueeze(-1) if queries == keys else None
