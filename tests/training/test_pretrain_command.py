@@ -99,6 +99,14 @@ def test_dry_run_prints_the_recipe(folder: Path) -> None:
         (("--recipe", "slow"), "unknown recipe 'slow'"),
         (("--refinement", "hihg"), "unknown factor 'hihg'"),
         (("--set", "speed=3"), "cannot set 'speed=3'"),
+        (("--set", "seed=7"), "seed is not for --set: write --seed 7"),
+        (("--set", "refinement=high"), "refinement is not for --set: write --refinement high"),
+        (("--set", "family=gpt2"), "family is not for --set: write --family gpt2"),
+        (("--set", "betas=1.9,0.3"), "betas must be two numbers from 0"),
+        (("--set", "weight_decay=-1"), "weight_decay must be at least 0"),
+        (("--seed", "-1"), "seed must be from 0"),
+        (("--recipe", "fast", "--size", "micro"), "the recipe fast has no size 'micro'"),
+        (("--corpus", "prose.txt", "--data-dir", "nowhere"), "the data folder nowhere does not exist"),
         (("--corpus", "novels"), "there is no text 'novels' and no token store of it in tokens"),
         ((), "tokens holds no token store: name texts by --corpus"),
         (("--corpus", "prose.txt", "--vocabulary", "60", "--tokenizer", "bert"), "not both"),
@@ -111,6 +119,15 @@ def test_mistakes_get_one_sentence(arguments: tuple[str, ...], sentence: str) ->
     assert sentence in said(result)
     assert "Traceback" not in result.output
     assert not Path("run").exists()
+
+
+def test_tokens_of_a_learned_vocabulary_ask_for_its_size(folder: Path) -> None:
+    """Without this the family's own vocabulary would be asked of the hub."""
+    assert run(*QUICK, "--corpus", "prose.txt", "--vocabulary", "60", "--out", "a").exit_code == 0
+    (folder / "prose.txt").unlink()
+    forgotten = run(*QUICK, "--corpus", "prose.txt", "--out", "b")
+    assert forgotten.exit_code == 1
+    assert "a vocabulary learned for bert: add --vocabulary 60" in said(forgotten)
 
 
 def test_without_arguments_it_explains_itself() -> None:

@@ -70,6 +70,14 @@ def test_an_unfinished_run_needs_resume_and_the_same_recipe_and_data(tmp_path: P
     assert started(tmp_path, resume=True).record["started"] == began
 
 
+def test_the_held_out_share_belongs_to_the_data(tmp_path: Path) -> None:
+    """Another share means other training rows, though texts and recipe are the same."""
+    assert started(tmp_path, held_out=0.01).record["held_out"] == 0.01
+    with pytest.raises(RunError, match=r"held-out share of 0\.01, not 0\.3: give --held-out 0\.01"):
+        started(tmp_path, held_out=0.3, resume=True)
+    assert started(tmp_path, held_out=0.01, resume=True).record["status"] == "running"
+
+
 def test_a_folder_of_other_things_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(RunError, match="holds no run"):

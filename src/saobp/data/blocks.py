@@ -55,6 +55,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         _check_together(stores)
         self.stores = dict(stores)
         self.length, self.seed, self.split, self.prefix = length, seed, split, prefix
+        self.held_out = held_out
         self.epoch = 0
         self._own = own
         self._streams = [

@@ -77,6 +77,7 @@ def pretrain(
             recipe.to_dict(),
             seed=recipe.seed,
             data={name: store.checksum for name, store in stores.items()},
+            held_out=getattr(train, "held_out", None),
             processes=args.world_size,
             resume=resume,
         ),

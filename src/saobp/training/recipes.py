@@ -12,6 +12,10 @@ from saobp.training.models import shape_of
 
 PRECISIONS = ("fp32", "bf16")
 SCHEDULES = ("linear", "cosine", "constant")
+OPTIONS = {"name": "recipe"} | {
+    name: name for name in ("family", "size", "seed", "refinement", "regularizer", "corpus")
+}
+"""Fields that have an option of their own on the command line: more follows from them than the field."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,11 @@ class PretrainRecipe:
         _check("masked_share", 0 < self.masked_share < 1, "between 0 and 1", self.masked_share)
         _check("precision", self.precision in PRECISIONS, " or ".join(PRECISIONS), self.precision)
         _check("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES), self.schedule)
-        for name in ("warmup_steps", "health_texts", "evaluation_rows", "clip", "strength_rate"):
+        _check("seed", 0 <= self.seed < 2**32, "from 0 up to but not including 2**32", self.seed)
+        betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        _check("betas", betas, "two numbers from 0 up to but not including 1", self.betas)
+        counts, rates = ("warmup_steps", "health_texts", "evaluation_rows"), ("clip", "strength_rate")
+        for name in (*counts, *rates, "weight_decay", "epsilon"):
             _check(name, getattr(self, name) >= 0, "at least 0", getattr(self, name))
         _check(
             "warmup_steps", self.warmup_steps < self.steps, f"below the {self.steps} steps", self.warmup_steps
@@ -138,6 +146,7 @@ def fast(family: str, size: str) -> PretrainRecipe:
     these sizes to overfit, which is what dropout is for, and dropout costs time. GPT-2 has half of that: it
     predicts every token, not 15 % of them.
     """
+    shape_of(family, size)
     try:
         steps, rate = {
             "tiny": (2000, 2e-3),
@@ -146,8 +155,9 @@ def fast(family: str, size: str) -> PretrainRecipe:
             "medium": (24_000, 5e-4),
         }[size]
     except KeyError:
-        shape_of(family, size)
-        raise
+        raise ValueError(
+            f"the recipe fast has no size {size!r}: choose tiny, mini, small or medium"
+        ) from None
     if family == "gpt2":
         steps //= 2
     return PretrainRecipe(
@@ -216,8 +226,11 @@ def parse_override(text: str) -> tuple[str, Any]:
     """Read ``name=value`` for a field of a recipe."""
     name, equals, value = text.partition("=")
     kinds = {field.name: str(field.type) for field in fields(PretrainRecipe)}
+    settable = [known for known in kinds if known not in OPTIONS]
     if not equals or name not in kinds:
-        raise ValueError(f"cannot set {text!r}: write one of {', '.join(kinds)}, then = and a value")
+        raise ValueError(f"cannot set {text!r}: write one of {', '.join(settable)}, then = and a value")
+    if name in OPTIONS:
+        raise ValueError(f"{name} is not for --set: write --{OPTIONS[name]} {value}")
     readers: dict[str, Callable[[str], Any]] = {
         "int": int,
         "float": float,

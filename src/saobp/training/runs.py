@@ -76,14 +76,16 @@ class RunFolder:
         *,
         seed: int,
         data: Mapping[str, str] | None = None,
+        held_out: float | None = None,
         processes: int = 1,
         resume: bool = False,
     ) -> RunFolder:
         """A new run, or with ``resume`` an unfinished one of the same recipe.
 
-        recipe: every resolved field, ready for JSON; data: name to sha256. Refuses with one sentence a
-        finished run, an unfinished one without ``resume``, a changed recipe or changed data. A folder that
-        was never a run, or does not exist, starts afresh, also with ``resume``.
+        recipe: every resolved field, ready for JSON; data: name to sha256; held_out: the share of the data
+        that is not trained on. Refuses with one sentence a finished run, an unfinished one without
+        ``resume``, a changed recipe or changed data. A folder that was never a run, or does not exist, starts
+        afresh, also with ``resume``.
         """
         if kind not in KINDS:
             raise ValueError(f"a run is one of {', '.join(KINDS)}, not {kind!r}")
@@ -94,7 +96,7 @@ class RunFolder:
         clear_unfinished(run.path)
         clear_unfinished(run.checkpoints)
         if run.file("recipe.json").exists():
-            run._check_continuation(asked, data)
+            run._check_continuation(asked, data, held_out)
         run.path.mkdir(parents=True, exist_ok=True)
         write_json(run.file("recipe.json"), asked)
         started = run.record.get("started", _now())
@@ -107,6 +109,7 @@ class RunFolder:
             seconds=run.record.get("seconds", 0.0),
             seed=seed,
             data=data,
+            **({} if held_out is None else {"held_out": held_out}),
             environment=environment(processes),
         )
         return run
@@ -124,7 +127,9 @@ class RunFolder:
         elif self.path.is_file() or (self.path.exists() and not all(map(is_unfinished, self.path.iterdir()))):
             raise RunError(f"{self.path} is not empty and holds no run: name another folder")
 
-    def _check_continuation(self, asked: Mapping[str, Any], data: Mapping[str, str]) -> None:
+    def _check_continuation(
+        self, asked: Mapping[str, Any], data: Mapping[str, str], held_out: float | None
+    ) -> None:
         before = self.recipe
         plain = _as_json(asked)
         changed = sorted(name for name in {*before, *plain} if before.get(name) != plain.get(name))
@@ -139,6 +144,12 @@ class RunFolder:
             raise RunError(
                 f"the data {', '.join(other)} is not what the run in {self.path} was started with: restore "
                 "it, or name another folder"
+            )
+        share = self.record.get("held_out", held_out)
+        if share != held_out:
+            raise RunError(
+                f"the run in {self.path} was started with a held-out share of {share}, not {held_out}: give "
+                f"--held-out {share}, or name another folder"
             )
 
     def file(self, name: str) -> Path:

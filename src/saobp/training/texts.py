@@ -61,6 +61,8 @@ def find_texts(
     tokenizer:  a name or folder; by default the one in ``tokens``, else the family's own
     vocabulary: learn one of this size from the corpus instead
     """
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise ValueError(f"the data folder {data_dir} does not exist: check --data-dir")
     folder = Path(tokens)
     mixture = parse_mixture(corpus) if corpus else {}
     there = {store.description.corpus for store in stores_in(folder)}
@@ -120,6 +122,7 @@ def find_tokenizer(
         if vocabulary is not None and not raw:
             raise ValueError("a vocabulary is learned from text, and no text was named by --corpus")
         if not raw:
+            _check_not_learned(folder, family)
             return _family_tokenizer(family, data_dir)
         with only_one(beside):
             if not beside.is_dir():
@@ -127,6 +130,17 @@ def find_tokenizer(
     if vocabulary is not None:
         _check_origin(beside, raw, data_dir)
     return load_tokenizer(str(beside))
+
+
+def _check_not_learned(folder: Path, family: str) -> None:
+    """Ask for the size where the only vocabularies beside the tokens are learned ones."""
+    start = f"tokenizer-{family}-"
+    sizes = sorted(path.name.removeprefix(start) for path in folder.glob(f"{start}*"))
+    if sizes:
+        raise ValueError(
+            f"{folder} holds a vocabulary learned for {family}: add --vocabulary {' or '.join(sizes)}, or "
+            "name a tokenizer by --tokenizer"
+        )
 
 
 def _leave_tokenizer(
