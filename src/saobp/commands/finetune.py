@@ -183,7 +183,12 @@ def results_table(results: list[dict[str, Any]]) -> Table:
     for name in ("task", "metric", "seeds", "best epoch", "last epoch", ""):
         table.add_column(name, justify="left" if name in ("task", "metric", "") else "right")
     for result in results:
-        cells = [f"{result[name]['mean']:.2f} ± {result[name]['std']:.2f}" for name in ("best", "last")]
+        cells = [f"{result[name]['mean']:.2f}" for name in ("best", "last")]
+        if len(result["seeds"]) > 1:
+            cells = [
+                f"{cell} ± {result[name]['std']:.2f}"
+                for cell, name in zip(cells, ("best", "last"), strict=True)
+            ]
         mark = "partial data" if result["partial"] else ""
         table.add_row(result["task"], result["metric"], str(len(result["seeds"])), *cells, mark)
     return table
