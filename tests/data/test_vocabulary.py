@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from saobp.data import encoder, load_tokenizer, prefix_of, separator_of, train_vocabulary
+from saobp.data import (
+    Documents,
+    encoder,
+    load_tokenizer,
+    open_corpus,
+    prefix_of,
+    separator_of,
+    train_vocabulary,
+)
 from saobp.data.vocabulary import SPECIAL, tokenizer_checksum, tokenizer_text
 
 TEXTS = ["The quick brown fox jumps over the lazy dog.", "It's a fine day, isn't it? She can't know."] * 3
@@ -75,6 +83,17 @@ def test_ties_between_pairs_do_not_change_a_vocabulary() -> None:
     drawn = random.Random(0)
     texts = ["".join(drawn.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(400)]
     assert len({tokenizer_checksum(train_vocabulary(texts, 200)) for _ in range(6)}) == 1
+
+
+def test_documents_are_read_anew_and_give_the_vocabulary_of_their_texts(tmp_path: Path) -> None:
+    for name, part in (("one", TEXTS[:2]), ("two", TEXTS[2:])):
+        (tmp_path / name).mkdir()
+        for number, text in enumerate(part):
+            (tmp_path / name / f"{number}.txt").write_text(text)
+    documents = Documents(tuple(open_corpus(str(tmp_path / name)) for name in ("one", "two")))
+    assert list(documents) == list(documents)
+    whole = train_vocabulary(iter(list(documents)), 280)
+    assert tokenizer_checksum(train_vocabulary(documents, 280)) == tokenizer_checksum(whole)
 
 
 def test_the_checksum_ignores_truncation() -> None:

@@ -183,12 +183,11 @@ def results_table(results: list[dict[str, Any]]) -> Table:
     for name in ("task", "metric", "seeds", "best epoch", "last epoch", ""):
         table.add_column(name, justify="left" if name in ("task", "metric", "") else "right")
     for result in results:
-        cells = [f"{result[name]['mean']:.2f}" for name in ("best", "last")]
-        if len(result["seeds"]) > 1:
-            cells = [
-                f"{cell} ± {result[name]['std']:.2f}"
-                for cell, name in zip(cells, ("best", "last"), strict=True)
-            ]
+        several = len(result["seeds"]) > 1
+        cells = [
+            f"{one['mean']:.2f} ± {one['std']:.2f}" if several else f"{one['mean']:.2f}"
+            for one in (result["best"], result["last"])
+        ]
         mark = "partial data" if result["partial"] else ""
         table.add_row(result["task"], result["metric"], str(len(result["seeds"])), *cells, mark)
     return table

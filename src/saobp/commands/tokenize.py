@@ -55,7 +55,7 @@ def obtain_tokenizer(
 
     Both that and the two of the families are left in ``out``: the folder is then all that training needs.
     """
-    from saobp.data import load_tokenizer, open_corpus, train_vocabulary
+    from saobp.data import Documents, load_tokenizer, open_corpus, train_vocabulary
 
     if not name.startswith("train:"):
         found = load_tokenizer(name, data_dir)
@@ -65,8 +65,8 @@ def obtain_tokenizer(
     size = name.removeprefix("train:")
     if not size.isdecimal():
         raise ValueError(f"a tokenizer to train is written train:SIZE, as in train:8192, not {name!r}")
-    opened = [open_corpus(corpus, data_dir) for corpus in corpora]
-    trained = train_vocabulary((text for one in opened for text in one.documents()), int(size))
+    opened = tuple(open_corpus(corpus, data_dir) for corpus in corpora)
+    trained = train_vocabulary(Documents(opened), int(size))
     _leave(trained, out / f"tokenizer-{size}")
     return trained
 

@@ -1,13 +1,14 @@
 """Text to packed blocks of tokens: corpora, vocabularies, token stores, blocks."""
 
 from saobp.data.blocks import Blocks, as_it_is, held_out_documents
-from saobp.data.corpora import Corpus, open_corpus, parse_mixture
+from saobp.data.corpora import Corpus, Documents, open_corpus, parse_mixture
 from saobp.data.tokens import TokenStore, prepare_corpora, prepare_tokens
 from saobp.data.vocabulary import load_tokenizer, prefix_of, separator_of, train_vocabulary
 
 __all__ = [
     "Blocks",
     "Corpus",
+    "Documents",
     "TokenStore",
     "as_it_is",
     "held_out_documents",

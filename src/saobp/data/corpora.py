@@ -47,6 +47,17 @@ class Corpus(ABC):
 
 
 @dataclass(frozen=True)
+class Documents:
+    """Every document of some corpora, as often as asked for and never all in memory."""
+
+    corpora: tuple[Corpus, ...]
+
+    def __iter__(self) -> Iterator[str]:
+        for corpus in self.corpora:
+            yield from corpus.documents()
+
+
+@dataclass(frozen=True)
 class FileCorpus(Corpus):
     """Parquet files with a column ``text``, or text files, each of which is a document."""
 

@@ -60,7 +60,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> No
 def train_vocabulary(
     texts: Iterable[str], size: int, kind: str = "wordpiece", *, length: int = 512
 ) -> PreTrainedTokenizerFast:
-    """A vocabulary of ``size`` tokens learned from texts: lower-case WordPiece as BERT's, or GPT-2's BPE."""
+    """A vocabulary of ``size`` tokens learned from texts: lower-case WordPiece as BERT's, or GPT-2's BPE.
+
+    WordPiece reads texts twice, so an iterator is kept in memory; :class:`saobp.data.Documents` need not be.
+    """
     if kind not in KINDS:
         raise ValueError(f"a vocabulary is one of {', '.join(KINDS)}, not {kind!r}")
     least = 257 if kind == "bpe" else len(SPECIAL) + 1

@@ -13,7 +13,15 @@ import pyarrow.parquet
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from saobp.data import Blocks, held_out_documents, open_corpus, prefix_of, prepare_tokens, train_vocabulary
+from saobp.data import (
+    Blocks,
+    Documents,
+    held_out_documents,
+    open_corpus,
+    prefix_of,
+    prepare_tokens,
+    train_vocabulary,
+)
 from saobp.data.tokens import Progress
 from saobp.metrics.diagnosis import Diagnosis, diagnose
 from saobp.metrics.figures import TITLES
@@ -52,7 +60,7 @@ def prepare(texts: Sequence[str], folder: Path, length: int, progress: Progress)
     file = folder / "python.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": list(texts)}), file)
     corpus = open_corpus(file)
-    tokenizer = train_vocabulary(corpus.documents(), VOCABULARY)
+    tokenizer = train_vocabulary(Documents((corpus,)), VOCABULARY)
     store = prepare_tokens(corpus, tokenizer, folder / "tokens", processes=1, progress=progress)
     train, validation = (
         Blocks({"python": store}, length=length, split=split, held_out=HELD_OUT, prefix=prefix_of(tokenizer))

@@ -83,8 +83,10 @@ class PretrainRecipe:
         _check("seed", 0 <= self.seed < 2**32, "from 0 up to but not including 2**32", self.seed)
         betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         _check("betas", betas, "two numbers from 0 up to but not including 1", self.betas)
-        counts, rates = ("warmup_steps", "health_texts", "evaluation_rows"), ("clip", "strength_rate")
-        for name in (*counts, *rates, "weight_decay", "epsilon"):
+        for name in (
+            *("warmup_steps", "health_texts", "evaluation_rows"),
+            *("clip", "strength_rate", "weight_decay", "epsilon"),
+        ):
             _check(name, getattr(self, name) >= 0, "at least 0", getattr(self, name))
         _check(
             "warmup_steps", self.warmup_steps < self.steps, f"below the {self.steps} steps", self.warmup_steps

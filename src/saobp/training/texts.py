@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from saobp.data import (
     Blocks,
+    Documents,
     TokenStore,
     load_tokenizer,
     open_corpus,
@@ -151,8 +152,7 @@ def _leave_tokenizer(
         found, origin = _family_tokenizer(family, data_dir), {}
     else:
         corpora = {name: open_corpus(name, data_dir) for name in raw}
-        texts = (document for corpus in corpora.values() for document in corpus.documents())
-        found = train_vocabulary(texts, vocabulary, KINDS[family])
+        found = train_vocabulary(Documents(tuple(corpora.values())), vocabulary, KINDS[family])
         origin = {name: corpus.checksum for name, corpus in corpora.items()}
     with replacing(beside) as new:
         save_tokenizer(found, new)
