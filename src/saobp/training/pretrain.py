@@ -116,7 +116,6 @@ def pretrain(
             compiled=recipe.compiled,
             regularizer=penalty,
             sharded=trainer.is_fsdp_enabled,
-            replay=recipe.accumulation == 1 and trainer.args.world_size == 1,
         ):
             trainer.train(None if start is None else str(run.checkpoint_path(start)))
             if trainer.held_out and trainer.last_evaluation != recipe.steps:

@@ -37,17 +37,14 @@ def loss_as_forward(
     compiled: bool = False,
     regularizer: Any = None,
     sharded: bool = False,
-    replay: bool = False,
 ) -> Iterator[PreTrainedModel]:
     """Meanwhile ``model(input_ids=..., seeds=...)`` is the loss of the objective.
 
     The model itself then is what Trainer wraps, shards, saves and restores, and the loss, masks and head at
     chosen places included, is one graph inside the wrapper. A regularizer's penalty is a part of it while
-    training; held-out losses stay comparable without it. With ``replay`` a GPU records the graph and replays
-    it as a whole, since hundreds of small kernels take less time than their launches; its gradients are
-    always in the same place, so they cannot be summed over parts of a batch or processes. Without gradients
-    nothing is compiled: evaluations are rare, and compiling takes longer. Sharded weights come and go layer
-    by layer, so nothing is compiled and no rounded copy is made of them: bfloat16 is then PyTorch's autocast.
+    training; held-out losses stay comparable without it. Without gradients nothing is compiled: evaluations
+    are rare, and compiling takes longer. Sharded weights come and go layer by layer, so nothing is compiled
+    and no rounded copy is made of them: bfloat16 is then PyTorch's autocast.
     What a regularizer learns is meanwhile a part of the model: optimised, shared between processes, in
     checkpoints. Queries, keys and values are meanwhile one product, unless weights are sharded or layers are
     computed again in the backward pass, where memory matters more.
@@ -68,7 +65,7 @@ def loss_as_forward(
         model.add_module(REGULARIZER, regularizer)
         step = penalised
     if compiled and not (sharded or (regularizer is not None and model.is_gradient_checkpointing)):
-        options = gpu_options(replay) if kind == "cuda" else None
+        options = gpu_options() if kind == "cuda" else None
         step = torch.compile(with_own_code(step), dynamic=False, options=options)
 
     def forward(input_ids: Tensor, seeds: Tensor) -> Tensor:
@@ -92,11 +89,10 @@ def loss_as_forward(
                 delattr(model, REGULARIZER)
 
 
-def gpu_options(replay: bool) -> dict[str, Any] | None:
-    """What the compiler is told on a GPU; ``replay`` is what its mode ``reduce-overhead`` stands for."""
+def gpu_options() -> dict[str, Any] | None:
+    """What the compiler is told on a GPU."""
     known = torch._inductor.list_options()
-    options = {name: value for name, value in COMPILER_SETTINGS.items() if name in known}
-    return (options | {"triton.cudagraphs": True} if replay else options) or None
+    return {name: value for name, value in COMPILER_SETTINGS.items() if name in known} or None
 
 
 def with_own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -186,7 +186,7 @@ def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: 
         own = PretrainTrainer(
             model, args, recipe, RunFolder(folder), train=texts, validation=None, callbacks=[watch], say=print
         )
-        with loss_as_forward(model, objective, precision=recipe.precision, compiled=compiled, replay=True):
+        with loss_as_forward(model, objective, precision=recipe.precision, compiled=compiled):
             yield Contestant(own, watch)
 
 

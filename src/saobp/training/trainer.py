@@ -22,6 +22,7 @@ from saobp.metrics.probe import Recorder
 from saobp.training.files import read_json, reason, seal, write_json
 from saobp.training.heads import MEASURED, health_line, separate_strengths, strengths_of
 from saobp.training.recipes import PretrainRecipe
+from saobp.training.replay import ReplayedStep
 from saobp.training.runs import RunError, RunFolder
 from saobp.training.sharding import divide_by_layers
 from saobp.training.stream import Batch, Rows, Share, TrainingStream, health_batch, held_out_batches
@@ -105,6 +106,7 @@ class PretrainTrainer(Trainer):
         self.clock = Clock()
         self.last_evaluation: int | None = None
         self._last_checkpoint: int | None = None
+        self._replayed: ReplayedStep | None = None
 
     def get_train_dataloader(self) -> Any:
         return TrainingStream(self.rows, self.share, lambda: self.state.global_step)
@@ -126,13 +128,15 @@ class PretrainTrainer(Trainer):
     ) -> Tensor:
         if not model.training:
             model.train()
-        if self.recipe.compiled:
-            torch.compiler.cudagraph_mark_step_begin()
-        loss = self.compute_loss(model, inputs)
+        return self._loss(model, inputs) if self._replayed is None else self._replayed(inputs)
+
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Of a batch, whose gradients are added to the parameters'."""
+        loss = self.compute_loss(model, batch)
         if self.recipe.accumulation > 1:
             loss = loss / self.recipe.accumulation
         self.accelerator.backward(loss)
-        return loss.detach().clone()  # a replayed graph writes to the same place
+        return loss.detach()
 
     def compute_loss(
         self,
@@ -194,13 +198,17 @@ class PretrainTrainer(Trainer):
             seconds = read_json(Path(resume_from_checkpoint, CLOCK))["seconds"]
         self.clock = Clock(seconds)
         if not self.is_fsdp_enabled:
-            self._remember_parameters()
+            self._prepare_step()
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _remember_parameters(self) -> None:
-        """Spare the loop its two walks a step over all modules, to clip gradients and to forget them."""
-        assert self.model is not None
-        learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+    def _prepare_step(self) -> None:
+        """Spare the loop its two walks a step over all modules, to clip gradients and to forget them.
+
+        One GPU that takes a batch as a whole replays its steps, where they are compiled.
+        """
+        model = self.model
+        assert model is not None
+        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
         def clip(_: Any, most: float, norm_type: float = 2) -> Tensor:
             return nn.utils.clip_grad_norm_(learning, most, norm_type)
@@ -211,7 +219,10 @@ class PretrainTrainer(Trainer):
 
         self.accelerator.clip_grad_norm_ = clip
         if self.args.world_size == 1:
-            self.model.zero_grad = forget  # type: ignore[method-assign]
+            model.zero_grad = forget  # type: ignore[method-assign]
+        alone = self.args.world_size == self.recipe.accumulation == 1
+        if alone and self.recipe.compiled and self.args.device.type == "cuda":
+            self._replayed = ReplayedStep(lambda batch: self._loss(model, batch), learning, self.say)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:  # noqa: ARG002
         """A checkpoint that is whole or absent; where it cannot be written, training goes on.

@@ -1,0 +1,132 @@
+"""A replayed step gives the loss and the gradients of the step that was recorded, of every batch anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from saobp.testing.training import small_recipe, train_small
+from saobp.training import replay
+from saobp.training.replay import PLAIN_STEPS, Batch, ReplayedStep
+from saobp.training.runs import RunFolder
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="recording needs a GPU")
+
+
+class Line:
+    """A straight line through points, and how often it was computed."""
+
+    def __init__(self) -> None:
+        self.slope, self.unused = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(1.0))
+        self.parameters = [self.slope, self.unused]
+        self.computed = 0
+
+    def compute(self, batch: Batch) -> Tensor:
+        self.computed += 1
+        loss = (self.slope * batch["x"]).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+        """As a GPU does it: results always come into the same memory, and Python sees none of it."""
+        loss, gradient = torch.tensor(float("nan")), torch.tensor(float("nan"))
+
+        def again() -> None:
+            self.slope.grad = None
+            loss.copy_(compute())
+            assert self.slope.grad is not None
+            gradient.copy_(self.slope.grad)
+            self.slope.grad = None
+
+        self.slope.grad = gradient
+        return loss, again
+
+
+def batches(count: int) -> list[Batch]:
+    return [{"x": torch.tensor([1.0, float(number)])} for number in range(count)]
+
+
+def test_every_batch_is_computed_once_and_its_gradients_are_there() -> None:
+    line = Line()
+    step = ReplayedStep(line.compute, line.parameters, print, line.record)
+    losses = []
+    for number, batch in enumerate(batches(PLAIN_STEPS + 4)):
+        losses.append(step(batch))
+        assert line.slope.grad is not None
+        assert line.slope.grad.item() == 2 * line.slope.item() * (1 + number**2)
+        assert line.unused.grad is None
+        line.slope.grad.zero_()  # clipping changes gradients in place
+        line.slope.grad = None
+    assert [loss.item() for loss in losses] == [4.0 * (1 + number**2) for number in range(PLAIN_STEPS + 4)]
+    assert line.computed == PLAIN_STEPS + 4
+
+
+def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:
+    def refuse(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+        compute()
+        raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
+    line, said = Line(), list[str]()
+    step = ReplayedStep(line.compute, line.parameters, said.append, refuse)
+    for number, batch in enumerate(batches(PLAIN_STEPS + 3)):
+        line.slope.grad = None
+        assert step(batch).item() == 4.0 * (1 + number**2)
+        assert line.slope.grad is not None
+        assert line.slope.grad.item() == 4 * (1 + number**2)
+    assert said == [
+        "The step cannot be recorded (operation not permitted when stream is capturing), so its kernels "
+        "are launched one by one."
+    ]
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("family", "refinement", "regularizer"),
+    [("bert", "high:learned", None), ("bert", None, "eigen"), ("gpt2", "high:0.2,future=paper", None)],
+)
+def test_a_run_learns_the_same_by_replay(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    refinement: str | None,
+    regularizer: str | None,
+) -> None:
+    recipe = small_recipe(family=family, refinement=refinement, regularizer=regularizer, steps=8)
+    recipe = replace(recipe, compiled=True, precision="bf16", dropout=0.0)
+    said: list[str] = []
+    train_small(recipe, tmp_path / "replayed", say=said.append)
+    monkeypatch.setattr(replay, "PLAIN_STEPS", 100)
+    train_small(recipe, tmp_path / "plain")
+    assert not said
+    one, other = (
+        [line["loss"] for line in RunFolder(tmp_path / name).metrics() if "loss" in line]
+        for name in ("replayed", "plain")
+    )
+    assert len(one) == 8
+    assert one == other
+
+
+@on_gpu
+def test_dropout_is_drawn_anew_in_every_replay() -> None:
+    weight = nn.Parameter(torch.ones(1000, device="cuda"))
+
+    def compute(batch: Batch) -> Tensor:
+        loss = torch.dropout(weight * batch["x"], 0.5, True).sum()
+        loss.backward()
+        return loss.detach()
+
+    step = ReplayedStep(compute, [weight], print)
+    batch = {"x": torch.ones(1000, device="cuda")}
+    gradients = []
+    for _ in range(PLAIN_STEPS + 5):
+        weight.grad = None
+        loss = step(batch)
+        assert weight.grad is not None
+        assert loss.item() == weight.grad.sum().item()
+        gradients.append(tuple(weight.grad.tolist()))
+    assert len(set(gradients)) == len(gradients)
