@@ -6,12 +6,21 @@ Variants of one kind share a marker and go from light to dark.
 
 from __future__ import annotations
 
+from colorsys import hls_to_rgb, rgb_to_hls
 from typing import NamedTuple
+
+from matplotlib.colors import to_hex, to_rgb
 
 
 class Look(NamedTuple):
     colour: str
     marker: str
+
+    @property
+    def on_dark(self) -> str:
+        """The colour for a dark ground: of the same hue, light where the other is dark."""
+        hue, lightness, saturation = rgb_to_hls(*to_rgb(self.colour))
+        return to_hex(hls_to_rgb(hue, 1 - 0.6 * lightness, saturation))
 
 
 LOOKS = {
