@@ -94,5 +94,5 @@ def test_figures_have_words_for_those_who_cannot_see_them() -> None:
     page.dots("leak", {"moved": moved, "perplexity": {}}, "What leaks.")
     page.dots("nothing", {"perplexity": {}}, "No numbers.")
     (block,) = page.blocks
-    assert block.startswith("![What leaks. Means: moved: Original 0, High, paper form (leaks) 0.156.](")
+    assert block.startswith("![What leaks. Means: moved: 0 (Original), 0.156 (High, paper form (leaks)).](")
     assert block.endswith("(mini-leak.svg)\n\nWhat leaks.")

@@ -237,11 +237,11 @@ def in_words(found: Spread | None, digits: int) -> str:
 
 
 def means_in_words(measures: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
-    """``perplexity: Original 300, High 303; ...``, over the seeds of each method."""
+    """``perplexity: 300 (Original), 303 (High); ...``, over the seeds of each method."""
     parts = []
     for measure, methods in measures.items():
         found = {key: spread(own.values()) for key, own in methods.items()}
-        means = [f"{METHODS[key].title} {brief(one.mean)}" for key, one in found.items() if one is not None]
+        means = [f"{brief(one.mean)} ({METHODS[key].title})" for key, one in found.items() if one is not None]
         if means:
             parts.append(f"{measure}: {', '.join(means)}")
     return "; ".join(parts)

@@ -45,7 +45,11 @@ def attention_maps(results: Results, page: Page) -> None:
         "The last layer of the seed-42 models on one SQuAD text. 'before' is the softmax of the scores that "
         "the trained model computes, 'after' the rows that it uses; both are of the same model."
     )
-    page.figure("maps", map_grid(rows), f"{AXES} Colours are logarithmic.")
+    page.figure(
+        "maps",
+        map_grid(rows),
+        f"Attention of the last layer by method and head. {AXES} Colours are logarithmic.",
+    )
 
 
 def _shown(results: Results) -> list[Trained]:
@@ -71,7 +75,11 @@ def sparsity_maps(results: Results, page: Page) -> None:
         f"{AXES} Entries of at least 1/length are white, the others black. One text: an illustration, no "
         "evidence."
     )
-    page.figure("maps", map_grid(rows, binary=True), "Sparsity of the last layer on one SQuAD text.")
+    page.figure(
+        "maps",
+        map_grid(rows, binary=True),
+        "Entries of at least 1/length in the last layer on one SQuAD text, by method and head.",
+    )
 
 
 def gtd_graph(results: Results, page: Page) -> None:
@@ -173,7 +181,8 @@ def _profile(results: Results, page: Page, measure: str) -> None:
         "Pretrained models, means over seeds with their range. Positional entropy is the row entropy of "
         f"attention, averaged over positions, texts and heads. {SPREAD}"
     )
-    page.figure("layers", curves(drawn, {LAST_HEADS: "head"}), f"Layers on {measure}.")
+    words = f"GTD and entropies on {measure} by layer, and by head of the last layer: a line per method."
+    page.figure("layers", curves(drawn, {LAST_HEADS: "head"}), words)
     for statistic, title in (("gtd", "GTD"), ("attention_entropy", "entropy")):
         values = results.values(
             lambda model, statistic=statistic: _deepest(results, model, measure, statistic)  # type: ignore[misc]

@@ -29,16 +29,16 @@ def decoder_leak(results: Results, page: Page) -> None:
     )
     drawn = {"WikiText-2 perplexity": text, "held-out perplexity": held_out, MOVED: moved}
     page.say(f"In short, means over seeds. {means_in_words(drawn)}.")
-    page.say(BUDGET)
-    page.compare("WikiText-2 perplexity", text, higher_is_better=False, methods=methods)
-    gains = page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods)
-    page.compare(MOVED, moved, higher_is_better=False, digits=3, methods=methods)
-    page.compared()
     page.say(
         f"'{MOVED}' is how far the states of the first half of a text move, relative to their size, "
         "when its second half is replaced: 0 for a causal model. A model whose states move has seen what it "
         "has to predict, and its perplexity measures something else."
     )
+    page.say(BUDGET)
+    page.compare("WikiText-2 perplexity", text, higher_is_better=False, methods=methods)
+    gains = page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods)
+    page.compare(MOVED, moved, higher_is_better=False, digits=3, methods=methods)
+    page.compared()
     page.answer(
         "The paper form, which leaks, has a lower held-out perplexity than Original", gains.get("paper")
     )
@@ -147,7 +147,11 @@ def learned(results: Results, page: Page) -> None:
                 f"{family}: {int((signs > 0).sum())} of {signs.size} heads ended on repulsion (above 0), "
                 f"{int((signs < 0).sum())} on attraction."
             )
-            page.figure(f"strengths-{family}", head_grid(grids, "strength"), f"Learned strengths, {family}.")
+            page.figure(
+                f"strengths-{family}",
+                head_grid(grids, "strength, above 0 repels"),
+                f"Learned strengths, {family}.",
+            )
 
 
 def steps(results: Results, page: Page) -> None:
