@@ -66,7 +66,7 @@ def test_a_large_difference_between_few_methods_is_not_cut_out() -> None:
 def test_rows_say_their_mean_or_that_there_is_none() -> None:
     figure = dots({"perplexity": NEAR, "GTD": {"original": {42: 0.7}}})
     said = [[text.get_text() for text in axis.texts] for axis in figure.axes]
-    assert said == [["27.6", "28.1", "28.2"], ["0.700", "not run", "not run"]]
+    assert said == [["27.6", "28.1", "28.2"], ["0.700", "no number", "no number"]]
 
 
 @pytest.mark.parametrize(

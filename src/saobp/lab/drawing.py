@@ -94,7 +94,7 @@ def _row(axis: Axes, row: int, key: str, values: Sequence[float], paper: float |
         axis.plot([mean, mean], [row - 0.3, row + 0.3], color=colour, lw=2)
     if paper is not None:
         axis.plot([paper], [row], "x", color="#444444", ms=6)
-    said, shade = (brief(mean), "#222222") if values else ("not run", "#777777")
+    said, shade = (brief(mean), "#222222") if values else ("no number", "#777777")
     beside = axis.get_yaxis_transform()
     axis.text(1.01, row, said, transform=beside, fontsize=8, va="center", color=shade)
 
