@@ -262,3 +262,26 @@ def test_folders_of_work_are_named(tmp_path: Path) -> None:
     model = Plan([], MINI).model("bert", "high", 42)
     assert Tuned(model, "cola").folder(tmp_path) == tmp_path / "tasks" / model.name / "cola"
     assert Measured(model, "maps").file(tmp_path) == tmp_path / "measured" / model.name / "maps.json"
+
+
+def test_the_page_of_the_leak_opens_with_its_numbers(tmp_path: Path) -> None:
+    """Two pairs decide nothing by rule, so the numbers themselves come first."""
+    plan = Plan(choose_experiments("decoder-leak"), MINI, 2)
+    found = {"original": (300.0, 0.0), "paper": (45.0, 0.156), "strict": (303.0, 0.0)}
+    for model in plan.trained():
+        run = make_run(model.folder(tmp_path), seed=model.seed, layers=2, heads=3)
+        write_json(run / "recipe.json", {"kind": "pretrain", **model.recipe.to_dict()})
+        perplexity, moved = found[model.method.key]
+        write_json(run / "result.json", {"eval_perplexity": perplexity + model.seed, "seconds": 1.0})
+        measured = {"zero-shot": {"wikitext": {"perplexity": perplexity}}, "leak": {"moved": moved}}
+        for name, values in measured.items():
+            path = Measured(model, name).file(tmp_path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {**values, "seconds": 1.0})
+    page, outcome = _written(tmp_path, tmp_path / "results", "decoder-leak")
+    assert (
+        "WikiText-2 perplexity: 300 (Original), 45.0 (High, paper form (leaks)), 303 (High, strict);" in page
+    )
+    assert "first half moved by the second: 0 (Original), 0.156 (High, paper form (leaks)), 0 (High" in page
+    assert page.index("In short") < page.index("Ours is trained on other texts")
+    assert {claim["status"] for claim in outcome["claims"]} == {"could not be decided"}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from saobp.cli import app
+from saobp.lab.looks import LOOKS
 from saobp.metrics.figures import heat_map
 from saobp.metrics.sources import example_model
 from saobp.metrics.verdict import largest_entropy, verdict
@@ -24,9 +25,9 @@ from saobp.report.curves import read_curves
 from saobp.report.reproduction import write_reproduction
 from saobp.report.runs import refinement_words
 from saobp.report.script import joined_script
-from saobp.report.words import summary
+from saobp.report.words import shown, summary
 from saobp.testing.models import tiny_model
-from saobp.testing.runs import make_finetune, make_run
+from saobp.testing.runs import make_finetune, make_run, write_json
 
 HIGH = {"factor": "high", "strength": "learned", "steps": 2, "damping": 0.0, "future": "strict"}
 
@@ -251,9 +252,9 @@ def test_many_long_runs_share_the_room(tmp_path: Path) -> None:
     assert len(alone.curves["loss"][0].values) <= POINTS
     page = write_report([folder] * 16, tmp_path / "page.html")
     assert page.stat().st_size < PAGE_BYTES
-    shown = page_of(page)["heads"]["runs"]
-    assert len(shown) == 16
-    assert shown[0]["moments"][-1]["step"] == 7_000
+    drawn = page_of(page)["heads"]["runs"]
+    assert len(drawn) == 16
+    assert drawn[0]["moments"][-1]["step"] == 7_000
     with pytest.raises(ValueError, match="report fewer at a time"):
         write_report([folder] * 3, tmp_path / "page.html", max_bytes=2_100_000)
 
@@ -380,11 +381,33 @@ def test_a_reproduction_shows_its_claims(tmp_path: Path, kind: str, columns: lis
     (tmp_path / "glue").mkdir()
     outcome = {"title": "GLUE", "kind": kind, "runs": 2, "missing": ["x"], "claims": claims}
     (tmp_path / "glue" / "smoke.json").write_text(json.dumps(outcome))
-    runs = [make_run(tmp_path / f"run{place}", steps=20) for place in range(9)]
-    words = words_of(write_reproduction(runs, tmp_path, ["glue", "nowhere"], "smoke"))
+    methods = ["original", "high", "original", *["low"] * 6]
+    runs = {make_run(tmp_path / f"run{place}", steps=20): key for place, key in enumerate(methods)}
+    page = write_reproduction(runs, tmp_path, ["glue", "nowhere"], "smoke")
+    words = words_of(page)
     assert "".join(f'<th scope="col">{name}</th>' for name in columns) in words
     assert f'<th scope="row">A beats B</th><td>{status}</td><td>+1.0</td>' in words
     assert "C beats B" not in words
     assert "1 further claims were not run" in words
     assert "its numbers say nothing" in words
     assert "the first 8 of 9 runs</h1>" in words
+    dashes = [trace["line"]["dash"] for trace in page_of(page)["curves"][0]["data"]]
+    assert dashes == ["solid", "solid", "dash", "solid", "dash", "dot", "dashdot", "solid"]
+    own = "".join(f"--run-{place}: {LOOKS[key].colour}; " for place, key in enumerate(methods[:8]))
+    assert f":root {{ {own}}}" in page.read_text()
+
+
+def test_cards_name_the_regularizer(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "entropy")
+    recipe = json.loads((run / "recipe.json").read_text())
+    write_json(run / "recipe.json", {**recipe, "refinement": None, "regularizer": "entropy,weight=1e-05"})
+    words = words_of(write_report([run], tmp_path / "page.html"))
+    assert "refinement none, regularizer entropy,weight=1e-05</p>" in words
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(5_992_732.1, "5,993,000"), (28.451, "28.451"), (-1234.5, "\N{MINUS SIGN}1,234"), (3.21e12, "3.21e+12")],
+)
+def test_large_numbers_are_short_and_plain(value: float, words: str) -> None:
+    assert shown(value) == words

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
-from saobp.metrics.figures import COLOURS
+from saobp.lab.axes import far_beyond, fit, logarithmic
+from saobp.lab.looks import LOOKS
+from saobp.lab.methods import METHODS
 
 DOTS_PER_INCH = 130
 PANEL = (3.3, 2.7)
 PLAIN: dict[Any, Any] = {"svg.hashsalt": "saobp", "svg.fonttype": "none"}
 
 Points = Sequence[tuple[float, float]]
-
-
-def colour_of(place: int) -> str:
-    return COLOURS[place % len(COLOURS)]
 
 
 def save_figure(figure: Figure, path: Path) -> list[Path]:
@@ -51,40 +51,59 @@ def dots(
     measures: Mapping[str, Mapping[str, Mapping[int, float]]],
     paper: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Figure:
-    """A panel per measure: methods down, a dot per seed, a bar at the mean, a cross for the paper.
+    """A panel per measure: methods down, a mark per seed, bar and number at the mean, a cross for the paper.
 
-    A thin line joins the dots of a seed, which are pairs.
+    A thin line joins the marks of a seed, which are pairs, between methods that follow each other.
     """
     measures = {measure: methods for measure, methods in measures.items() if any(methods.values())}
-    rows = max(len(methods) for methods in measures.values())
-    height = max(1.6, 0.3 * rows + 0.9)
-    figure, axes = panels(len(measures), columns=3, size=(4.2, height))
-    for axis, (measure, methods) in zip(axes, measures.items(), strict=True):
-        for seed in {seed: None for values in methods.values() for seed in values}:
-            pairs = [(own[seed], place) for place, own in enumerate(methods.values()) if seed in own]
-            axis.plot(*zip(*pairs, strict=True), color="#bbbbbb", lw=0.7, zorder=0)
-        for place, (title, values) in enumerate(methods.items()):
-            colour = colour_of(place)
-            axis.plot(
-                list(values.values()), [place] * len(values), "o", color=colour, alpha=0.55, ms=5, mec="none"
-            )
-            if values:
-                mean = float(np.mean(list(values.values())))
-                axis.plot([mean, mean], [place - 0.3, place + 0.3], color=colour, lw=2)
-            theirs = (paper or {}).get(measure, {}).get(title)
-            if theirs is not None:
-                axis.plot([theirs], [place], "x", color="#444444", ms=6)
-        axis.set_yticks(range(len(methods)), [_safe(title) for title in methods], fontsize=8)
-        axis.set_ylim(len(methods) - 0.5, -0.5)
-        _widen(axis, "x", [value for own in methods.values() for value in own.values()])
+    keys = _all_of(measures)
+    columns = 2 if len(measures) in (2, 4) else 3
+    figure, axes = panels(len(measures), columns, size=(3.9, max(1.7, 0.3 * len(keys) + 0.9)))
+    for place, (axis, (measure, methods)) in enumerate(zip(axes, measures.items(), strict=True)):
+        crosses = (paper or {}).get(measure, {})
+        rows = [methods.get(key, {}) for key in keys]
+        _join_pairs(axis, rows)
+        for row, (key, values) in enumerate(zip(keys, rows, strict=True)):
+            _row(axis, row, key, list(values.values()), crosses.get(key))
+        axis.set_yticks(range(len(keys)), [METHODS[key].title for key in keys], fontsize=8)
+        if place % columns:
+            axis.tick_params(axis="y", labelleft=False, length=0)
+        axis.set_ylim(len(keys) - 0.5, -0.5)
+        theirs = [[crosses[key]] if key in crosses else [] for key in keys]
+        fit(axis, "x", [[*own.values(), *also] for own, also in zip(rows, theirs, strict=True)])
         axis.tick_params(axis="x", labelsize=8)
         axis.set_title(_safe(measure), fontsize=9)
         axis.grid(axis="x", lw=0.4, alpha=0.5)
-    if paper and any(paper.values()):
-        figure.supxlabel("dots: seeds, joined in pairs; bar: mean; x: the paper", fontsize=7)
-    else:
-        figure.supxlabel("dots: seeds, joined in pairs; bar: mean", fontsize=7)
+    figure.set_layout_engine("constrained", wspace=0.07)
+    cross = "; x: the paper" if any((paper or {}).values()) else ""
+    figure.supxlabel(f"a mark per seed, joined in pairs; bar and number: mean{cross}", fontsize=8)
     return figure
+
+
+def _join_pairs(axis: Axes, rows: Sequence[Mapping[int, float]]) -> None:
+    for row, (upper, lower) in enumerate(pairwise(rows)):
+        for seed in (seed for seed in upper if seed in lower):
+            axis.plot([upper[seed], lower[seed]], [row, row + 1], color="#bbbbbb", lw=0.7, zorder=0)
+
+
+def _row(axis: Axes, row: int, key: str, values: Sequence[float], paper: float | None) -> None:
+    colour, marker = LOOKS[key]
+    axis.plot(values, [row] * len(values), marker, color=colour, alpha=0.6, ms=5, mec="none")
+    if values:
+        mean = float(np.mean(values))
+        axis.plot([mean, mean], [row - 0.3, row + 0.3], color=colour, lw=2)
+    if paper is not None:
+        axis.plot([paper], [row], "x", color="#444444", ms=6)
+    said, shade = (brief(mean), "#222222") if values else ("no number", "#777777")
+    beside = axis.get_yaxis_transform()
+    axis.text(1.01, row, said, transform=beside, fontsize=8, va="center", color=shade)
+
+
+def brief(value: float) -> str:
+    """Three figures, as they are read beside a mark."""
+    if value == 0 or abs(value) >= 999.5:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}".rstrip(".")
 
 
 def curves(
@@ -94,51 +113,83 @@ def curves(
 ) -> Figure:
     """A panel per measure: a line per method over layers or heads, mean over seeds, with their range."""
     figure, axes = panels(len(measures), columns=columns)
-    drawn: dict[str, Any] = {}
     for axis, (measure, methods) in zip(axes, measures.items(), strict=True):
         longest, shade = 1, 0.15 if len(methods) <= 4 else 0.06
-        for place, (title, seeds) in enumerate(methods.items()):
+        for key, seeds in methods.items():
             if not seeds:
                 continue
+            colour, marker = LOOKS[key]
             grid = np.array(seeds, dtype=float)
             steps = np.arange(grid.shape[1])
             longest = max(longest, len(steps))
-            (line,) = axis.plot(
-                steps, grid.mean(0), "o-", color=colour_of(place), ms=3, lw=1.4, label=_safe(title)
-            )
-            drawn.setdefault(title, line)
-            axis.fill_between(steps, grid.min(0), grid.max(0), color=colour_of(place), alpha=shade, lw=0)
+            axis.plot(steps, grid.mean(0), f"{marker}-", color=colour, ms=4, lw=1.4)
+            axis.fill_between(steps, grid.min(0), grid.max(0), color=colour, alpha=shade, lw=0)
         axis.set_xticks(range(longest))
         axis.set_title(_safe(measure), fontsize=9)
         axis.set_xlabel(labels.get(measure, "layer"), fontsize=8)
         axis.tick_params(labelsize=8)
+    _legend_below(figure, _all_of(measures))
+    return figure
+
+
+def progress(methods: Mapping[str, Mapping[int, Points]]) -> Figure:
+    """Perplexity over tokens, a line per run; and the later half in pairs, less the first method's."""
+    figure, (whole, end) = panels(2, size=(5.0, 4.0))
+    for key, runs in methods.items():
+        for points in runs.values():
+            whole.plot(*zip(*points, strict=True), color=LOOKS[key].colour, lw=1.0, alpha=0.7)
+    logarithmic(whole, "y")
+    whole.set_title("every run", fontsize=9)
+    whole.set_ylabel("held-out perplexity", fontsize=8)
+    (base, base_runs), *others = methods.items()
+    apart = {key: found for key, runs in others if (found := _less(runs, base_runs))}
+    beyond = far_beyond([[y for _, y in points] for points in apart.values()])
+    left_out = None if beyond is None else list(apart)[beyond]
+    for key, points in apart.items():
+        if key != left_out:
+            colour, marker = LOOKS[key]
+            end.plot(*zip(*points, strict=True), f"{marker}-", color=colour, lw=1.2, ms=4)
+    end.axhline(0, color=LOOKS[base].colour, lw=1.2)
+    note = (
+        ""
+        if left_out is None
+        else f"\n{METHODS[left_out].title} is beyond: {apart[left_out][-1][1]:+.1f} at the end"
+    )
+    end.set_title(f"less {METHODS[base].title} of the same seed, mean of pairs{note}", fontsize=9)
+    end.set_ylabel("difference in perplexity", fontsize=8)
+    for axis in (whole, end):
+        axis.set_xlabel("million tokens", fontsize=8)
+        axis.tick_params(labelsize=8)
+    _legend_below(figure, list(methods))
+    return figure
+
+
+def _less(runs: Mapping[int, Points], base: Mapping[int, Points]) -> Points:
+    """Mean difference of runs of the same seed, where all of them have a value, in the later half."""
+    pairs = [(dict(points), dict(base[seed])) for seed, points in runs.items() if seed in base]
+    shared = set.intersection(*(own.keys() & other.keys() for own, other in pairs)) if pairs else set()
+    late = sorted(x for x in shared if x >= max(shared) / 2)
+    return [(x, float(np.mean([own[x] - other[x] for own, other in pairs]))) for x in late]
+
+
+def _all_of(panels: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """Methods of any panel, in the order in which they first appear."""
+    return list(dict.fromkeys(key for methods in panels.values() for key in methods))
+
+
+def _legend_below(figure: Figure, keys: Sequence[str], columns: int = 6, line: str = "-") -> None:
+    """The looks of some methods, below all panels, where they hide nothing."""
+    handles = [
+        Line2D([], [], color=look.colour, marker=look.marker, ms=4, lw=1.4, ls=line)
+        for look in (LOOKS[key] for key in keys)
+    ]
     figure.legend(
-        list(drawn.values()),
-        [_safe(title) for title in drawn],
+        *(handles, [METHODS[key].title for key in keys]),
         loc="outside lower center",
-        ncols=min(4, max(1, len(drawn))),
+        ncols=min(columns, len(keys)),
         fontsize=8,
         frameon=False,
     )
-    return figure
-
-
-def progress(methods: Mapping[str, Sequence[Points]]) -> Figure:
-    """Perplexity over tokens, a line per run, a colour per method."""
-    figure, (axis,) = panels(1, size=(6.4, 4.2))
-    for place, (title, runs) in enumerate(methods.items()):
-        for number, points in enumerate(runs):
-            label = _safe(title) if number == 0 else None
-            style = "-" if place < len(COLOURS) else "--"
-            axis.plot(
-                *zip(*points, strict=True), style, color=colour_of(place), lw=1.2, alpha=0.8, label=label
-            )
-    _widen(axis, "y", [y for runs in methods.values() for points in runs for _, y in points])
-    axis.set_xlabel("million tokens", fontsize=8)
-    axis.set_ylabel("held-out perplexity", fontsize=8)
-    axis.tick_params(labelsize=8)
-    axis.legend(fontsize=7, frameon=False)
-    return figure
 
 
 def scatter_with_margins(
@@ -155,14 +206,14 @@ def scatter_with_margins(
         corner.set_visible(False)
         everything = np.array([point for points in methods.values() for point in points], dtype=float)
         bins = [np.histogram_bin_edges(side, 40) for side in everything.T]
-        for place, (title, points) in enumerate(methods.items()):
+        colours = [LOOKS[key].colour for key, points in methods.items() for _ in points]
+        mixed = np.random.default_rng(0).permutation(len(everything))
+        main.scatter(*everything[mixed].T, s=5, c=np.array(colours)[mixed], alpha=0.35, lw=0, rasterized=True)
+        for key, points in methods.items():
             if not points:
                 continue
             x, y = np.array(points, dtype=float).T
-            colour = colour_of(place)
-            main.plot(
-                x, y, ".", color=colour, alpha=0.35, ms=4, mec="none", label=_safe(title), rasterized=True
-            )
+            colour = LOOKS[key].colour
             top.hist(x, bins=bins[0], color=colour, alpha=0.5)
             side.hist(y, bins=bins[1], orientation="horizontal", color=colour, alpha=0.5)
         for axis in (top, side):
@@ -172,8 +223,8 @@ def scatter_with_margins(
         main.set_xlabel(x_label, fontsize=9)
         main.set_ylabel(_safe(measure), fontsize=9)
         main.tick_params(labelsize=8)
-        main.legend(fontsize=7, frameon=False, markerscale=2)
         top.set_title(notes.get(measure, ""), fontsize=8)
+    _legend_below(figure, _all_of(series), line="")
     return figure
 
 
@@ -183,19 +234,18 @@ def correlations(
     """A panel per score: a dot per checkpoint, by method."""
     figure, axes = panels(len(series), columns=4)
     for axis, (measure, methods) in zip(axes, series.items(), strict=True):
-        for place, (title, points) in enumerate(methods.items()):
+        for key, points in methods.items():
             if points:
-                x, y = np.array(points, dtype=float).T
-                axis.plot(x, y, "o", color=colour_of(place), alpha=0.7, ms=4, mec="none", label=_safe(title))
+                colour, marker = LOOKS[key]
+                axis.plot(*np.array(points).T, marker, color=colour, alpha=0.7, ms=4, mec="none")
         axis.set_xlabel(x_label, fontsize=8)
         axis.xaxis.set_major_locator(MaxNLocator(4))
         axis.set_ylabel(_safe(measure), fontsize=8)
         if "perplexity" in measure:
-            _widen(axis, "y", [y for points in methods.values() for _, y in points])
+            logarithmic(axis, "y")
         axis.tick_params(labelsize=8)
         axis.set_title(notes.get(measure, ""), fontsize=8)
-    if axes:
-        axes[0].legend(fontsize=7, frameon=False)
+    _legend_below(figure, _all_of(series), line="")
     return figure
 
 
@@ -247,17 +297,6 @@ def head_grid(grids: Mapping[str, np.ndarray], label: str) -> Figure:
     assert image is not None
     figure.colorbar(image, ax=list(axes), label=label, shrink=0.9)
     return figure
-
-
-def _widen(axes: Axes, side: Literal["x", "y"], values: Sequence[float]) -> None:
-    """A logarithmic axis with plain numbers if values are of several sizes: the small ones would not show."""
-    if not values or min(values) <= 0 or max(values) < 2.5 * min(values):
-        return
-    axes.set(**{f"{side}scale": "log"})
-    axis = axes.xaxis if side == "x" else axes.yaxis
-    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_locator(NullLocator())
 
 
 def _safe(title: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from saobp.lab.drawing import save_figure
+from saobp.lab.drawing import brief, dots, save_figure
 from saobp.lab.experiments import Experiment
 from saobp.lab.methods import METHODS
 from saobp.lab.scales import Scale
@@ -71,11 +71,23 @@ class Page:
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self.blocks.append(markdown_table(headers, rows))
 
-    def figure(self, name: str, figure: Figure, caption: str) -> None:
+    def figure(self, name: str, figure: Figure, caption: str, alternative: str = "") -> None:
         file = f"{self.scale.name}-{name}"
         self.figures[file] = figure
         self.is_filled = True
-        self.blocks.append(f"![{caption}]({file}.svg)\n\n{caption}")
+        self.blocks.append(f"![{alternative or caption}]({file}.svg)\n\n{caption}")
+
+    def dots(
+        self,
+        name: str,
+        measures: Mapping[str, Mapping[str, Mapping[int, float]]],
+        caption: str,
+        paper: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        """A figure of every seed by measure and method, if any; its alternative text has the means."""
+        if any(any(methods.values()) for methods in measures.values()):
+            said = f"{caption} Means: {means_in_words(measures)}."
+            self.figure(name, dots(measures, paper), caption, said)
 
     def compare(
         self,
@@ -222,6 +234,17 @@ def in_words(found: Spread | None, digits: int) -> str:
     if found.deviation is None:
         return f"{found.mean:.{digits}f} (1)"
     return f"{found.mean:.{digits}f} ± {found.deviation:.{digits}f} ({found.seeds})"
+
+
+def means_in_words(measures: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
+    """``perplexity: 300 (Original), 303 (High); ...``, over the seeds of each method."""
+    parts = []
+    for measure, methods in measures.items():
+        found = {key: spread(own.values()) for key, own in methods.items()}
+        means = [f"{brief(one.mean)} ({METHODS[key].title})" for key, one in found.items() if one is not None]
+        if means:
+            parts.append(f"{measure}: {', '.join(means)}")
+    return "; ".join(parts)
 
 
 def gain_in_words(gain: Gain | None, digits: int) -> str:

@@ -153,8 +153,8 @@ class Session:
         from saobp.report.library import MissingPlotlyError
         from saobp.report.reproduction import write_reproduction
 
-        folders = [model.folder(self.places.runs) for model in self.plan.trained()]
-        finished = [folder for folder in folders if RunFolder(folder).is_finished]
+        folders = {model.folder(self.places.runs): model.method.key for model in self.plan.trained()}
+        finished = {folder: key for folder, key in folders.items() if RunFolder(folder).is_finished}
         if finished:
             targets = [experiment.name for experiment in self.plan.experiments]
             try:

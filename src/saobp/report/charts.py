@@ -85,13 +85,7 @@ def _quantity(name: str, runs: Sequence[Run]) -> Figure:
     lines = [(place, run, series) for place, run in enumerate(runs) for series in run.curves.get(name, [])]
     title = NAMES.get(name) or _capital(name.replace("eval_", "validation ", 1).replace("_", " "))
     traces = [
-        _line(
-            f"{run.name}, {series.of}" if series.of else run.name,
-            place,
-            series.axes.get("step", []),
-            series.values,
-            faint=bool(series.of),
-        )
+        _line(run, place, series.axes.get("step", []), series.values, series.of)
         for place, run, series in lines
     ]
     return {
@@ -112,7 +106,7 @@ def _means(runs: Sequence[Run]) -> list[Figure]:
     for name in dict.fromkeys(name for _, run in measured for name in run.health[0].statistics):
         traces = [
             _line(
-                run.name,
+                run,
                 place,
                 [moment.step for moment in run.health],
                 [_mean(_cells(moment, name)) for moment in run.health],
@@ -151,14 +145,14 @@ def head_figures(runs: Sequence[Run]) -> dict[str, Any]:
 def _layer_figure(statistic: str, runs: Sequence[tuple[int, Run]]) -> Figure:
     """Without values, which depend on the chosen step."""
     title = f"{_capital(title_of(statistic))} by layer, mean of its heads"
-    traces = [_line(run.name, place, [], []) for place, run in runs]
+    traces = [_line(run, place, [], []) for place, run in runs]
     return _figure("layers", title, traces, _layout("layer", healthy=statistic == "gtd", layers=_depth(runs)))
 
 
 def _across_figure(runs: Sequence[tuple[int, Run]]) -> Figure | None:
     if not any(len(run.health[-1].across) > 1 for _, run in runs):
         return None
-    traces = [_line(run.name, place, [], []) for place, run in runs]
+    traces = [_line(run, place, [], []) for place, run in runs]
     return _figure(
         "across", TITLES["cross_layer_gtd"], traces, _layout("layer", healthy=True, layers=_depth(runs))
     )
@@ -169,25 +163,22 @@ def _depth(runs: Sequence[tuple[int, Run]]) -> int:
 
 
 def _line(
-    name: str,
-    place: int,
-    x: Sequence[float | None],
-    y: Sequence[float | None],
-    *,
-    faint: bool = False,
+    run: Run, place: int, x: Sequence[float | None], y: Sequence[float | None], of: str = ""
 ) -> dict[str, Any]:
+    """A curve of the run at a place of the page; ``of`` names one of its seeds, whose curves are fainter."""
     graphs = _graph_objects()
+    name = f"{run.name}, {of}" if of else run.name
     return graphs.Scatter(
         name=_as_text(name if len(name) <= NAME_LETTERS else f"{name[: NAME_LETTERS - 1]}…"),
         x=list(x),
         y=[None if value is None else float(f"{value:.6g}") for value in y],
         mode="lines+markers" if len(y) <= DOTS_UP_TO else "lines",
         line={
-            "width": 1.2 if faint else 1.8,
-            "dash": DASHES[place // COLOURS_OF_RUNS % len(DASHES)],
+            "width": 1.2 if of else 1.8,
+            "dash": DASHES[(place // COLOURS_OF_RUNS + run.dash) % len(DASHES)],
         },
         marker={"size": 5},
-        opacity=0.8 if faint else 1,
+        opacity=0.8 if of else 1,
         connectgaps=True,
         meta={"run": place % COLOURS_OF_RUNS, "place": place, "name": name},
     ).to_plotly_json()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def write_report(
     title: str | None = None,
     tables: Sequence[Table] = (),
     sample: str | None = None,
+    looks: Sequence[tuple[str, str, int]] = (),
     max_bytes: int = PAGE_BYTES,
 ) -> Path:
     """Write the page of some run folders to ``out``.
@@ -64,8 +66,14 @@ def write_report(
     explorer: what :func:`explorer_data` returned, beside the explorer.json that a folder may hold
     tables:   shown first, for instance the tables of a reproduction
     sample:   a text to quote, for instance the first that was measured
+    looks:    light colour, dark colour and dash of each run, at most eight
     """
     read = read_runs(runs)
+    if looks:
+        read = [
+            replace(run, colours=(light, dark), dash=dash)
+            for run, (light, dark, dash) in zip(read, looks, strict=True)
+        ]
     page = render(read, explorer=explorer, title=title, tables=tables, sample=sample, max_bytes=max_bytes)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8", errors="replace")
@@ -102,6 +110,7 @@ def render(
         "sample": sample,
         "live": live,
         "notes": [],
+        "colours": _own_colours(runs),
     }
     frame = len(_filled(words, {**data, "explorers": []}, bool(explorers)).encode(errors="replace"))
     if frame > max_bytes:
@@ -133,6 +142,18 @@ def script_data(runs: Sequence[Run]) -> dict[str, Any]:
 def explored(explorer: dict[str, Any], run: str) -> dict[str, Any]:
     """An explorer as the script reads it: with its name, and the layout of the map of all its heads."""
     return {**explorer, "run": run, "layout": map_layout(explorer["sentences"][0]["scores"])}
+
+
+def _own_colours(runs: Sequence[Run]) -> str:
+    """Style for runs that come with colours, beside that of the page."""
+    own = [(place, run.colours) for place, run in enumerate(runs) if run.colours is not None]
+    light, dark = ("".join(f"--run-{place}: {pair[side]}; " for place, pair in own) for side in (0, 1))
+    if not own:
+        return ""
+    return (
+        f':root {{ {light}}}\n:root[data-theme="dark"] {{ {dark}}}\n'
+        f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark}}} }}\n'
+    )
 
 
 def _title(runs: Sequence[Run]) -> str:

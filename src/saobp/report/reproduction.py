@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from saobp.lab.looks import LOOKS
 from saobp.lab.page import ANSWERS
 from saobp.report.page import write_report
 from saobp.report.tables import Table
@@ -14,8 +15,11 @@ MOST_RUNS = 8
 """Runs that one page still tells apart by colour."""
 
 
-def write_reproduction(runs: Sequence[Path], results: Path, targets: Sequence[str], scale: str) -> Path:
-    """``report-SCALE.html`` in the results folder, from the outcomes of some targets and their first runs."""
+def write_reproduction(runs: Mapping[Path, str], results: Path, targets: Sequence[str], scale: str) -> Path:
+    """``report-SCALE.html`` in the results folder, from the outcomes of some targets and their first runs.
+
+    runs: folders with their methods, whose colours are those of the lab's figures
+    """
     tables = []
     for target in targets:
         file = results / target / f"{scale}.json"
@@ -39,8 +43,17 @@ def write_reproduction(runs: Sequence[Path], results: Path, targets: Sequence[st
             first = ("is it so?", "answer") if is_question else ("claim", "here")
             columns = (*first, "our difference [95 % interval]")
             tables.append(Table(outcome["title"], columns, rows, " ".join(notes)))
-    shown = list(runs[:MOST_RUNS])
+    shown = list(runs)[:MOST_RUNS]
     title = f"Reproduction, {scale} scale"
     if len(runs) > MOST_RUNS:
         title += f": the first {MOST_RUNS} of {len(runs)} runs"
-    return write_report(shown, results / f"report-{scale}.html", title=title, tables=tables)
+    looks = _looks([runs[run] for run in shown])
+    return write_report(shown, results / f"report-{scale}.html", title=title, tables=tables, looks=looks)
+
+
+def _looks(methods: Sequence[str]) -> list[tuple[str, str, int]]:
+    """Colours of each method; further runs of one, as of another seed or family, are dashed."""
+    return [
+        (LOOKS[key].colour, LOOKS[key].on_dark, methods[:place].count(key))
+        for place, key in enumerate(methods)
+    ]

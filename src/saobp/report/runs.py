@@ -26,6 +26,8 @@ class Run:
     curves:   by quantity, one series per seed
     facts, recipe, result: name and value, in the order of the page
     problems: sentences on what is missing or cannot be read
+    colours:  of its curves on a light and on a dark ground; by default those of its place on the page
+    dash:     which of the dashes its curves have, beside another run of the same colour
     """
 
     name: str
@@ -37,6 +39,8 @@ class Run:
     result: Facts = field(default_factory=list)
     problems: Problems = field(default_factory=list)
     explorer: dict[str, Any] | None = None
+    colours: tuple[str, str] | None = None
+    dash: int = 0
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -158,6 +162,8 @@ def _facts(recipe: dict[str, Any], record: dict[str, Any]) -> Facts:
         facts += [("model", model)] if model else []
         facts += [("task", recipe["task"])] if recipe.get("task") is not None else []
         facts.append(("refinement", refinement_words(recipe.get("refinement"))))
+        if recipe.get("regularizer") is not None:
+            facts.append(("regularizer", recipe["regularizer"]))
     for name in ("status", "seed", "started", "finished", "seconds"):
         if record.get(name) is not None:
             facts.append((name, _moment(record[name]) if name in ("started", "finished") else record[name]))

@@ -95,7 +95,8 @@ def shown(value: float | None, digits: int = 3) -> str:
     size = abs(value)
     if value and size < 10**-digits:
         return f"{value:.1e}"
-    text = f"{value:.3g}" if size >= 1e5 else f"{value:,.0f}" if size >= 1000 else f"{value:.{digits}f}"
+    few = float(f"{value:.4g}")
+    text = f"{few:.3g}" if size >= 1e9 else f"{few:,.0f}" if size >= 1000 else f"{value:.{digits}f}"
     return text.replace("-", "\N{MINUS SIGN}")
 
 
@@ -106,7 +107,7 @@ def fact_text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):
-        return f"{value:,.1f}" if abs(value) >= 10_000 else f"{value:.5g}"
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.5g}"
     text = str(value) if not isinstance(value, list) else _list_text(value)
     return text if len(text) <= 400 else f"{text[:399]}…"
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from saobp.lab.experiments import Experiment
-from saobp.lab.methods import METHODS
 from saobp.lab.page import Page
 from saobp.lab.plan import Trained
 from saobp.lab.results import Results, Values
@@ -20,22 +19,14 @@ SPREAD = (
     "Ours: mean ± standard deviation (seeds). 'method - base' is the mean difference between runs of the "
     "same seed and the same order of texts, with a 95 % t interval; the base is Original unless said "
     "otherwise. ↑ marks measures of which more is better, ↓ those of which less is. A difference whose "
-    "interval holds zero is called no gain, and fewer than three pairs decide nothing."
+    "interval holds zero is called no gain, and fewer than three pairs decide nothing, however "
+    "clear their interval."
 )
 BUDGET = (
     "Ours is trained on other texts and another number of tokens than the paper's, so absolute numbers of "
     "the two differ for that reason alone; differences from Original are what compares. The paper's numbers "
     f"are of a single seed, so how far its own would vary is not known. {SPREAD}"
 )
-
-
-def titled(values: Values) -> dict[str, dict[int, float]]:
-    """Values by the title of their method."""
-    return {METHODS[key].title: own for key, own in values.items()}
-
-
-def titled_paper(paper: Mapping[str, float]) -> dict[str, float]:
-    return {METHODS[key].title: value for key, value in paper.items() if key in METHODS}
 
 
 def mean_score(results: Results, model: Trained, tasks: Sequence[str]) -> float | None:
@@ -56,23 +47,23 @@ def mean_of(results: Results, measure: str, statistic: str) -> Values:
 
 
 def by_layer(results: Results, measure: str, statistic: str) -> dict[str, list[list[float]]]:
-    """Mean over heads of each layer: method title to one curve per seed."""
+    """Mean over heads of each layer: method to one curve per seed."""
     found: dict[str, list[list[float]]] = {}
     for model in results.models():
         taken = results.measured(model, measure)
         if taken is not None:
             layers = [float(np.mean(heads)) for heads in taken["layers"][statistic]]
-            found.setdefault(model.method.title, []).append(layers)
+            found.setdefault(model.method.key, []).append(layers)
     return found
 
 
 def last_layer_by_head(results: Results, measure: str, statistic: str) -> dict[str, list[list[float]]]:
-    """The last layer's heads: method title to one curve per seed."""
+    """The last layer's heads: method to one curve per seed."""
     found: dict[str, list[list[float]]] = {}
     for model in results.models():
         taken = results.measured(model, measure)
         if taken is not None:
-            found.setdefault(model.method.title, []).append(list(taken["layers"][statistic][-1]))
+            found.setdefault(model.method.key, []).append(list(taken["layers"][statistic][-1]))
     return found
 
 
@@ -83,9 +74,9 @@ def checkpoints(results: Results, model: Trained) -> list[dict[str, float]]:
     return [{"score": losses[line["step"]], **_gtd(line)} for line in run.health() if line["step"] in losses]
 
 
-def held_out_curves(results: Results) -> dict[str, list[list[tuple[float, float]]]]:
-    """Millions of tokens and held-out perplexity: method title to one curve per seed."""
-    found: dict[str, list[list[tuple[float, float]]]] = {}
+def held_out_curves(results: Results) -> dict[str, dict[int, list[tuple[float, float]]]]:
+    """Millions of tokens and held-out perplexity, by method and seed."""
+    found: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for model in results.models():
         per_step = model.recipe.tokens_per_step / 1e6
         curve = [
@@ -93,7 +84,7 @@ def held_out_curves(results: Results) -> dict[str, list[list[tuple[float, float]
             for line in results.run(model).metrics()
             if "eval_perplexity" in line
         ]
-        found.setdefault(model.method.title, []).append(curve)
+        found.setdefault(model.method.key, {})[model.seed] = curve
     return found
 
 
@@ -118,13 +109,14 @@ def _gtd(health: Mapping[str, object]) -> dict[str, float]:
 
 
 def correlation_in_words(points: Sequence[Mapping[str, float]], statistic: str) -> str:
-    """``-0.91 (p = 0.001, 16)``, or why there is none."""
+    """``-0.91 (p = 0.012, 16 points)``, or why there is none."""
     pairs = [(point[statistic], point["score"]) for point in points if statistic in point]
     try:
         found = pearson([x for x, _ in pairs], [y for _, y in pairs])
     except ValueError:
         return f"none ({len(pairs)} points)"
-    return f"{found.r:+.2f} (p = {found.p:.2g}, {found.checkpoints} points)"
+    chance = "p < 0.001" if found.p < 0.001 else f"p = {found.p:.2g}"
+    return f"{found.r:+.2f} ({chance}, {found.checkpoints:,} points)"
 
 
 def correlation_of(points: Sequence[Mapping[str, float]], statistic: str) -> float | None:

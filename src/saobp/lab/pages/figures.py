@@ -21,7 +21,6 @@ from saobp.lab.plan import Trained
 from saobp.lab.results import Results
 from saobp.lab.scales import SEEDS
 from saobp.lab.statistics import claim_status, paired_gain
-from saobp.metrics.correlation import pearson
 
 AXES = "Rows are tokens that attend, columns tokens attended to."
 LAST_HEADS = "entropy of last-layer heads (nats)"
@@ -46,7 +45,11 @@ def attention_maps(results: Results, page: Page) -> None:
         "The last layer of the seed-42 models on one SQuAD text. 'before' is the softmax of the scores that "
         "the trained model computes, 'after' the rows that it uses; both are of the same model."
     )
-    page.figure("maps", map_grid(rows), f"{AXES} Colours are logarithmic.")
+    page.figure(
+        "maps",
+        map_grid(rows),
+        f"Attention of the last layer by method and head. {AXES} Colours are logarithmic.",
+    )
 
 
 def _shown(results: Results) -> list[Trained]:
@@ -72,46 +75,47 @@ def sparsity_maps(results: Results, page: Page) -> None:
         f"{AXES} Entries of at least 1/length are white, the others black. One text: an illustration, no "
         "evidence."
     )
-    page.figure("maps", map_grid(rows, binary=True), "Sparsity of the last layer on one SQuAD text.")
+    page.figure(
+        "maps",
+        map_grid(rows, binary=True),
+        "Entries of at least 1/length in the last layer on one SQuAD text, by method and head.",
+    )
 
 
 def gtd_graph(results: Results, page: Page) -> None:
     series: dict[str, dict[str, list[tuple[float, float]]]] = {"clustering": {}, "betweenness": {}}
     rows, notes = [], {}
     for measure, theirs in (("clustering", "+0.70"), ("betweenness", "-0.43")):
-        everything: list[tuple[float, float]] = []
+        everything: list[dict[str, float]] = []
         by_run: dict[Trained, float | None] = {}
         for model in results.models():
             taken = results.measured(model, "race-middle")
             if taken is None:
                 continue
-            points = [(point["gtd"], point[measure]) for point in taken["points"]]
-            series[measure].setdefault(model.method.title, []).extend(points)
+            points = [{"gtd": point["gtd"], "score": point[measure]} for point in taken["points"]]
+            pairs = [(point["gtd"], point["score"]) for point in points]
+            series[measure].setdefault(model.method.key, []).extend(pairs)
             everything += points
-            rows.append([measure, model.name, theirs, _r(points)])
-            by_run[model] = correlation_of([{"gtd": x, "score": y} for x, y in points], "gtd")
+            rows.append([measure, model.name, theirs, correlation_in_words(points, "gtd")])
+            by_run[model] = correlation_of(points, "gtd")
         if by_run:
             claim_correlation(page, f"GTD against {measure}", float(theirs), by_run)
-        notes[measure] = f"r = {_r(everything)}; the paper: {theirs}"
+        notes[measure] = f"r = {correlation_in_words(everything, 'gtd')}; the paper: {theirs}"
     if not rows:
         page.say(NOTHING)
         return
-    page.table(("measure", "run", "paper, r", "ours, r (p, pairs)"), rows)
+    page.table(("measure", "run", "paper, r", "ours, r"), rows)
     page.say(
         "A point is a pair of a RACE-Middle text and a head, up to 1,500 of them a model, drawn evenly. "
         "Graphs: an edge where the symmetrised weight exceeds 1e-4, on 40 tokens drawn from the text. "
         "Models are pretrained only; the paper's other figure of the kind, of a fine-tuned model, has no "
         "page."
     )
-    page.figure("points", scatter_with_margins(series, "GTD", notes), "GTD against CC and BC.")
-
-
-def _r(points: list[tuple[float, float]]) -> str:
-    try:
-        found = pearson([x for x, _ in points], [y for _, y in points])
-    except ValueError:
-        return "none"
-    return f"{found.r:+.2f} (p = {found.p:.1g}, {found.checkpoints})"
+    page.figure(
+        "points",
+        scatter_with_margins(series, "GTD", notes),
+        "GTD against clustering (CC) and betweenness (BC), a point per text and head, with histograms.",
+    )
 
 
 def gtd_performance(results: Results, page: Page) -> None:
@@ -122,7 +126,7 @@ def gtd_performance(results: Results, page: Page) -> None:
         for model in results.models():
             points = _points(results, model, score)
             pairs = [(point["gtd"], point["score"]) for point in points]
-            series.setdefault(score, {}).setdefault(model.method.title, []).extend(pairs)
+            series.setdefault(score, {}).setdefault(model.method.key, []).extend(pairs)
             everything += points
             if points:
                 rows.append([score, model.name, correlation_in_words(points, "gtd")])
@@ -136,7 +140,11 @@ def gtd_performance(results: Results, page: Page) -> None:
         "a task. Dots of one run follow each other in time, so r says that both change while a model learns, "
         "no more."
     )
-    page.figure("checkpoints", correlations(series, "GTD", notes), "GTD against performance.")
+    page.figure(
+        "checkpoints",
+        correlations(series, "GTD", notes),
+        "GTD against performance; scores of tasks are in percent.",
+    )
     page.table(("score", "run", "r of GTD and score"), rows)
 
 
@@ -173,7 +181,8 @@ def _profile(results: Results, page: Page, measure: str) -> None:
         "Pretrained models, means over seeds with their range. Positional entropy is the row entropy of "
         f"attention, averaged over positions, texts and heads. {SPREAD}"
     )
-    page.figure("layers", curves(drawn, {LAST_HEADS: "head"}), f"Layers on {measure}.")
+    words = f"GTD and entropies on {measure} by layer, and by head of the last layer: a line per method."
+    page.figure("layers", curves(drawn, {LAST_HEADS: "head"}), words)
     for statistic, title in (("gtd", "GTD"), ("attention_entropy", "entropy")):
         values = results.values(
             lambda model, statistic=statistic: _deepest(results, model, measure, statistic)  # type: ignore[misc]

@@ -8,17 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from saobp.data.tasks import ALL
-from saobp.lab.drawing import dots, head_grid
+from saobp.lab.drawing import head_grid
 from saobp.lab.methods import METHODS
-from saobp.lab.page import Page
-from saobp.lab.pages.common import BUDGET, has_any, mean_of, mean_score, methods_of, titled
+from saobp.lab.page import Page, means_in_words
+from saobp.lab.pages.common import BUDGET, has_any, mean_of, mean_score, methods_of
 from saobp.lab.paper import paper_values
 from saobp.lab.results import Results, Values
 from saobp.lab.statistics import Status
 
+MOVED = "first half moved by the second"
+
 
 def decoder_leak(results: Results, page: Page) -> None:
-    page.say(BUDGET)
     methods = methods_of(results.experiment, "gpt2")
     held_out = results.values(results.perplexity, "gpt2")
     moved = results.values(lambda model: (results.measured(model, "leak") or {}).get("moved"), "gpt2")
@@ -26,23 +27,26 @@ def decoder_leak(results: Results, page: Page) -> None:
         lambda model: ((results.measured(model, "zero-shot") or {}).get("wikitext") or {}).get("perplexity"),
         "gpt2",
     )
-    gains = page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods)
-    page.compare("WikiText-2 perplexity", text, higher_is_better=False, methods=methods)
-    page.compare("first half moved by the second", moved, higher_is_better=False, digits=4, methods=methods)
-    page.compared()
+    drawn = {"WikiText-2 perplexity": text, "held-out perplexity": held_out, MOVED: moved}
+    page.say(f"In short, means over seeds. {means_in_words(drawn)}.")
     page.say(
-        "'first half moved' is how far the states of the first half of a text move, relative to their size, "
+        f"'{MOVED}' is how far the states of the first half of a text move, relative to their size, "
         "when its second half is replaced: 0 for a causal model. A model whose states move has seen what it "
         "has to predict, and its perplexity measures something else."
     )
-    page.answer("The paper form has a lower perplexity than Original", gains.get("paper"))
+    page.say(BUDGET)
+    page.compare("WikiText-2 perplexity", text, higher_is_better=False, methods=methods)
+    gains = page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods)
+    page.compare(MOVED, moved, higher_is_better=False, digits=3, methods=methods)
+    page.compared()
     page.answer(
-        "The strict form, which leaks nothing, has a lower perplexity than Original",
+        "The paper form, which leaks, has a lower held-out perplexity than Original", gains.get("paper")
+    )
+    page.answer(
+        "The strict form, which leaks nothing, has a lower held-out perplexity than Original",
         gains.get("strict"),
     )
-    if has_any(held_out):
-        drawn = {"held-out perplexity": titled(held_out), "first half moved": titled(moved)}
-        page.figure("leak", dots(drawn), "Perplexity, and what leaks.")
+    page.dots("leak", drawn, "Perplexity, and how far the second half of a text moves states of the first.")
 
 
 def printed_forms(results: Results, page: Page) -> None:
@@ -52,7 +56,7 @@ def printed_forms(results: Results, page: Page) -> None:
     drawn = {}
     held_out = results.values(results.perplexity)
     page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods, digits=3)
-    drawn["held-out perplexity"] = titled(held_out)
+    drawn["held-out perplexity"] = held_out
     measures: list[tuple[str, Values, str, int, bool, bool]] = [
         ("GTD", mean_of(results, "race-middle", "gtd"), "gtd", 3, True, False),
         (
@@ -79,7 +83,7 @@ def printed_forms(results: Results, page: Page) -> None:
             title, values, paper, digits=digits, higher_is_better=higher, partial=partial, methods=methods,
             claims=methods[1:],
         )  # fmt: skip
-        drawn[title] = titled(values)
+        drawn[title] = values
     page.compared()
     if page.claims:
         _tally(page, methods[1:])
@@ -88,8 +92,7 @@ def printed_forms(results: Results, page: Page) -> None:
         "one row, which cancels ('as listed'). The printed ElemMul has no prior. Each form is set beside the "
         "paper's row of that name; which one the authors ran is not known."
     )
-    if has_any(held_out):
-        page.figure("forms", dots(drawn), "The printed forms, by seed.")
+    page.dots("forms", drawn, "The printed forms, by seed.")
 
 
 def strengths(results: Results, page: Page) -> None:
@@ -100,8 +103,7 @@ def strengths(results: Results, page: Page) -> None:
     page.compared()
     for key in methods[1:]:
         page.answer(f"{METHODS[key].title}: a lower perplexity than Original", gains.get(key), digits=3)
-    if has_any(values):
-        page.figure("perplexity", dots({"held-out perplexity": titled(values)}), "Matched tokens, by seed.")
+    page.dots("perplexity", {"held-out perplexity": values}, "Matched tokens, by seed.")
 
 
 def learned(results: Results, page: Page) -> None:
@@ -118,7 +120,7 @@ def learned(results: Results, page: Page) -> None:
         )
         page.answer(f"Learned strengths lower {words}", gains.get("learned"), digits=3)
         if has_any(values):
-            drawn[words] = titled(values)
+            drawn[words] = values
     done = results.tasks_done(ALL)
     average = results.values(lambda model: mean_score(results, model, done))
     gains = page.compare(
@@ -132,8 +134,7 @@ def learned(results: Results, page: Page) -> None:
         )
         page.answer(f"Learned strengths raise {task} after fine-tuning", gains.get("learned"))
     page.compared()
-    if drawn:
-        page.figure("perplexity", dots(drawn), "Original against learned strengths, by seed.")
+    page.dots("perplexity", drawn, "Original against learned strengths, by seed.")
     for family in ("bert", "gpt2"):
         grids = {
             f"seed {model.seed}": np.array(results.run(model).result["strengths"])
@@ -146,7 +147,11 @@ def learned(results: Results, page: Page) -> None:
                 f"{family}: {int((signs > 0).sum())} of {signs.size} heads ended on repulsion (above 0), "
                 f"{int((signs < 0).sum())} on attraction."
             )
-            page.figure(f"strengths-{family}", head_grid(grids, "strength"), f"Learned strengths, {family}.")
+            page.figure(
+                f"strengths-{family}",
+                head_grid(grids, "strength, above 0 repels"),
+                f"Learned strengths, {family}.",
+            )
 
 
 def steps(results: Results, page: Page) -> None:
@@ -161,8 +166,7 @@ def steps(results: Results, page: Page) -> None:
     page.compared()
     for key in ("two-steps", "three-steps"):
         page.answer(f"{METHODS[key].title}: a lower perplexity than one step", more.get(key), digits=3)
-    if has_any(values):
-        page.figure("perplexity", dots({"held-out perplexity": titled(values)}), "Steps, by seed.")
+    page.dots("perplexity", {"held-out perplexity": values}, "Steps, by seed.")
 
 
 def _tally(page: Page, methods: Sequence[str]) -> None:

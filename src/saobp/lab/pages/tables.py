@@ -6,7 +6,7 @@ import numpy as np
 from scipy import stats
 
 from saobp.data.tasks import GLUE
-from saobp.lab.drawing import dots, progress
+from saobp.lab.drawing import progress
 from saobp.lab.methods import METHODS
 from saobp.lab.page import Page
 from saobp.lab.pages.common import (
@@ -22,8 +22,6 @@ from saobp.lab.pages.common import (
     mean_of,
     mean_score,
     methods_of,
-    titled,
-    titled_paper,
 )
 from saobp.lab.paper import paper_table, paper_values
 from saobp.lab.plan import Trained
@@ -68,13 +66,13 @@ def pretraining(results: Results, page: Page) -> None:
             page.say(f"Never below {PLATEAU:g}, and so without a number for the wait: {'; '.join(never)}.")
     page.compare(words, waiting, higher_is_better=False, digits=1, methods=methods_of(results.experiment))
     page.compared()
+    drawn = {"held-out perplexity": values, words: waiting}
+    page.dots("perplexity", drawn, "Held-out masked perplexity, and the wait before it falls.")
     if has_any(values):
-        drawn = {"held-out perplexity": titled(values)} | (
-            {words: titled(waiting)} if has_any(waiting) else {}
-        )
-        page.figure("perplexity", dots(drawn), "Held-out masked perplexity, and the wait before it falls.")
         page.figure(
-            "curves", progress(held_out_curves(results)), "Held-out perplexity in training, a line per run."
+            "curves",
+            progress(held_out_curves(results)),
+            "Held-out perplexity in training, and its difference from the runs of Original.",
         )
 
 
@@ -115,17 +113,16 @@ def gtd(results: Results, page: Page) -> None:
             title, values, paper, higher_is_better=higher, digits=digits, claims=("high", "low", "elemmul"),
             methods=methods,
         )  # fmt: skip
-        drawn[title], crosses[title] = titled(values), titled_paper(paper)
+        drawn[title], crosses[title] = values, paper
     scores = results.values(lambda model: results.score(model, "race-middle"))
     paper = paper_values("gtd_race_middle", "race_middle_acc", size)
     partial = results.is_partial("race-middle")
     page.compare(
         "accuracy", scores, paper, partial=partial, claims=("high", "low", "elemmul"), methods=methods
     )
-    drawn["accuracy"], crosses["accuracy"] = titled(scores), {} if partial else titled_paper(paper)
+    drawn["accuracy"], crosses["accuracy"] = scores, {} if partial else paper
     page.compared()
-    if any(any(one.values()) for one in drawn.values()):
-        page.figure("measures", dots(drawn, crosses), "Table 1 of the paper, ours by seed.")
+    page.dots("measures", drawn, "Table 1 of the paper, ours by seed.", crosses)
 
 
 def tasks(results: Results, page: Page) -> None:
@@ -137,20 +134,19 @@ def tasks(results: Results, page: Page) -> None:
     theirs = paper_average(size, whole)
     title = f"GLUE, mean of {', '.join(whole)}" if whole else "GLUE"
     page.compare(title, average, theirs, claims=("high", "low", "elemmul"), methods=methods)
-    drawn["GLUE, complete tasks"], crosses["GLUE, complete tasks"] = titled(average), titled_paper(theirs)
+    drawn["GLUE, complete tasks"], crosses["GLUE, complete tasks"] = average, theirs
     for task, column in (("hellaswag", "hellaswag"), ("race-middle", "race_middle"), ("squad", "squad")):
         values = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
         paper, partial = paper_values("tasks", column, size), results.is_partial(task)
         page.compare(task, values, paper, partial=partial, claims=("high", "low", "elemmul"), methods=methods)
-        drawn[task], crosses[task] = titled(values), {} if partial else titled_paper(paper)
+        drawn[task], crosses[task] = values, {} if partial else paper
     page.compared()
     page.say(
         "The paper's own GLUE averages for Small in this table (54.03 for Original) differ from those of its "
         "appendix (56.63). Above, its average is taken over the same tasks as ours, from the appendix. Our "
         "SQuAD score is F1; which measure the paper's 'accuracy' on SQuAD is, it does not say."
     )
-    if any(any(one.values()) for one in drawn.values()):
-        page.figure("scores", dots(drawn, crosses), "Scores after fine-tuning, by seed.")
+    page.dots("scores", drawn, "Scores after fine-tuning in percent, by seed.", crosses)
 
 
 def glue(results: Results, page: Page) -> None:
@@ -164,14 +160,13 @@ def glue(results: Results, page: Page) -> None:
         values = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
         paper, partial = paper_values("glue", task, size), results.is_partial(task)
         page.compare(task, values, paper, partial=partial, claims=("high",), methods=methods)
-        drawn[task], crosses[task] = titled(values), {} if partial else titled_paper(paper)
+        drawn[task], crosses[task] = values, {} if partial else paper
     page.compared()
     page.say(
         "The paper's column of averages is on the page of [tasks]"
         f"(../tasks/{results.plan.scale.name}.md), over tasks that are complete here."
     )
-    if any(any(one.values()) for one in drawn.values()):
-        page.figure("scores", dots(drawn, crosses), "GLUE after fine-tuning, by seed.")
+    page.dots("scores", drawn, "GLUE scores after fine-tuning in percent, by seed.", crosses)
 
 
 def paper_average(size: str, names: list[str]) -> dict[str, float]:
@@ -197,7 +192,7 @@ def baselines(results: Results, page: Page) -> None:
             words = f"{METHODS[key].title} is worse than High, {title}{' *' if partial else ''}"
             status = claim_status(paper[key] - paper["high"], gains[key], same_size=False)
             page.claim(f"{words}: the paper has it so for Small", status, gains[key])
-        drawn[title] = titled(values)
+        drawn[title] = values
 
     for kind, title in (
         ("pseudo", "WikiText-2 pseudo-perplexity"),
@@ -211,8 +206,7 @@ def baselines(results: Results, page: Page) -> None:
     held_out = results.values(results.perplexity)
     compare("held-out perplexity", held_out, "", higher=False)
     page.compared()
-    if has_any(held_out):
-        page.figure("scores", dots(drawn), "High against the regularizers, by seed.")
+    page.dots("scores", drawn, "High against the regularizers, by seed.")
 
 
 def _wikitext(results: Results, model: Trained, kind: str) -> float | None:
@@ -223,12 +217,13 @@ def _wikitext(results: Results, model: Trained, kind: str) -> float | None:
 def decoders(results: Results, page: Page) -> None:
     page.say(BUDGET)
     page.say(
-        "The paper's decoder hears later tokens while it predicts them (see decoder-leak): its row is "
-        "compared with our paper form. RACE-Middle asks every one of the test questions; prompts and windows "
-        "have the length of pretraining."
+        "The paper's decoder hears later tokens while it predicts them (see [what leaks]"
+        f"(../decoder-leak/{results.plan.scale.name}.md)): its row is compared with our paper form. "
+        "RACE-Middle asks every one of the test questions; prompts and windows have the "
+        "length of pretraining."
     )
     size, methods = results.plan.scale.size, methods_of(results.experiment, "gpt2")
-    drawn = {}
+    drawn, crosses = {}, {}
     for title, measure, key, column, higher in (
         ("WikiText-2 perplexity", "wikitext", "perplexity", "wikitext_ppl", False),
         ("RACE-Middle accuracy", "race-middle", "accuracy", "race_middle", True),
@@ -243,13 +238,12 @@ def decoders(results: Results, page: Page) -> None:
             for name, value in paper_values("decoder", column, size).items()
         }
         page.compare(title, values, paper, higher_is_better=higher, claims=("paper",), methods=methods)
-        drawn[title] = titled(values)
+        drawn[title], crosses[title] = values, paper
     held_out = results.values(results.perplexity, "gpt2")
     page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods)
-    drawn["held-out perplexity"] = titled(held_out)
+    drawn["held-out perplexity"] = held_out
     page.compared()
-    if has_any(held_out):
-        page.figure("scores", dots(drawn), "Decoders, by seed.")
+    page.dots("scores", drawn, "Decoders, by seed. Accuracies are in percent.", crosses)
 
 
 def _zero_shot(results: Results, model: Trained, measure: str, key: str) -> float | None:
@@ -340,9 +334,8 @@ def sparsity(results: Results, page: Page) -> None:
     )  # fmt: skip
     page.compare("all layers", every, higher_is_better=False, digits=3, methods=methods)
     page.compared()
-    if has_any(last):
-        drawn = {"last layer": titled(last), "all layers": titled(every)}
-        page.figure("sparsity", dots(drawn, {"last layer": titled_paper(paper)}), "Sparsity, by seed.")
+    drawn = {"last layer": last, "all layers": every}
+    page.dots("sparsity", drawn, "Share of entries below 1/length, by seed.", {"last layer": paper})
 
 
 def cost(results: Results, page: Page) -> None:
@@ -383,10 +376,9 @@ def cost(results: Results, page: Page) -> None:
         )
     headers = ("method", "training, M tokens/s", "time / Original", "paper's, training", "forward, ms")
     page.table((*headers, "graph, ms", "forward / Original", "graph / Original", "paper's, inference"), rows)
-    if has_any(rates) or has_any(forward):
-        millions = {t: {s: v / 1e6 for s, v in own.items()} for t, own in titled(rates).items()}
-        drawn = {"training, M tokens/s": millions, "forward, ms": titled(forward)}
-        page.figure("cost", dots(drawn), "Speed on the machine of the runs.")
+    millions = {key: {seed: rate / 1e6 for seed, rate in own.items()} for key, own in rates.items()}
+    drawn = {"training, M tokens/s": millions, "forward, ms": forward}
+    page.dots("cost", drawn, "Speed on the machine of the runs.")
 
 
 def _mean(values: Values, key: str) -> float | None:

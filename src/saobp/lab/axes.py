@@ -1,0 +1,77 @@
+"""Axes for values of several sizes: logarithmic, or broken where one method lies far beyond the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+
+Side = Literal["x", "y"]
+SEVERAL_SIZES = 4.0
+FAR = 3.0
+"""Spans of all other methods between them and one beyond a break."""
+FEWEST = 4
+"""Methods of a broken axis: with fewer, a distance is what the figure is about."""
+PLACES = (0.0, 0.68, 0.75, 1.0)
+"""Where the two parts of a broken axis start and end, as shares of its length."""
+
+
+def fit(axes: Axes, side: Side, methods: Iterable[Sequence[float]]) -> None:
+    """Choose the axis by the values of each method: broken, logarithmic or, mostly, left as it is."""
+    methods = [list(values) for values in methods if values]
+    everything = [value for values in methods for value in values]
+    beyond = far_beyond(methods)
+    if beyond is not None:
+        others = [value for place, values in enumerate(methods) if place != beyond for value in values]
+        _break(axes, side, others, methods[beyond])
+    elif everything and min(everything) > 0 and max(everything) >= SEVERAL_SIZES * min(everything):
+        logarithmic(axes, side)
+
+
+def far_beyond(methods: Sequence[Sequence[float]]) -> int | None:
+    """Place of the one method whose values are all far above those of several others."""
+    if len(methods) < FEWEST:
+        return None
+    highest = max(range(len(methods)), key=lambda place: max(methods[place]))
+    others = [value for place, values in enumerate(methods) if place != highest for value in values]
+    gap = min(methods[highest]) - max(others)
+    return highest if gap > FAR * (max(others) - min(others)) else None
+
+
+def logarithmic(axes: Axes, side: Side) -> None:
+    """With plain numbers."""
+    axes.set(**{f"{side}scale": "log"})
+    axis = axes.xaxis if side == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
+
+
+def _break(axes: Axes, side: Side, near: Sequence[float], far: Sequence[float]) -> None:
+    """Two linear parts with different scales, and a grey strip between them."""
+    ends = [end for part in (near, far) for end in _padded(part)]
+    first, last = ends[1] - ends[0], ends[3] - ends[2]
+    known = [ends[0] - first, *ends, ends[3] + last]
+    places = [PLACES[0] - PLACES[1], *PLACES, 2 * PLACES[3] - PLACES[2]]
+    functions = (lambda x: np.interp(x, known, places), lambda y: np.interp(y, places, known))
+    (axes.set_xscale if side == "x" else axes.set_yscale)("function", functions=functions)
+    axes.set(**{f"{side}lim": (ends[0], ends[3])})
+    ticks = [
+        tick
+        for low, high, most in ((ends[0], ends[1], 5), (ends[2], ends[3], 2))
+        for tick in MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low, high)
+        if low <= tick <= high
+    ]
+    axis = axes.xaxis if side == "x" else axes.yaxis
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+    (axes.axvspan if side == "x" else axes.axhspan)(ends[1], ends[2], color="#ececec", lw=0, zorder=-1)
+
+
+def _padded(values: Sequence[float]) -> tuple[float, float]:
+    room = 0.08 * (max(values) - min(values)) or 0.02 * abs(max(values)) or 1.0
+    return min(values) - room, max(values) + room
