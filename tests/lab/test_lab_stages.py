@@ -231,8 +231,8 @@ def test_the_command_from_nothing_to_a_page(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     page = (runs / "results" / "sparsity" / "smoke.md").read_text()
     assert "| last layer ↓ | High |" in page
-    drawn = (runs / "results" / "report-smoke.html").read_text()
-    assert "report-smoke.html" in done.output.replace("\n", "")
+    drawn = (runs / "results" / "report-smoke-bert.html").read_text()
+    assert "report-smoke-bert.html" in done.output.replace("\n", "")
     assert "bert-tiny-original-seed42" in drawn
     assert len(list((tmp_path / "packed").glob("runs-*.1of1.tar.xz"))) == 1
     assert "0 of 2 models to pretrain" in CliRunner().invoke(app, [*line, "--plan"]).output

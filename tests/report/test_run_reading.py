@@ -383,7 +383,7 @@ def test_a_reproduction_shows_its_claims(tmp_path: Path, kind: str, columns: lis
     (tmp_path / "glue" / "smoke.json").write_text(json.dumps(outcome))
     methods = ["original", "high", "original", *["low"] * 6]
     runs = {make_run(tmp_path / f"run{place}", steps=20): key for place, key in enumerate(methods)}
-    page = write_reproduction(runs, tmp_path, ["glue", "nowhere"], "smoke")
+    page = write_reproduction(runs, tmp_path, ["glue", "nowhere"], "smoke", "bert")
     words = words_of(page)
     assert "".join(f'<th scope="col">{name}</th>' for name in columns) in words
     assert f'<th scope="row">A beats B</th><td>{status}</td><td>+1.0</td>' in words

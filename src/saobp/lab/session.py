@@ -149,17 +149,18 @@ class Session:
         self.write_page()
 
     def write_page(self) -> None:
-        """The page to look at: the claims, and curves and heads of the runs that are finished."""
+        """A page to look at for each family: the claims, and curves and heads of runs that are finished."""
         from saobp.report.library import MissingPlotlyError
         from saobp.report.reproduction import write_reproduction
 
-        folders = {model.folder(self.places.runs): model.method.key for model in self.plan.trained()}
-        finished = {folder: key for folder, key in folders.items() if RunFolder(folder).is_finished}
-        if finished:
-            targets = [experiment.name for experiment in self.plan.experiments]
+        runs, scale = self.places.runs, self.plan.scale.name
+        finished = [model for model in self.plan.trained() if RunFolder(model.folder(runs)).is_finished]
+        targets = [experiment.name for experiment in self.plan.experiments]
+        for family in dict.fromkeys(model.family for model in finished):
+            own = {model.folder(runs): model.method.key for model in finished if model.family == family}
             try:
-                page = write_reproduction(finished, self.places.out, targets, self.plan.scale.name)
+                page = write_reproduction(own, self.places.out, targets, scale, family)
             except MissingPlotlyError as problem:
                 self.say(str(problem))
-            else:
-                self.say(f"the page: {page}")
+                return
+            self.say(f"the page: {page}")

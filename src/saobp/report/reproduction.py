@@ -13,11 +13,15 @@ from saobp.report.tables import Table
 
 MOST_RUNS = 8
 """Runs that one page still tells apart by colour."""
+NAMES = {"bert": "BERT", "gpt2": "GPT-2"}
 
 
-def write_reproduction(runs: Mapping[Path, str], results: Path, targets: Sequence[str], scale: str) -> Path:
-    """``report-SCALE.html`` in the results folder, from the outcomes of some targets and their first runs.
+def write_reproduction(
+    runs: Mapping[Path, str], results: Path, targets: Sequence[str], scale: str, family: str
+) -> Path:
+    """``report-SCALE-FAMILY.html`` in the results folder: outcomes of some targets, first runs of a family.
 
+    Perplexities of masked and of causal models do not compare, so each family has a page.
     runs: folders with their methods, whose colours are those of the lab's figures
     """
     tables = []
@@ -44,15 +48,16 @@ def write_reproduction(runs: Mapping[Path, str], results: Path, targets: Sequenc
             columns = (*first, "our difference [95 % interval]")
             tables.append(Table(outcome["title"], columns, rows, " ".join(notes)))
     shown = list(runs)[:MOST_RUNS]
-    title = f"Reproduction, {scale} scale"
+    title = f"Reproduction, {scale} scale, {NAMES[family]}"
     if len(runs) > MOST_RUNS:
         title += f": the first {MOST_RUNS} of {len(runs)} runs"
     looks = _looks([runs[run] for run in shown])
-    return write_report(shown, results / f"report-{scale}.html", title=title, tables=tables, looks=looks)
+    page = results / f"report-{scale}-{family}.html"
+    return write_report(shown, page, title=title, tables=tables, looks=looks)
 
 
 def _looks(methods: Sequence[str]) -> list[tuple[str, str, int]]:
-    """Colours of each method; further runs of one, as of another seed or family, are dashed."""
+    """Colours of each method; further runs of one, as of another seed, are dashed."""
     return [
         (LOOKS[key].colour, LOOKS[key].on_dark, methods[:place].count(key))
         for place, key in enumerate(methods)
