@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 import saobp
 from saobp.cli import app
-from saobp.testing.training import prose
+from saobp.testing.training import prose, small_recipe, train_small
+from saobp.training import trackers
 from saobp.training.runs import RunFolder
 
 QUICK = (
@@ -89,6 +90,27 @@ def test_dry_run_prints_the_recipe(folder: Path) -> None:
     assert (recipe["name"], recipe["size"], recipe["learning_rate"]) == ("fast", "small", 1e-4)
     assert recipe["refinement"]["strength"] == "learned"
     assert sorted(path.name for path in folder.iterdir()) == ["more.txt", "prose.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("tensorbord", "there is no tracker 'tensorbord' to report to: Trainer knows azure_ml, clearml,"),
+        ("tensorboard,wandb", "the tracker 'wandb' is not installed"),
+    ],
+)
+def test_a_tracker_that_cannot_be_used_is_refused_before_anything_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, sentence: str
+) -> None:
+    monkeypatch.setattr(trackers, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    result = run(*QUICK, "--corpus", "prose.txt", "--vocabulary", "60", "--report-to", name, "--out", "run")
+    assert result.exit_code == 1
+    assert sentence in said(result)
+    assert said(result).endswith("installed here: tensorboard")
+    assert sorted(path.name for path in folder.iterdir()) == ["more.txt", "prose.txt"]
+    with pytest.raises(ValueError, match=r"tracker 'wandb' is not installed"):
+        train_small(small_recipe(), folder / "run", report_to="wandb")
+    assert not (folder / "run").exists()
 
 
 @pytest.mark.usefixtures("folder")

@@ -56,6 +56,11 @@ class Documents:
         for corpus in self.corpora:
             yield from corpus.documents()
 
+    @property
+    def size(self) -> int:
+        """About how many bytes of text there are."""
+        return sum(corpus.size for corpus in self.corpora)
+
 
 @dataclass(frozen=True)
 class FileCorpus(Corpus):

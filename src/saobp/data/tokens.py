@@ -173,7 +173,7 @@ def prepare_corpora(
 ) -> dict[str, TokenStore]:
     """A store for each corpus of a mixture, in a subfolder named after corpus and tokenizer.
 
-    ``progress`` is given a corpus's name and gives back what is told of its progress.
+    ``progress`` is given words for what is done, and gives back what is told how far it is.
     """
     corpora = {name: open_corpus(name, data_dir) for name in names}
     mark = tokenizer_checksum(tokenizer)[:8]
@@ -183,7 +183,7 @@ def prepare_corpora(
             tokenizer,
             Path(folder, f"{folder_name(name)}-{mark}"),
             processes=processes,
-            progress=None if progress is None else progress(name),
+            progress=None if progress is None else progress(f"tokenising {Path(name).name}"),
         )
         for name, corpus in corpora.items()
     }

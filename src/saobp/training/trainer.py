@@ -26,6 +26,7 @@ from saobp.training.replay import ReplayedStep
 from saobp.training.runs import RunError, RunFolder
 from saobp.training.sharding import divide_by_layers
 from saobp.training.stream import Batch, Rows, Share, TrainingStream, health_batch, held_out_batches
+from saobp.training.trackers import trackers
 
 CLOCK = "clock.json"
 
@@ -56,7 +57,7 @@ def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingA
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
         seed=recipe.seed,
-        report_to=report_to,
+        report_to=trackers(report_to) or "none",
         disable_tqdm=True,
         use_cpu=not cuda,
     )
