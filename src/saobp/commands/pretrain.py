@@ -43,9 +43,7 @@ def pretrain(
         list[str] | None, typer.Option("--set", help="Any field of the recipe: --set learning_rate=5e-4")
     ] = None,
     held_out: Annotated[float, typer.Option(help="Share of the texts kept for evaluation.")] = 0.01,
-    report_to: Annotated[
-        str, typer.Option(help="Trackers of Trainer, such as tensorboard, or all.")
-    ] = "none",
+    report_to: Annotated[str, typer.Option(help="Trackers of Trainer: tensorboard, ..., all.")] = "none",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> None:

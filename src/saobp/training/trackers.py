@@ -22,7 +22,5 @@ def trackers(report_to: str) -> list[str]:
                 f"there is no tracker {name!r} to report to: Trainer knows {known}; installed here: {there}"
             )
         if name not in installed:
-            raise ValueError(
-                f"the tracker {name!r} is not installed, so nothing can be reported to it; installed here: {there}"
-            )
+            raise ValueError(f"the tracker {name!r} is not installed; installed here: {there}")
     return names
