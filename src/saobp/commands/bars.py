@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 def text_bars(console: Console) -> Iterator[Callable[[str], Callable[[int, int], object]]]:
     """Meanwhile, what is given words shows a bar with them, and gives back what is told how far it is."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
 
         def bar_of(words: str) -> Callable[[int, int], object]:
             task = bars.add_task(escape(words), total=None)

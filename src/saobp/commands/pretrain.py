@@ -42,7 +42,9 @@ def pretrain(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any field of the recipe: --set learning_rate=5e-4")
     ] = None,
-    held_out: Annotated[float, typer.Option(help="Share of the texts kept for evaluation.")] = 0.01,
+    held_out: Annotated[
+        float, typer.Option(help="Share of the texts kept for evaluation; 0 for none.")
+    ] = 0.01,
     report_to: Annotated[str, typer.Option(help="Trackers of Trainer: tensorboard, ..., all.")] = "none",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
@@ -108,6 +110,10 @@ def pretrain(
     except (ValueError, TypeError, OSError) as problem:
         say(str(problem), "red")
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        if out is not None and (out / "recipe.json").exists():
+            say(f"Stopped. The same command with --resume goes on with the run in {out}.")
+        raise
     held = "" if result.eval_perplexity is None else f", held-out perplexity {result.eval_perplexity:.2f}"
     say(f"Loss {result.loss:.4f}{held} after {result.tokens:,} tokens in {result.seconds:.0f} s: {out}")
 

@@ -11,6 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from saobp.data.writing import reason
+
 PADDING, UNKNOWN, START, SEPARATOR, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 END_OF_TEXT = "<|endoftext|>"
 BERT_FILE = "bert-base-uncased-vocab.txt"
@@ -53,10 +55,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> No
     """Write a tokenizer's files; what keeps it from being written, such as a full disk, is an OSError."""
     try:
         tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
     except Exception as problem:  # the tokenizers library raises nothing more specific
-        raise OSError(f"the tokenizer could not be written: {problem}") from None
+        raise OSError(f"the tokenizer could not be written, because {reason(problem)}") from None
 
 
 def train_vocabulary(

@@ -28,6 +28,7 @@ from saobp.data.beside import (
 from saobp.data.tokens import DESCRIPTION, Progress
 from saobp.data.vocabulary import tokenizer_checksum
 from saobp.data.writing import is_unfinished
+from saobp.training.objectives import MaskedLM
 
 _HUB = re.compile(r"[\w.-]+/[\w.-]+$")
 """What a dataset on the hub is called."""
@@ -35,10 +36,10 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+$")
 
 @dataclass(frozen=True)
 class Texts:
-    """What a run reads."""
+    """What a run reads; without a held-out share there is nothing to validate on."""
 
     train: Blocks
-    validation: Blocks
+    validation: Blocks | None
     tokenizer: PreTrainedTokenizerFast
 
 
@@ -88,6 +89,8 @@ def find_texts(
         vocabulary=vocabulary,
         progress=progress,
     )
+    if family != "gpt2":
+        MaskedLM.of(words)
     stores = prepare_corpora(raw, words, folder, data_dir=data_dir, progress=progress) if raw else {}
     ready = ready_stores(folder, words)
     for name in mixture:
@@ -100,7 +103,9 @@ def find_texts(
         raise ValueError(f"{folder} holds no token store for this tokenizer: name texts by --corpus")
     weights = mixture if any(weight is not None for weight in mixture.values()) else None
     train, validation = (
-        Blocks(
+        None
+        if split == "validation" and held_out == 0
+        else Blocks(
             stores,
             weights,
             length=length,
@@ -111,6 +116,7 @@ def find_texts(
         )
         for split in ("train", "validation")
     )
+    assert train is not None
     return Texts(train, validation, words)
 
 

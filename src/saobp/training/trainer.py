@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from saobp.data.writing import unfinished
+from saobp.data.writing import reason, unfinished
 from saobp.metrics.logging import HealthLog
 from saobp.metrics.probe import Recorder
-from saobp.training.files import read_json, reason, seal, write_json
+from saobp.training.files import read_json, seal, write_json
 from saobp.training.heads import MEASURED, health_line, separate_strengths, strengths_of
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.replay import ReplayedStep
@@ -200,7 +200,10 @@ class PretrainTrainer(Trainer):
         self.clock = Clock(seconds)
         if not self.is_fsdp_enabled:
             self._prepare_step()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._replayed = None  # and with it the memory of a whole step
 
     def _prepare_step(self) -> None:
         """Spare the loop its two walks a step over all modules, to clip gradients and to forget them.
