@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,3 +116,23 @@ def test_tokens_that_do_not_fit_are_one_sentence_and_leave_nothing(tmp_path: Pat
         prepare_tokens(replace(corpus, files=corpus.files * 9), words, tmp_path / "store")
     assert str(raised.value).endswith(f"could not be written to {tmp_path / 'store'}, because {LIMIT}")
     assert names(tmp_path) == [".store.lock", "text.txt"]
+
+
+def test_tokens_in_a_folder_that_may_only_be_read_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of someone else, or on a disk that is mounted so."""
+    (tmp_path / "text.txt").write_text("A fox sees a dog. " * 9)
+    corpus, words = open_corpus(tmp_path / "text.txt"), train_vocabulary(["A fox sees a dog."], 40)
+    made = prepare_tokens(corpus, words, tmp_path / "store")
+    opened = Path.open
+
+    def refuse(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if "w" in mode:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return opened(path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert prepare_tokens(corpus, words, tmp_path / "store") == made
+    with pytest.raises(OSError, match="Read-only file system"):
+        prepare_tokens(corpus, words, tmp_path / "other")

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 try:
@@ -22,15 +22,25 @@ NO_ROOM = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "a file would be larger than the limit that is set for files (ulimit -f)",
 }
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in here for the same folder; a killed process leaves no lock."""
+    """Wait until no other process is in here for the same folder; a killed process leaves no lock.
+
+    Where nothing may be written, nothing is made either: what is there can be read without waiting.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context((folder.parent / f".{folder.name}.lock").open("w"))
+        except OSError as problem:
+            if problem.errno not in READ_ONLY or not folder.is_dir():
+                raise
+        else:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
