@@ -256,25 +256,30 @@ def regularizer(name: str, **options: Any) -> Regularizer:
     name, *written = [part.strip() for part in name.split(",")]
     if name not in PENALTIES:
         raise ValueError(f"unknown regularizer {name!r}: choose one of {', '.join(PENALTIES)}")
-    known = list(inspect.signature(PENALTIES[name]).parameters)
+    known = inspect.signature(PENALTIES[name]).parameters
     for part in written:
-        option, equals, value = part.partition("=")
+        option, equals, value = (word.strip() for word in part.partition("="))
         if not equals:
             raise ValueError(f"cannot read {part!r}: options are written name=value, as in weight=1e-4")
-        options[option] = _value(value)
+        options[option] = _value(option, value, known[option].default) if option in known else value
     for option in options:
         if option not in known:
             raise ValueError(f"{name} has no option {option!r}: it has {', '.join(known)}")
     return PENALTIES[name](**options)
 
 
-def _value(text: str) -> float | bool | str:
-    if text in ("True", "False"):
-        return text == "True"
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _value(option: str, text: str, default: object) -> float | bool | str:
+    """What a written option means, which is of the same kind as its default."""
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{option} is true or false, not {text!r}")
+        return text.lower() == "true"
+    if isinstance(default, float):
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{option} is a number, as in {option}={default}, not {text!r}") from None
+    return text
 
 
 def _outside(away: Tensor, margin: Tensor) -> Tensor:

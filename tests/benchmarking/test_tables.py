@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import re
+import subprocess
 from io import StringIO
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from saobp.benchmarking import machine as facts
 from saobp.benchmarking.attention import fastest, growth
-from saobp.benchmarking.machine import machine
+from saobp.benchmarking.machine import commit, machine
 from saobp.benchmarking.table import Table, milliseconds, ratio, spread, text
 from saobp.benchmarking.timing import Failure, Timing, in_turn, wall_clock
 
@@ -120,3 +123,25 @@ def test_header_names_what_was_used() -> None:
     assert facts["torch"].startswith(torch.__version__.split("+")[0])
     assert f"{torch.get_num_threads()} threads used" in facts["CPU"]
     assert all(facts[name] for name in ("CPU", "triton", "transformers", "commit", "date"))
+
+
+def test_a_copy_inside_another_repository_does_not_take_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a virtual environment that lies in the folder of someone's own project."""
+    monkeypatch.delenv("SAOBP_COMMIT", raising=False)
+    (tmp_path / "machine.py").write_text("")
+
+    def git(*words: str) -> None:
+        name = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(tmp_path), *name, *words], check=True, capture_output=True)
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "their own")
+    monkeypatch.setattr(facts, "__file__", str(tmp_path / "machine.py"))
+    assert commit() == f"saobp {facts.version('saobp')}"
+    git("add", "machine.py")
+    git("commit", "-m", "ours")
+    assert re.fullmatch(r"[0-9a-f]{7,}", commit())
+    (tmp_path / "machine.py").write_text("changed")
+    assert commit().endswith("with uncommitted changes")

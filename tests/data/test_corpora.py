@@ -130,6 +130,8 @@ def test_what_is_nowhere_is_said(tmp_path: Path) -> None:
         open_corpus("nowhere", data_dir=tmp_path / "missing")
     with pytest.raises(FileNotFoundError, match=r"neither .parquet nor .txt files"):
         open_corpus(tmp_path)
+    (tmp_path / "A.TXT").write_text("x")
+    assert documents(tmp_path) == documents(tmp_path / "A.TXT") == ["x"]
     (tmp_path / "a.csv").write_text("x")
     with pytest.raises(ValueError, match=r"neither .parquet nor .txt"):
         open_corpus(tmp_path / "a.csv")

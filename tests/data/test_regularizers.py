@@ -315,7 +315,7 @@ def test_eigen_reg_keeps_its_first_mean_and_saves_it() -> None:
 
 
 def test_options_in_text() -> None:
-    found: Any = regularizer("entropy, weight=1e-4, reduction=released, learned=False")
+    found: Any = regularizer("entropy, weight=1e-4, reduction=released, learned=false")
     assert (found.weight, found.reduction, found.learned) == (1e-4, "released", False)
 
 
@@ -329,6 +329,8 @@ def test_refusals() -> None:
         (lambda: regularizer("entropy", margin=2), "margin is a share"),
         (lambda: regularizer("eigen", spread="rank"), "'frobenius' or 'trace', not 'rank'"),
         (lambda: regularizer("eigen", weight=-1), "at least 0, not -1"),
+        (lambda: regularizer("eigen,weight=much"), "weight is a number, as in weight=0.001, not 'much'"),
+        (lambda: regularizer("entropy,learned=no"), "learned is true or false, not 'no'"),
         (lambda: EntropyReg().penalty(), "no attention call was seen"),
         (lambda: EigenReg().penalty(), "no model to look at"),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from typer.testing import CliRunner
 
 from saobp.benchmarking.tokenise import tokenise_speed
 from saobp.cli import app
-from saobp.data import TokenStore, load_tokenizer, train_vocabulary
+from saobp.commands.tokenize import obtain_tokenizer
+from saobp.data import TokenStore, load_tokenizer, prepare_corpora, train_vocabulary
+from saobp.testing.training import prose
 
 TEXT = "The fox sees a lazy dog, and runs. " * 40
 
@@ -27,10 +30,46 @@ def test_corpora_are_tokenised_and_told(data_dir: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert "two: 1 documents" in done.output
-    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer-60")
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer-bert-60")
     stores = [TokenStore.open(folder) for folder in sorted((tmp_path / "out").glob("[!.]*-????????"))]
     assert [store.description.corpus for store in stores] == ["one", "two"]
     stores[0].check_tokenizer(tokenizer)
+
+
+def test_training_takes_up_the_vocabulary_that_was_learned(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name in the folder, under either spelling, and for a family that has BERT's words."""
+    monkeypatch.chdir(tmp_path)
+    (data_dir / "one" / "text.txt").write_text(prose())
+    asked = ["--tokenizer", "train:60", "--data-dir", str(data_dir)]
+    assert CliRunner().invoke(app, ["tokenize", "one", *asked]).exit_code == 0
+    there = sorted(path.name for path in Path("tokens").iterdir())
+    for out, family, words in (
+        ("a", "bert", asked),
+        ("b", "bert", ["--vocabulary", "60", "--data-dir", str(data_dir)]),
+        ("c", "modernbert", ["--vocabulary", "60"]),  # from the tokens alone
+    ):
+        arguments = ["--corpus", "one", "--family", family, "--recipe", "tiny", "--steps", "2", "--out", out]
+        done = CliRunner().invoke(app, ["pretrain", *arguments, "--held-out", "0.1", *words])
+        assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in Path("tokens").iterdir()) == there
+    other = CliRunner().invoke(app, ["tokenize", "two", *asked])
+    assert other.exit_code == 1
+    assert "tokenizer-bert-60 was learned from other texts than two" in other.output
+
+
+def test_progress_is_shown_for_the_vocabulary_and_the_tokens(data_dir: Path, tmp_path: Path) -> None:
+    told: dict[str, list[tuple[int, int]]] = {}
+
+    def bar_of(words: str) -> Callable[[int, int], None]:
+        seen = told.setdefault(words, [])
+        return lambda done, total: seen.append((done, total))
+
+    learned = obtain_tokenizer("train:60", ["one"], tmp_path / "out", data_dir, bar_of)
+    prepare_corpora(["one"], learned, tmp_path / "out", data_dir=data_dir, progress=bar_of)
+    assert list(told) == ["learning a vocabulary of 60", "tokenising one"]
+    assert all(seen[-1][0] == seen[-1][1] > 0 for seen in told.values())
 
 
 def test_a_mistake_is_one_sentence(data_dir: Path, tmp_path: Path) -> None:

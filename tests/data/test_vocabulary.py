@@ -58,6 +58,20 @@ def test_bert_and_gpt2_from_files(tmp_path: Path) -> None:
         load_tokenizer("gpt2", tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_learning_tells_how_far_it_is(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saobp.data.vocabulary.TOLD_AT_ONCE", 50)
+    for number in range(20):
+        (tmp_path / f"{number:02}.txt").write_text(TEXTS[number % 2])
+    told: list[tuple[int, int]] = []
+    texts = Documents((open_corpus(tmp_path),))
+    train_vocabulary(texts, 300, kind, progress=lambda done, total: told.append((done, total)))
+    assert len(told) > 8
+    assert told == sorted(told)
+    assert len({total for _, total in told}) == 1
+    assert 0.8 < told[-2][0] / told[-2][1] < 1 == told[-1][0] / told[-1][1]
+
+
 def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"no tokenizer 'bert': .* does not hold bert-base-uncased-vocab.txt"

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from saobp.data import writing
-from saobp.data.writing import clear_unfinished, replacing, write_atomically
+from saobp.data import open_corpus, prepare_tokens, train_vocabulary, writing
+from saobp.data.writing import clear_unfinished, reason, replacing, write_atomically
 
 
 def names(folder: Path) -> list[str]:
@@ -74,3 +81,58 @@ def test_leftovers_of_a_kill_go(tmp_path: Path) -> None:
     clear_unfinished(tmp_path)
     clear_unfinished(tmp_path / "nowhere")
     assert names(tmp_path) == ["kept"]
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may be larger than 4 KiB, as after ``ulimit -f 4``."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+LIMIT = "a file would be larger than the limit that is set for files (ulimit -f)"
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_limit_for_files_is_told_from_a_full_disk(tmp_path: Path) -> None:
+    """Whichever library writes: torch does not say why it could not."""
+    state = {"weight": torch.zeros(10_000)}
+    for save in (torch.save, save_file, lambda what, path: path.write_text(str(what) * 1000)):
+        with pytest.raises((OSError, RuntimeError, SafetensorError)) as raised:
+            save(state, tmp_path / "file")
+        assert reason(raised.value) == LIMIT
+    assert reason(OSError(28, "No space left on device")) == "the disk is full"
+    assert reason(OSError("something else")) == "something else"
+
+
+@pytest.mark.usefixtures("small_files")
+def test_tokens_that_do_not_fit_are_one_sentence_and_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("A fox sees a dog. " * 150)
+    corpus, words = open_corpus(tmp_path / "text.txt"), train_vocabulary(["A fox sees a dog."], 40)
+    with pytest.raises(OSError) as raised:
+        prepare_tokens(replace(corpus, files=corpus.files * 9), words, tmp_path / "store")
+    assert str(raised.value).endswith(f"could not be written to {tmp_path / 'store'}, because {LIMIT}")
+    assert names(tmp_path) == [".store.lock", "text.txt"]
+
+
+def test_tokens_in_a_folder_that_may_only_be_read_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of someone else, or on a disk that is mounted so."""
+    (tmp_path / "text.txt").write_text("A fox sees a dog. " * 9)
+    corpus, words = open_corpus(tmp_path / "text.txt"), train_vocabulary(["A fox sees a dog."], 40)
+    made = prepare_tokens(corpus, words, tmp_path / "store")
+    opened = Path.open
+
+    def refuse(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if "w" in mode:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return opened(path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert prepare_tokens(corpus, words, tmp_path / "store") == made
+    with pytest.raises(OSError, match="Read-only file system"):
+        prepare_tokens(corpus, words, tmp_path / "other")

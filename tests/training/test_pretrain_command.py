@@ -14,8 +14,10 @@ from typer.testing import CliRunner, Result
 
 import saobp
 from saobp.cli import app
-from saobp.testing.training import prose
+from saobp.testing.training import prose, small_recipe, small_tokenizer, train_small
+from saobp.training import trackers
 from saobp.training.runs import RunFolder
+from saobp.training.trainer import PretrainTrainer
 
 QUICK = (
     "--recipe",
@@ -91,6 +93,27 @@ def test_dry_run_prints_the_recipe(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["more.txt", "prose.txt"]
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("tensorbord", "there is no tracker 'tensorbord' to report to: Trainer knows azure_ml, clearml,"),
+        ("tensorboard,wandb", "the tracker 'wandb' is not installed"),
+    ],
+)
+def test_a_tracker_that_cannot_be_used_is_refused_before_anything_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, sentence: str
+) -> None:
+    monkeypatch.setattr(trackers, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    result = run(*QUICK, "--corpus", "prose.txt", "--vocabulary", "60", "--report-to", name, "--out", "run")
+    assert result.exit_code == 1
+    assert sentence in said(result)
+    assert said(result).endswith("installed here: tensorboard")
+    assert sorted(path.name for path in folder.iterdir()) == ["more.txt", "prose.txt"]
+    with pytest.raises(ValueError, match=r"tracker 'wandb' is not installed"):
+        train_small(small_recipe(), folder / "run", report_to="wandb")
+    assert not (folder / "run").exists()
+
+
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
@@ -128,6 +151,37 @@ def test_tokens_of_a_learned_vocabulary_ask_for_its_size(folder: Path) -> None:
     forgotten = run(*QUICK, "--corpus", "prose.txt", "--out", "b")
     assert forgotten.exit_code == 1
     assert "a vocabulary learned for bert: add --vocabulary 60" in said(forgotten)
+
+
+def test_a_tokenizer_that_hides_nothing_is_refused_before_anything_is_written(folder: Path) -> None:
+    small_tokenizer("gpt2").save_pretrained("words")
+    result = run(*QUICK, "--corpus", "prose.txt", "--tokenizer", "words", "--out", "run")
+    assert result.exit_code == 1
+    assert "masked language modelling needs a tokenizer with a mask token" in said(result)
+    assert sorted(path.name for path in folder.iterdir()) == ["more.txt", "prose.txt", "words"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_all_of_the_text_can_be_trained_on() -> None:
+    result = run(*QUICK, "--corpus", "prose.txt", "--vocabulary", "60", "--held-out", "0", "--out", "run")
+    assert result.exit_code == 0, result.output
+    assert RunFolder("run").result["eval_loss"] is None
+    assert not RunFolder("run").health()
+
+
+@pytest.mark.usefixtures("folder")
+def test_who_stops_a_run_is_told_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = ("--corpus", "prose.txt", "--vocabulary", "60", "--out", "run")
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PretrainTrainer, "evaluate", stop)
+        stopped = run(*QUICK, *corpus)
+    assert stopped.exit_code != 0
+    assert "The same command with --resume goes on with the run in run." in said(stopped)
+    assert run(*QUICK, *corpus, "--resume").exit_code == 0
 
 
 def test_without_arguments_it_explains_itself() -> None:

@@ -66,6 +66,20 @@ def test_every_batch_is_computed_once_and_its_gradients_are_there() -> None:
     assert line.computed == PLAIN_STEPS + 4
 
 
+def test_a_batch_of_another_shape_is_computed_for_itself() -> None:
+    """It would be copied into all rows of the recorded one."""
+    line = Line()
+    step = ReplayedStep(line.compute, line.parameters, print, line.record)
+    for batch in batches(PLAIN_STEPS + 1):
+        step(batch)
+        line.slope.grad = None
+    assert step({"x": torch.tensor([3.0])}).item() == 36.0
+    assert line.slope.grad is not None
+    assert line.slope.grad.item() == 36.0
+    line.slope.grad = None
+    assert step({"x": torch.tensor([1.0, 3.0])}).item() == 40.0
+
+
 def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:
     def refuse(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
         compute()
@@ -130,3 +144,24 @@ def test_dropout_is_drawn_anew_in_every_replay() -> None:
         assert loss.item() == weight.grad.sum().item()
         gradients.append(tuple(weight.grad.tolist()))
     assert len(set(gradients)) == len(gradients)
+
+
+@on_gpu
+def test_after_a_recording_that_fails_dropout_goes_on_in_the_same_stream() -> None:
+    weight = nn.Parameter(torch.ones(1000, device="cuda"))
+
+    def compute(batch: Batch) -> Tensor:
+        loss = torch.dropout(weight * batch["x"], 0.5, True).sum()
+        loss.backward()
+        assert loss.item() > 0  # waits for the device, which no recording allows
+        return loss.detach()
+
+    said: list[str] = []
+    step, stream = ReplayedStep(compute, [weight], said.append), torch.cuda.current_stream()
+    losses = []
+    for _ in range(PLAIN_STEPS + 4):
+        weight.grad = None
+        losses.append(step({"x": torch.ones(1000, device="cuda")}).item())
+    assert len(said) == 1
+    assert len(set(losses)) > 1
+    assert torch.cuda.current_stream() == stream

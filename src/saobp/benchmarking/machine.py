@@ -52,11 +52,14 @@ def commit() -> str:
     told = os.environ.get(COMMIT_VARIABLE, "").strip()
     if told:
         return told
-    here = str(Path(__file__).parent)
-    name = _said("git", "-C", here, "rev-parse", "--short", "HEAD")
+    here = Path(__file__)
+    # Without locks: a repository that is in use elsewhere is only looked at.
+    git = ("git", "--no-optional-locks", "-C", str(here.parent))
+    is_known = _said(*git, "ls-files", here.name)  # not where it is installed inside another repository
+    name = _said(*git, "rev-parse", "--short", "HEAD") if is_known else ""
     if not name:
         return f"saobp {version('saobp')}"
-    changed = _said("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
+    changed = _said(*git, "status", "--porcelain", "--untracked-files=no")
     return f"{name} with uncommitted changes" if changed else name
 
 

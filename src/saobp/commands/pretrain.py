@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -45,8 +42,10 @@ def pretrain(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any field of the recipe: --set learning_rate=5e-4")
     ] = None,
-    held_out: Annotated[float, typer.Option(help="Share of the texts kept for evaluation.")] = 0.01,
-    report_to: Annotated[str, typer.Option(help="Trackers of Trainer, such as tensorboard.")] = "none",
+    held_out: Annotated[
+        float, typer.Option(help="Share of the texts kept for evaluation; 0 for none.")
+    ] = 0.01,
+    report_to: Annotated[str, typer.Option(help="Trackers of Trainer: tensorboard, ..., all.")] = "none",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> None:
@@ -71,11 +70,14 @@ def pretrain(
             say(f"The run in {out} is finished already; its result is in {out / 'result.json'}.")
             return
         RunFolder(out).check_free(resume)
+        from saobp.commands.bars import text_bars
         from saobp.training.pretrain import pretrain as train
         from saobp.training.progress import above_the_bar, plain_sentences
         from saobp.training.texts import find_texts
+        from saobp.training.trackers import trackers
 
-        with ExitStack() as stack:
+        trackers(report_to)
+        with text_bars(console) as bar_of:
             texts = find_texts(
                 family,
                 corpus,
@@ -86,7 +88,7 @@ def pretrain(
                 tokenizer=tokenizer,
                 vocabulary=vocabulary,
                 held_out=held_out,
-                progress=_bars(console, stack),
+                progress=bar_of,
             )
         parts = ", ".join(f"{name}: {rows:,}" for name, rows in texts.train.composition.items())
         epochs = resolved.steps * resolved.batch_size / len(texts.train)
@@ -108,6 +110,10 @@ def pretrain(
     except (ValueError, TypeError, OSError) as problem:
         say(str(problem), "red")
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        if out is not None and (out / "recipe.json").exists():
+            say(f"Stopped. The same command with --resume goes on with the run in {out}.")
+        raise
     held = "" if result.eval_perplexity is None else f", held-out perplexity {result.eval_perplexity:.2f}"
     say(f"Loss {result.loss:.4f}{held} after {result.tokens:,} tokens in {result.seconds:.0f} s: {out}")
 
@@ -135,16 +141,3 @@ def _recipe(
     changes |= {"seed": seed, "regularizer": regularizer, "corpus": corpus}
     changes["refinement"] = None if refinement == "none" else refinement
     return replace(resolved, **changes)
-
-
-def _bars(console: Console, stack: ExitStack) -> Callable[[str], Callable[[int, int], object]]:
-    """A progress bar for each corpus that is tokenised."""
-    bars: list[Progress] = []
-
-    def bar_of(corpus: str) -> Callable[[int, int], object]:
-        if not bars:
-            bars.append(stack.enter_context(Progress(console=console, transient=True)))
-        task = bars[0].add_task(f"tokens of {Path(corpus).name}", total=None)
-        return lambda done, total: bars[0].update(task, completed=done, total=total)
-
-    return bar_of

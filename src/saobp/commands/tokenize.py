@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from saobp.data import TokenStore
+    from saobp.data.tokens import Progress
 
 
 def tokenize(
@@ -32,11 +30,15 @@ def tokenize(
     """Tokenise corpora once, in parallel, into memory-mapped files that training reuses."""
     console = Console()
     try:
-        from saobp.data import parse_mixture
+        from saobp.commands.bars import text_bars
+        from saobp.data import parse_mixture, prepare_corpora
 
         names = parse_mixture(corpus)
-        chosen = obtain_tokenizer(tokenizer, names, out, data_dir)
-        stores = with_bars(console, names, chosen, out, data_dir=data_dir, processes=processes)
+        with text_bars(console) as bar_of:
+            chosen = obtain_tokenizer(tokenizer, names, out, data_dir, bar_of)
+            stores = prepare_corpora(
+                names, chosen, out, data_dir=data_dir, processes=processes, progress=bar_of
+            )
     except (ValueError, TypeError, OSError) as problem:
         console.print(Text(str(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
@@ -49,54 +51,21 @@ def tokenize(
 
 
 def obtain_tokenizer(
-    name: str, corpora: Mapping[str, float | None], out: Path, data_dir: Path | None
+    name: str,
+    corpora: Collection[str],
+    out: Path,
+    data_dir: Path | None,
+    progress: Callable[[str], Progress] | None = None,
 ) -> PreTrainedTokenizerFast:
     """A tokenizer by name; ``train:SIZE`` learns a WordPiece one from the corpora.
 
     Both that and the two of the families are left in ``out``: the folder is then all that training needs.
     """
-    from saobp.data import Documents, load_tokenizer, open_corpus, train_vocabulary
+    from saobp.data import load_tokenizer
+    from saobp.data.beside import learned_tokenizer, leave_beside, size_to_learn
 
-    if not name.startswith("train:"):
-        found = load_tokenizer(name, data_dir)
-        if name in ("bert", "gpt2"):
-            _leave(found, out / f"tokenizer-{name}")
-        return found
-    size = name.removeprefix("train:")
-    if not size.isdecimal():
-        raise ValueError(f"a tokenizer to train is written train:SIZE, as in train:8192, not {name!r}")
-    opened = tuple(open_corpus(corpus, data_dir) for corpus in corpora)
-    trained = train_vocabulary(Documents(opened), int(size))
-    _leave(trained, out / f"tokenizer-{size}")
-    return trained
-
-
-def _leave(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the tokenizer's folder whole or not at all."""
-    from saobp.data.vocabulary import save_tokenizer
-    from saobp.data.writing import only_one, replacing
-
-    with only_one(folder), replacing(folder) as new:
-        save_tokenizer(tokenizer, new)
-
-
-def with_bars(
-    console: Console,
-    corpora: Mapping[str, float | None],
-    tokenizer: PreTrainedTokenizerFast,
-    out: Path,
-    *,
-    data_dir: Path | None = None,
-    processes: int | None = None,
-) -> dict[str, TokenStore]:
-    """Prepare the stores of a mixture with a progress bar for each corpus."""
-    from saobp.data import prepare_corpora
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-
-        def bar(name: str) -> Callable[[int, int], object]:
-            task = bars.add_task(f"tokenising {escape(name)}", total=None)
-            return lambda done, total: bars.update(task, completed=done, total=total)
-
-        return prepare_corpora(corpora, tokenizer, out, data_dir=data_dir, processes=processes, progress=bar)
+    size = size_to_learn(name)
+    if size is not None:
+        return learned_tokenizer(out, "bert", size, corpora, data_dir=data_dir, progress=progress)
+    found = load_tokenizer(name, data_dir)
+    return leave_beside(found, out, name) if name in ("bert", "gpt2") else found

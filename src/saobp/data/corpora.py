@@ -56,6 +56,11 @@ class Documents:
         for corpus in self.corpora:
             yield from corpus.documents()
 
+    @property
+    def size(self) -> int:
+        """About how many bytes of text there are."""
+        return sum(corpus.size for corpus in self.corpora)
+
 
 @dataclass(frozen=True)
 class FileCorpus(Corpus):
@@ -67,7 +72,7 @@ class FileCorpus(Corpus):
     def documents(self) -> Iterator[str]:
         found = False
         for file in self.files:
-            read = _parquet_documents if file.suffix == ".parquet" else text_documents
+            read = _parquet_documents if _kind(file) == ".parquet" else text_documents
             for document in read(file):
                 found = True
                 yield document
@@ -77,7 +82,7 @@ class FileCorpus(Corpus):
     @property
     def size(self) -> int:
         return sum(
-            parquet_bytes(file, COLUMN) if file.suffix == ".parquet" else file.stat().st_size
+            parquet_bytes(file, COLUMN) if _kind(file) == ".parquet" else file.stat().st_size
             for file in self.files
         )
 
@@ -86,7 +91,7 @@ class FileCorpus(Corpus):
         whole = hashlib.sha256(_READING)
         for file in self.files:
             with file.open("rb") as contents:
-                whole.update(file.suffix.encode() + hashlib.file_digest(contents, "sha256").digest())
+                whole.update(_kind(file).encode() + hashlib.file_digest(contents, "sha256").digest())
         return whole.hexdigest()
 
 
@@ -202,22 +207,28 @@ def _parquet_documents(file: Path) -> Iterator[str]:
     return joined_articles(parquet_rows(file, COLUMN))
 
 
+def _kind(file: Path) -> str:
+    """What a file is by its name, in whatever case that is written."""
+    return file.suffix.lower()
+
+
 def _files_of(path: Path, split: str | None) -> tuple[Path, ...]:
     if path.is_file():
-        if path.suffix not in (".parquet", ".txt"):
+        if _kind(path) not in (".parquet", ".txt"):
             raise ValueError(f"{path} is neither .parquet nor .txt")
         files = [path]
     else:
-        files = sorted(file for file in path.rglob("*.parquet") if file.is_file())
-        files = files or sorted(file for file in path.rglob("*.txt") if file.is_file())
+        there = sorted(file for file in path.rglob("*") if file.is_file())
+        files = [file for file in there if _kind(file) == ".parquet"]
+        files = files or [file for file in there if _kind(file) == ".txt"]
         if not files:
             raise FileNotFoundError(f"the folder {path} holds neither .parquet nor .txt files")
         by_split = {name: [f for f in files if re.split(r"[-_.]", f.name)[0] == name] for name in SPLITS}
         if any(by_split.values()):
             files = by_split[split or "train"]
             if not files:
-                there = ", ".join(name for name, members in by_split.items() if members)
-                raise FileNotFoundError(f"{path} has no file of split {split or 'train'}, only of {there}")
+                others = ", ".join(name for name, members in by_split.items() if members)
+                raise FileNotFoundError(f"{path} has no file of split {split or 'train'}, only of {others}")
             return tuple(files)
     if split not in (None, "train"):
         raise ValueError(

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from saobp.data.corpora import Corpus, open_corpus
 from saobp.data.encoding import encoded_pieces, processes_for
 from saobp.data.vocabulary import separator_of, tokenizer_checksum, tokenizer_text
-from saobp.data.writing import only_one, replacing
+from saobp.data.writing import NO_ROOM, only_one, reason, replacing
 
 TOKENS, DOCUMENTS, DESCRIPTION = "tokens.bin", "documents.npy", "store.json"
 FORMAT = 1
@@ -155,8 +155,15 @@ def prepare_tokens(
     with only_one(folder):
         ready = _matching(folder, corpus, tokenizer)
         if ready is None:
-            with replacing(folder) as new:
-                _write(new, corpus, tokenizer, processes_for(corpus.size, processes), tell)
+            try:
+                with replacing(folder) as new:
+                    _write(new, corpus, tokenizer, processes_for(corpus.size, processes), tell)
+            except OSError as problem:
+                if problem.errno not in NO_ROOM:
+                    raise
+                raise OSError(
+                    f"the tokens of {corpus.name} could not be written to {folder}, because {reason(problem)}"
+                ) from None
             ready = TokenStore.open(folder, verify=False)
         tell(max(corpus.size, 1), max(corpus.size, 1))
         return ready
@@ -173,7 +180,7 @@ def prepare_corpora(
 ) -> dict[str, TokenStore]:
     """A store for each corpus of a mixture, in a subfolder named after corpus and tokenizer.
 
-    ``progress`` is given a corpus's name and gives back what is told of its progress.
+    ``progress`` is given words for what is done, and gives back what is told how far it is.
     """
     corpora = {name: open_corpus(name, data_dir) for name in names}
     mark = tokenizer_checksum(tokenizer)[:8]
@@ -183,7 +190,7 @@ def prepare_corpora(
             tokenizer,
             Path(folder, f"{folder_name(name)}-{mark}"),
             processes=processes,
-            progress=None if progress is None else progress(name),
+            progress=None if progress is None else progress(f"tokenising {Path(name).name}"),
         )
         for name, corpus in corpora.items()
     }

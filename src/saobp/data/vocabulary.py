@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from saobp.data.writing import reason
 
 PADDING, UNKNOWN, START, SEPARATOR, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 END_OF_TEXT = "<|endoftext|>"
@@ -20,6 +22,8 @@ LONGEST = {"bert": 512, "gpt2": 1024}
 KINDS = ("wordpiece", "bpe")
 ALPHABET = 1000
 """Characters that a learned WordPiece vocabulary knows at most, the most frequent ones."""
+TOLD_AT_ONCE = 2**18
+"""Characters between two words about progress."""
 
 
 def load_tokenizer(name: str | Path, data_dir: str | Path | None = None) -> PreTrainedTokenizerFast:
@@ -51,18 +55,22 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> No
     """Write a tokenizer's files; what keeps it from being written, such as a full disk, is an OSError."""
     try:
         tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
     except Exception as problem:  # the tokenizers library raises nothing more specific
-        raise OSError(f"the tokenizer could not be written: {problem}") from None
+        raise OSError(f"the tokenizer could not be written, because {reason(problem)}") from None
 
 
 def train_vocabulary(
-    texts: Iterable[str], size: int, kind: str = "wordpiece", *, length: int = 512
+    texts: Iterable[str],
+    size: int,
+    kind: str = "wordpiece",
+    *,
+    length: int = 512,
+    progress: Callable[[int, int], object] | None = None,
 ) -> PreTrainedTokenizerFast:
     """A vocabulary of ``size`` tokens learned from texts: lower-case WordPiece as BERT's, or GPT-2's BPE.
 
     WordPiece reads texts twice, so an iterator is kept in memory; :class:`saobp.data.Documents` need not be.
+    ``progress`` is told how far it is, and of how much, where texts say their ``size``, as those do.
     """
     if kind not in KINDS:
         raise ValueError(f"a vocabulary is one of {', '.join(KINDS)}, not {kind!r}")
@@ -70,7 +78,7 @@ def train_vocabulary(
     if size < least:
         raise ValueError(f"a {kind} vocabulary has at least {least} tokens, not {size}")
     if kind == "bpe":
-        counted = _Counted(texts)
+        counted = _Counted(texts, 1, progress)
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         trainer: Any = trainers.BpeTrainer(
@@ -84,7 +92,7 @@ def train_vocabulary(
         return _byte_level(tokenizer, length)
     if iter(texts) is texts:
         texts = list(texts)  # they are read twice
-    counted = _Counted(texts)
+    counted = _Counted(texts, 2, progress)
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -149,22 +157,38 @@ def tokenizer_checksum(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 class _Counted:
-    """Passes texts on and notices if there were none."""
+    """Passes texts on, tells how far it is, and notices if there were none.
 
-    def __init__(self, texts: Iterable[str]) -> None:
+    They are read so many ``times``. After the last of them there is still work: about a tenth of it.
+    """
+
+    def __init__(
+        self, texts: Iterable[str], times: int, progress: Callable[[int, int], object] | None
+    ) -> None:
         self.texts = texts
         self.found = False
+        self.tell = progress or (lambda *_: None)
+        self.all = max(1, getattr(texts, "size", 0) * times)
+        self.total = self.all + self.all // 9
+        self.done = 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
+        waiting = 0
         for number, text in enumerate(self.texts, 1):
             if not isinstance(text, str):
                 raise TypeError(f"text {number} is of type {type(text).__name__}, not str")
             self.found = self.found or bool(text.strip())
+            waiting += len(text)
+            if waiting >= TOLD_AT_ONCE:
+                self.done, waiting = self.done + waiting, 0
+                self.tell(min(self.done, self.all), self.total)
             yield text
+        self.done += waiting
 
     def check(self) -> None:
         if not self.found:
             raise ValueError("there is no text to learn a vocabulary from")
+        self.tell(self.total, self.total)
 
 
 def _bert(file: Path) -> PreTrainedTokenizerFast:

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 try:
     import fcntl
+    import resource
 except ImportError:  # no file locks on this system: two processes that make the same folder get an error
-    fcntl = None  # type: ignore[assignment]
+    fcntl = resource = None  # type: ignore[assignment]
 
 UNFINISHED = ".unfinished-"
 """How the name of something half written begins; it lies beside what it will become."""
+NO_ROOM = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file would be larger than the limit that is set for files (ulimit -f)",
+}
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in here for the same folder; a killed process leaves no lock."""
+    """Wait until no other process is in here for the same folder; a killed process leaves no lock.
+
+    Where nothing may be written, nothing is made either: what is there can be read without waiting.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context((folder.parent / f".{folder.name}.lock").open("w"))
+        except OSError as problem:
+            if problem.errno not in READ_ONLY or not folder.is_dir():
+                raise
+        else:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -80,6 +97,21 @@ def clear_unfinished(folder: Path) -> None:
     """Remove what a killed process left half written."""
     for left in folder.glob(f"{UNFINISHED}*"):
         _remove(left)
+
+
+def reason(problem: BaseException) -> str:
+    """Why something could not be written; libraries have their own words for want of room."""
+    words, number = str(problem), getattr(problem, "errno", None)
+    for code, plain in NO_ROOM.items():
+        if number == code or f"os error {code}" in words:
+            return plain
+    if "unexpected pos" in words:  # torch, which does not say why
+        return NO_ROOM[errno.EFBIG if _files_are_limited() else errno.ENOSPC]
+    return words
+
+
+def _files_are_limited() -> bool:
+    return resource is not None and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
 
 
 def to_disk(path: Path) -> None:

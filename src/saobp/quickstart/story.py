@@ -60,8 +60,16 @@ def prepare(texts: Sequence[str], folder: Path, length: int, progress: Progress)
     file = folder / "python.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": list(texts)}), file)
     corpus = open_corpus(file)
-    tokenizer = train_vocabulary(Documents((corpus,)), VOCABULARY)
-    store = prepare_tokens(corpus, tokenizer, folder / "tokens", processes=1, progress=progress)
+    tokenizer = train_vocabulary(
+        Documents((corpus,)), VOCABULARY, progress=lambda done, total: progress(done, 2 * total)
+    )
+    store = prepare_tokens(
+        corpus,
+        tokenizer,
+        folder / "tokens",
+        processes=1,
+        progress=lambda done, total: progress(total + done, 2 * total),
+    )
     train, validation = (
         Blocks({"python": store}, length=length, split=split, held_out=HELD_OUT, prefix=prefix_of(tokenizer))
         for split in ("train", "validation")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -14,8 +13,6 @@ from saobp.data.writing import put_in_place, replacing, write_atomically
 
 MANIFEST = "manifest.json"
 """Name of the list of checksums inside a folder that is written whole."""
-FULL_DISK = ("os error 28", "unexpected pos")
-"""What safetensors and tokenizers, and torch, say where a disk is full."""
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -72,13 +69,6 @@ def flaw(folder: Path) -> str | None:
         if found != expected:
             return f"{name} is not what was written"
     return None
-
-
-def reason(problem: BaseException) -> str:
-    """Why something could not be written; libraries have their own words for a full disk."""
-    words = str(problem)
-    full = getattr(problem, "errno", None) == errno.ENOSPC or any(sign in words for sign in FULL_DISK)
-    return "the disk is full" if full else words
 
 
 def append_line(path: Path, content: Mapping[str, Any]) -> None:

@@ -60,15 +60,21 @@ def pretrain(
 
     train and validation: :class:`saobp.data.Blocks`. ``resume`` goes on with an unfinished run of the same
     recipe from its last good checkpoint, or from the beginning where there is none. ``callbacks`` are
-    Trainer's. In a distributed launch every process calls this; the first one writes.
+    Trainer's; one that changes the model on the way does so in place, or with a recipe that is not compiled,
+    because one GPU records a compiled step once. In a distributed launch every process calls this; the first
+    one writes.
     """
     sharded = sharding_asked_for(recipe.regularizer)
     stores: Mapping[str, TokenStore] = getattr(train, "stores", {})
     for store in stores.values():
         store.check_tokenizer(tokenizer)
     run = RunFolder(folder)
+    # What can be wrong with the request is found before the folder is touched.
     args = arguments(recipe, run.path, report_to)
     Share(recipe, args.process_index, args.world_size, args.device)
+    objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
+    hf_logging.disable_progress_bar()
+    model = new_model(recipe, tokenizer)
     _on_main_process(
         args,
         lambda: RunFolder.start(
@@ -90,8 +96,6 @@ def pretrain(
         run.rewind(start or 0)
         if resume and start is None:
             tell("There is no whole checkpoint, so the run begins again at step 0.")
-    hf_logging.disable_progress_bar()
-    model = new_model(recipe, tokenizer)
     trainer = PretrainTrainer(
         model,
         args,
@@ -106,7 +110,6 @@ def pretrain(
         tell(
             "Accelerate divides models on accelerators only: here every process keeps the whole model (DDP)."
         )
-    objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
     penalty = recipe.penalty()
     try:
         with loss_as_forward(

@@ -28,10 +28,22 @@ class Recording(NamedTuple):
 
 
 def record_on_gpu(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-    """The loss of a computation and its replay; nothing is computed before that is called."""
+    """The loss of a computation and its replay; nothing is computed before that is called.
+
+    Where it fails, PyTorch leaves the stream and the random numbers of the recording in place: dropout would
+    then fail in every later step.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        loss = compute()
+    try:
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        ):
+            loss = compute()
+    except RuntimeError:
+        random = torch.cuda.default_generators[torch.cuda.current_device()]
+        random.graphsafe_set_state(random.clone_state())
+        raise
     return loss, graph.replay
 
 
@@ -40,6 +52,7 @@ class ReplayedStep:
 
     compute: gradients of a batch into the parameters, which have none; returns the loss. Gradients are in the
     same place after every replay, so those of the step before are gone: they cannot be summed over steps.
+    A batch of another shape than the recorded one is computed plainly too.
     """
 
     def __init__(
@@ -62,8 +75,10 @@ class ReplayedStep:
                 self._plain_steps -= 1
                 return self.compute(batch)
         held, loss, gradients, replay = self._recording
-        for name, tensor in batch.items():
-            held[name].copy_(tensor)
+        if any(tensor.shape != batch[name].shape for name, tensor in held.items()):
+            return self.compute(batch)
+        for name, tensor in held.items():
+            tensor.copy_(batch[name])
         replay()
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient

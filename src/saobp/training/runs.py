@@ -34,14 +34,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.benchmarking.machine import commit, processor, version
 from saobp.data.vocabulary import save_tokenizer
-from saobp.data.writing import clear_unfinished, is_unfinished
+from saobp.data.writing import clear_unfinished, is_unfinished, reason
 from saobp.training.files import (
     append_line,
     flaw,
     keep_lines_up_to,
     read_json,
     read_lines,
-    reason,
     whole_folder,
     write_json,
 )
@@ -239,7 +238,7 @@ class RunFolder:
                     save_tokenizer(tokenizer, folder)
         except (OSError, SafetensorError) as problem:
             raise RunError(
-                f"the model could not be written to {self.model}, because {reason(problem)}: make room, then "
+                f"the model could not be written to {self.model}, because {reason(problem)}: mend that, then "
                 "go on with the run"
             ) from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,32 +11,35 @@ from transformers import PreTrainedTokenizerFast
 
 from saobp.data import (
     Blocks,
-    Documents,
     TokenStore,
     load_tokenizer,
-    open_corpus,
     parse_mixture,
     prefix_of,
     prepare_corpora,
-    train_vocabulary,
+)
+from saobp.data.beside import (
+    learned_tokenizer,
+    leave_beside,
+    place_beside,
+    size_to_learn,
+    sizes_beside,
+    words_of,
 )
 from saobp.data.tokens import DESCRIPTION, Progress
-from saobp.data.vocabulary import save_tokenizer, tokenizer_checksum
-from saobp.data.writing import is_unfinished, only_one, replacing
+from saobp.data.vocabulary import tokenizer_checksum
+from saobp.data.writing import is_unfinished
+from saobp.training.objectives import MaskedLM
 
-KINDS = {"bert": "wordpiece", "modernbert": "wordpiece", "gpt2": "bpe"}
-ORIGIN = "learned_from.json"
-"""In the folder of a learned vocabulary: the names and checksums of its texts."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+$")
 """What a dataset on the hub is called."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What a run reads."""
+    """What a run reads; without a held-out share there is nothing to validate on."""
 
     train: Blocks
-    validation: Blocks
+    validation: Blocks | None
     tokenizer: PreTrainedTokenizerFast
 
 
@@ -60,7 +62,8 @@ def find_texts(
                 must be there already. The tokenizer is left beside them, so that the folder is enough later
     corpus:     empty for all stores in that folder
     tokenizer:  a name or folder; by default the one in ``tokens``, else the family's own
-    vocabulary: learn one of this size from the corpus instead
+    vocabulary: learn one of this size from the corpus instead; ``tokenizer="train:SIZE"`` says the same
+    progress:   given words for what takes long, gives back what is told how far it is
     """
     if data_dir is not None and not Path(data_dir).is_dir():
         raise ValueError(f"the data folder {data_dir} does not exist: check --data-dir")
@@ -77,7 +80,17 @@ def find_texts(
                 + ("" if data_dir is None else f" in {data_dir}")
                 + f" and no token store of it in {folder}: check --corpus, --data-dir and --tokens"
             )
-    words = find_tokenizer(family, folder, raw, data_dir=data_dir, tokenizer=tokenizer, vocabulary=vocabulary)
+    words = find_tokenizer(
+        family,
+        folder,
+        raw,
+        data_dir=data_dir,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        progress=progress,
+    )
+    if family != "gpt2":
+        MaskedLM.of(words)
     stores = prepare_corpora(raw, words, folder, data_dir=data_dir, progress=progress) if raw else {}
     ready = ready_stores(folder, words)
     for name in mixture:
@@ -90,7 +103,9 @@ def find_texts(
         raise ValueError(f"{folder} holds no token store for this tokenizer: name texts by --corpus")
     weights = mixture if any(weight is not None for weight in mixture.values()) else None
     train, validation = (
-        Blocks(
+        None
+        if split == "validation" and held_out == 0
+        else Blocks(
             stores,
             weights,
             length=length,
@@ -101,6 +116,7 @@ def find_texts(
         )
         for split in ("train", "validation")
     )
+    assert train is not None
     return Texts(train, validation, words)
 
 
@@ -112,67 +128,33 @@ def find_tokenizer(
     data_dir: str | Path | None,
     tokenizer: str | None,
     vocabulary: int | None,
+    progress: Callable[[str], Progress] | None = None,
 ) -> PreTrainedTokenizerFast:
     """The tokenizer asked for, or the one beside the tokens, or the family's; left beside the tokens."""
-    beside = folder / f"tokenizer-{family}{'' if vocabulary is None else f'-{vocabulary}'}"
     if tokenizer is not None and vocabulary is not None:
         raise ValueError("give a tokenizer or the size of a vocabulary to learn, not both")
+    size = vocabulary if tokenizer is None else size_to_learn(tokenizer)
+    if size is not None:
+        return learned_tokenizer(folder, family, size, raw, data_dir=data_dir, progress=progress)
     if tokenizer is not None:
         return load_tokenizer(tokenizer, data_dir)
-    if not beside.is_dir():
-        if vocabulary is not None and not raw:
-            raise ValueError("a vocabulary is learned from text, and no text was named by --corpus")
-        if not raw:
-            _check_not_learned(folder, family)
-            return _family_tokenizer(family, data_dir)
-        with only_one(beside):
-            if not beside.is_dir():
-                _leave_tokenizer(beside, family, raw, data_dir, vocabulary)
-    if vocabulary is not None:
-        _check_origin(beside, raw, data_dir)
-    return load_tokenizer(str(beside))
+    beside = place_beside(folder, family)
+    if beside.is_dir():
+        return load_tokenizer(str(beside))
+    if not raw:
+        _check_not_learned(folder, family)
+    found = load_tokenizer(words_of(family), data_dir)
+    return leave_beside(found, folder, family) if raw else found
 
 
 def _check_not_learned(folder: Path, family: str) -> None:
     """Ask for the size where the only vocabularies beside the tokens are learned ones."""
-    start = f"tokenizer-{family}-"
-    sizes = sorted(path.name.removeprefix(start) for path in folder.glob(f"{start}*"))
+    sizes = sizes_beside(folder, family)
     if sizes:
         raise ValueError(
             f"{folder} holds a vocabulary learned for {family}: add --vocabulary {' or '.join(sizes)}, or "
             "name a tokenizer by --tokenizer"
         )
-
-
-def _leave_tokenizer(
-    beside: Path, family: str, raw: list[str], data_dir: str | Path | None, vocabulary: int | None
-) -> None:
-    """Write the family's tokenizer, or one learned from the texts together with their names and checksums."""
-    if vocabulary is None:
-        found, origin = _family_tokenizer(family, data_dir), {}
-    else:
-        corpora = {name: open_corpus(name, data_dir) for name in raw}
-        found = train_vocabulary(Documents(tuple(corpora.values())), vocabulary, KINDS[family])
-        origin = {name: corpus.checksum for name, corpus in corpora.items()}
-    with replacing(beside) as new:
-        save_tokenizer(found, new)
-        if origin:
-            (new / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
-
-
-def _check_origin(beside: Path, raw: list[str], data_dir: str | Path | None) -> None:
-    """Refuse a vocabulary that was learned from other texts than these."""
-    origin = json.loads((beside / ORIGIN).read_text()) if (beside / ORIGIN).exists() else {}
-    other = [name for name in raw if origin and origin.get(name) != open_corpus(name, data_dir).checksum]
-    if other:
-        raise ValueError(
-            f"{beside} was learned from other texts than {', '.join(other)} as they are now: use it all "
-            f"the same by --tokenizer {beside}, or name another folder by --tokens"
-        )
-
-
-def _family_tokenizer(family: str, data_dir: str | Path | None) -> PreTrainedTokenizerFast:
-    return load_tokenizer("gpt2" if family == "gpt2" else "bert", data_dir)
 
 
 def stores_in(folder: Path) -> list[TokenStore]:

@@ -16,16 +16,17 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from saobp.data.writing import unfinished
+from saobp.data.writing import reason, unfinished
 from saobp.metrics.logging import HealthLog
 from saobp.metrics.probe import Recorder
-from saobp.training.files import read_json, reason, seal, write_json
+from saobp.training.files import read_json, seal, write_json
 from saobp.training.heads import MEASURED, health_line, separate_strengths, strengths_of
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.replay import ReplayedStep
 from saobp.training.runs import RunError, RunFolder
 from saobp.training.sharding import divide_by_layers
 from saobp.training.stream import Batch, Rows, Share, TrainingStream, health_batch, held_out_batches
+from saobp.training.trackers import trackers
 
 CLOCK = "clock.json"
 
@@ -56,7 +57,7 @@ def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingA
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
         seed=recipe.seed,
-        report_to=report_to,
+        report_to=trackers(report_to) or "none",
         disable_tqdm=True,
         use_cpu=not cuda,
     )
@@ -199,7 +200,10 @@ class PretrainTrainer(Trainer):
         self.clock = Clock(seconds)
         if not self.is_fsdp_enabled:
             self._prepare_step()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._replayed = None  # and with it the memory of a whole step
 
     def _prepare_step(self) -> None:
         """Spare the loop its two walks a step over all modules, to clip gradients and to forget them.

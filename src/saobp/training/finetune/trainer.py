@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from saobp.data.tasks import TaskSpec
-from saobp.training.files import reason
+from saobp.data.writing import reason
 from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.finetune.rows import EpochBatches, LengthBatches, Rows
