@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,16 @@ def test_only_the_side_of_a_partial_task_is_compared(runs: Path, tmp_path: Path)
     said = {claim["words"].split(":")[0]: claim["status"] for claim in outcome["claims"]}
     assert said["High against Original, squad *"] == "reproduces"
     assert "| GLUE, mean of cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli ↑ | High | 54.66 |" in page
+
+
+def test_a_mean_over_tasks_leaves_no_method_out(runs: Path, tmp_path: Path) -> None:
+    """As while fine-tuning goes on: of a task that one method lacks so far, there is a row but no share."""
+    for folder in (runs / "tasks").glob("bert-mini-elemmul-seed*/sst2"):
+        shutil.rmtree(folder)
+    page, _ = _written(runs, tmp_path / "results", "tasks")
+    assert "| GLUE, mean of cola, mrpc, stsb, qqp, mnli, qnli, rte, wnli ↑ | ElemMul |" in page
+    detail, _ = _written(runs, tmp_path / "results", "glue")
+    assert "| sst2 ↑ | High |" in detail
 
 
 def test_times_of_runs_beside_others_are_no_cost(runs: Path) -> None:

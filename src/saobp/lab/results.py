@@ -94,6 +94,15 @@ class Results:
         """Those on which any model was fine-tuned."""
         return [task for task in tasks if any(self.tuned(model, task) for model in self.models())]
 
+    def tasks_of_all(self, tasks: Iterable[str]) -> list[str]:
+        """Those on which every method was fine-tuned that was on any: a mean over them leaves none out."""
+        done = self.tasks_done(tasks)
+        by_method = {
+            task: {model.method.key for model in self.models() if self.tuned(model, task)} for task in done
+        }
+        everyone = set().union(*by_method.values())
+        return [task for task in done if by_method[task] == everyone]
+
     def is_partial(self, task: str) -> bool:
         """Whether any model was fine-tuned on a part of the task or on stand-ins."""
         found = (self.tuned(model, task) for model in self.models())

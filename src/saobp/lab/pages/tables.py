@@ -128,7 +128,7 @@ def gtd(results: Results, page: Page) -> None:
 def tasks(results: Results, page: Page) -> None:
     page.say(f"{BUDGET} Scores are of the last epoch.")
     size, methods = results.plan.scale.size, methods_of(results.experiment)
-    whole = [task for task in results.tasks_done(GLUE) if not results.is_partial(task)]
+    whole = [task for task in results.tasks_of_all(GLUE) if not results.is_partial(task)]
     drawn, crosses = {}, {}
     average = results.values(lambda model: mean_score(results, model, whole))
     theirs = paper_average(size, whole)
