@@ -51,7 +51,9 @@ def test_a_reproduction_goes_on_without_its_page(tmp_path: Path) -> None:
     work = SimpleNamespace(
         places=SimpleNamespace(runs=tmp_path, out=tmp_path),
         plan=SimpleNamespace(
-            trained=lambda: [SimpleNamespace(folder=lambda _: run, method=SimpleNamespace(key="high"))],
+            trained=lambda: [
+                SimpleNamespace(folder=lambda _: run, method=SimpleNamespace(key="high"), family="bert")
+            ],
             experiments=[],
             scale=SimpleNamespace(name="smoke"),
         ),
