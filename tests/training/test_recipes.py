@@ -71,6 +71,7 @@ def test_recipes_survive_json(refinement: str | None) -> None:
     [
         ({"steps": 0}, "steps must be at least 1, not 0"),
         ({"dropout": 1.0}, "dropout must be from 0"),
+        ({"learning_rate": float("inf")}, "learning_rate must be above 0 and finite, not inf"),
         ({"precision": "fp16"}, "precision must be fp32 or bf16"),
         ({"warmup_steps": 200}, "warmup_steps must be below the 200 steps"),
         ({"checkpoint_steps": 15}, r"checkpoint_steps must be a multiple of log_steps \(10\), not 15"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -125,16 +126,16 @@ def test_a_run_learns_the_same_by_replay(
     assert one == other
 
 
+def with_dropout(weight: nn.Parameter, batch: Batch) -> Tensor:
+    loss = torch.dropout(weight * batch["x"], 0.5, True).sum()
+    loss.backward()
+    return loss.detach()
+
+
 @on_gpu
 def test_dropout_is_drawn_anew_in_every_replay() -> None:
     weight = nn.Parameter(torch.ones(1000, device="cuda"))
-
-    def compute(batch: Batch) -> Tensor:
-        loss = torch.dropout(weight * batch["x"], 0.5, True).sum()
-        loss.backward()
-        return loss.detach()
-
-    step = ReplayedStep(compute, [weight], print)
+    step = ReplayedStep(partial(with_dropout, weight), [weight], print)
     batch = {"x": torch.ones(1000, device="cuda")}
     gradients = []
     for _ in range(PLAIN_STEPS + 5):
@@ -151,10 +152,9 @@ def test_after_a_recording_that_fails_dropout_goes_on_in_the_same_stream() -> No
     weight = nn.Parameter(torch.ones(1000, device="cuda"))
 
     def compute(batch: Batch) -> Tensor:
-        loss = torch.dropout(weight * batch["x"], 0.5, True).sum()
-        loss.backward()
+        loss = with_dropout(weight, batch)
         assert loss.item() > 0  # waits for the device, which no recording allows
-        return loss.detach()
+        return loss
 
     said: list[str] = []
     step, stream = ReplayedStep(compute, [weight], said.append), torch.cuda.current_stream()

@@ -75,7 +75,8 @@ class PretrainRecipe:
         for name in ("steps", "batch_size", "accumulation", "log_steps", "vocabulary_multiple"):
             _check(name, getattr(self, name) >= 1, "at least 1", getattr(self, name))
         _check("length", self.length >= 2, "at least 2", self.length)
-        _check("learning_rate", self.learning_rate > 0, "above 0", self.learning_rate)
+        rate = self.learning_rate
+        _check("learning_rate", 0 < rate < float("inf"), "above 0 and finite", rate)
         _check("dropout", 0 <= self.dropout < 1, "from 0 up to but not including 1", self.dropout)
         _check("masked_share", 0 < self.masked_share < 1, "between 0 and 1", self.masked_share)
         _check("precision", self.precision in PRECISIONS, " or ".join(PRECISIONS), self.precision)

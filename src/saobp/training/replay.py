@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-Batch = dict[str, Tensor]
+from saobp.training.stream import Batch
 
 PLAIN_STEPS = 3
 """Steps before the recording, which compile and make work spaces."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -102,22 +103,16 @@ def find_texts(
     if not stores:
         raise ValueError(f"{folder} holds no token store for this tokenizer: name texts by --corpus")
     weights = mixture if any(weight is not None for weight in mixture.values()) else None
-    train, validation = (
-        None
-        if split == "validation" and held_out == 0
-        else Blocks(
-            stores,
-            weights,
-            length=length,
-            seed=seed,
-            split=split,
-            held_out=held_out,
-            prefix=None if family == "gpt2" else prefix_of(words),
-        )
-        for split in ("train", "validation")
+    blocks = partial(
+        Blocks,
+        stores,
+        weights,
+        length=length,
+        seed=seed,
+        held_out=held_out,
+        prefix=None if family == "gpt2" else prefix_of(words),
     )
-    assert train is not None
-    return Texts(train, validation, words)
+    return Texts(blocks(split="train"), blocks(split="validation") if held_out else None, words)
 
 
 def find_tokenizer(
