@@ -159,6 +159,18 @@ def load_rows(
 
 
 @triton.jit
+def fetch_rows(
+    tensor_map, base, batch, head, start, tokens, stride,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """As ``load_rows``. MAPPED: the GPU's copy engine fetches the tile, which spares registers; it adds zeros by itself."""
+    if MAPPED:
+        return tl.reshape(tensor_map.load([batch, head, start, 0]), [ROWS, BLOCK_DIM])
+    else:
+        return load_rows(base, start, tokens, stride, ROWS, DIM, BLOCK_DIM, TAIL)
+
+
+@triton.jit
 def store_rows(
     base, start, tokens, stride, values, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.arithmetic import (
+    fetch_rows,
     head_message,
     head_seed,
     inverse_message,
@@ -80,13 +81,13 @@ def store_output(
 @triton.jit
 def refined_output(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, heard_ptr, weight_ptr,
-    anchor_ptr, inverse_ptr, lowest_ptr,
+    anchor_ptr, inverse_ptr, lowest_ptr, k_map, v_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, blocks, low_plane, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Output of a block of rows, the inverse of each row's normaliser, and the block's smallest normaliser."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
@@ -125,15 +126,19 @@ def refined_output(
         out_2 = tl.zeros([PART, BLOCK_DIM], tl.float32)
     for start in tl.range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
-        k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        k = fetch_rows(
+            k_map, k_base, batch, head // group, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL, MAPPED
+        )
+        v = fetch_rows(
+            v_map, v_base, batch, head // group, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL, MAPPED
+        )
         real = real_tokens(mask_base, keys, tokens, MASKED)
-        raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
-        if SPLIT:
-            raw_2 = raw_scores(q_2, k, real, TAIL or MASKED, PRECISION)
-        v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
         weight = real
         if HEARS:
             weight = load_vector(weight_ptr + row_base, keys, tokens, 0.0, TAIL)
+        raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
+        if SPLIT and not MAPPED:
+            raw_2 = raw_scores(q_2, k, real, TAIL or MASKED, PRECISION)
         refined = refined_tile(
             raw, high, low, rows_real, weight, score_scale, message, pair, KIND, HEARS, PRECISE, MASKED
         )
@@ -142,6 +147,8 @@ def refined_output(
             refined = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
         out = tl.dot(refined, v, out, input_precision=PRECISION)
         if SPLIT:
+            if MAPPED:  # with few registers, one half after the other
+                raw_2 = raw_scores(q_2, k, real, TAIL or MASKED, PRECISION)
             refined_2 = refined_tile(
                 raw_2, high_2, low_2, rows_real_2, weight, score_scale, message, pair, KIND, HEARS, PRECISE, MASKED
             )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -21,7 +22,10 @@ from saobp.kernels.problem import (
     strides,
     tensor_looks,
 )
-from saobp.kernels.start import Piece, Series, lay_out, remembered
+from saobp.kernels.start import Piece, Series, Tiles, has_copy_engine, lay_out, remembered
+
+MAPPED_FROM = 1 << 27
+"""Entries of all maps from which on the copy engine fetches tiles: describing a tensor to it takes the host some time."""
 
 
 def sweep_block(problem: Problem, sweep: str) -> Block:
@@ -51,6 +55,24 @@ def _sweep_block(dtype: torch.dtype, dim: int, sweep: str) -> Block:
 def lowest_blocks(problem: Problem) -> int:
     """How many blocks of rows of a head note their smallest normaliser."""
     return ceil_div(problem.longest, sweep_block(problem, "refined_output").rows)
+
+
+def copies_tiles(problem: Problem, *states: Tensor) -> bool:
+    """Whether a GPU's copy engine fetches tiles of these states in the forward pass."""
+    return (
+        problem.dim == 64
+        and problem.dtype != torch.float32
+        and not problem.packed
+        and problem.sequences * problem.heads * problem.length**2 >= MAPPED_FROM
+        and has_copy_engine()
+        and all(_is_aligned(one) for one in states)
+    )
+
+
+def _is_aligned(states: Tensor) -> bool:
+    """The copy engine wants addresses and strides in units of 16 bytes."""
+    *others, last = states.stride()
+    return last == 1 and states.data_ptr() % 16 == 0 and all(one > 0 and one % 8 == 0 for one in others)
 
 
 class Plan(NamedTuple):
@@ -85,8 +107,10 @@ def run_forward(
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, and in one buffer what the backward pass needs."""
-    looks = ("forward", sweep_block, *tensor_looks(query, key, value, strength, mask, cu, seed))
-    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, value, _add_sums, _add_output)
+    mapped = copies_tiles(problem, query, key, value)
+    looks = ("forward", mapped, sweep_block, *tensor_looks(query, key, value, strength, mask, cu, seed))
+    steps = (_add_sums, _add_output)
+    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, value, mapped, *steps)
     out = query.new_empty_strided(plan.sizes, plan.strides)
     saved = query.new_empty(plan.saved, dtype=torch.uint8)
     plan.series(
@@ -97,8 +121,9 @@ def run_forward(
 
 def run_sums(problem: Problem, query: Tensor, key: Tensor, strength: Tensor) -> Tensor:
     """Of what the backward pass needs, the part that does not depend on values."""
-    looks = ("sums", sweep_block, *tensor_looks(query, key, None, strength, None, None, None))
-    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, query, _add_sums)
+    mapped = copies_tiles(problem, query)
+    looks = ("sums", mapped, sweep_block, *tensor_looks(query, key, None, strength, None, None, None))
+    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, query, mapped, _add_sums)
     saved = query.new_empty(plan.saved, dtype=torch.uint8)
     plan.series(query, key, query, strength, strength, strength, strength, query, saved)
     return saved
@@ -108,25 +133,37 @@ def run_output(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, saved: Tensor
 ) -> Tensor:
     """Refined rows times values, from sums known already; fills in the rest of what the backward pass needs."""
-    looks = ("output", sweep_block, *tensor_looks(query, key, value, strength, None, None, None))
-    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, value, _add_output)
+    mapped = copies_tiles(problem, key, value)
+    looks = ("output", mapped, sweep_block, *tensor_looks(query, key, value, strength, None, None, None))
+    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, value, mapped, _add_output)
     out = query.new_empty_strided(plan.sizes, plan.strides)
     plan.series(query, key, value, strength, strength, strength, strength, out, saved)
     return out
 
 
+Cut = Callable[[str, int], dict[str, Tiles]]
+"""Tiles of so many rows of a call's states, by their letter; nothing where no copy engine fetches them."""
+
+
 def plan_forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *steps: Callable[[Series, Problem, dict[str, Any]], None]
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, mapped: bool,
+    *steps: Callable[[Series, Problem, dict[str, Any], Cut], None],
 ) -> Plan:  # fmt: skip
     pieces, size = saved_pieces(problem)
     series = Series(query.device, (*STATES, "out", "saved"), pieces)
     numbers = _numbers(problem, query, key, value) | named_strides("o", problem.states_strides)
+    states = {"q": query, "k": key, "v": value}
+
+    def cut(names: str, rows: int) -> dict[str, Tiles]:
+        views = {name: (tuple(states[name].shape), states[name].stride()) for name in names if mapped}
+        return {name: Tiles(*view, (1, 1, rows, problem.dim)) for name, view in views.items()}
+
     for add_step in steps:
-        add_step(series, problem, numbers)
+        add_step(series, problem, numbers | {"MAPPED": mapped}, cut)
     return Plan(series, problem.states_shape, problem.states_strides, saved=size)
 
 
-def _add_sums(series: Series, problem: Problem, numbers: dict[str, Any]) -> None:
+def _add_sums(series: Series, problem: Problem, numbers: dict[str, Any], cut: Cut) -> None:
     block = sweep_block(problem, "row_sums")
     own = blocks(problem, block, block.rows, block.keys)
     series.add(sums.row_sums, problem.programs(block.rows), numbers | own)
@@ -134,15 +171,19 @@ def _add_sums(series: Series, problem: Problem, numbers: dict[str, Any]) -> None
         return
     block = sweep_block(problem, "column_messages")
     programs, count = problem.programs(block.keys), ceil_div(problem.longest, block.keys)
-    series.add(sums.column_messages, programs, numbers | blocks(problem, block, block.keys, block.rows))
+    own = blocks(problem, block, block.keys, block.rows)
+    series.add(sums.column_messages, programs, numbers | own, cut("q", block.rows))
     own = {"blocks": count, "KEYS": block.keys, "BLOCKS": next_power(count)}
     series.add(sums.key_weights, programs, numbers | own)
 
 
-def _add_output(series: Series, problem: Problem, numbers: dict[str, Any]) -> None:
+def _add_output(series: Series, problem: Problem, numbers: dict[str, Any], cut: Cut) -> None:
     block = sweep_block(problem, "refined_output")
-    programs = problem.programs(block.rows)
-    series.add(forward.refined_output, programs, numbers | blocks(problem, block, block.rows, block.keys))
+    programs, tiles = problem.programs(block.rows), cut("kv", block.keys)
+    if tiles and problem.precise == 0:  # registers are left: three programs to a multiprocessor
+        block = replace(block, registers=168)
+    own = blocks(problem, block, block.rows, block.keys)
+    series.add(forward.refined_output, programs, numbers | own, tiles)
     if problem.may_underflow:  # repeats what did
         own = blocks(problem, Block(block.rows, 32, stages=1), block.rows, 32)
         series.add(forward.careful_output, programs, numbers | own)

@@ -1,7 +1,8 @@
 """Launching kernels at little cost: Triton's own binding of some fifty arguments takes longer than a short kernel.
 
-Every kernel names its pointers, which end in ``_ptr``, before its numbers. All that Triton compiles for follows from
-the numbers, from the types and the device of the tensors, and from the alignment of their addresses.
+Every kernel names its pointers, which end in ``_ptr``, before its numbers, and between them, ending in ``_map``, tensors
+that a GPU's copy engine may fetch tiles of. All that Triton compiles for follows from the numbers, from the types and the
+device of the tensors, and from the alignment of their addresses.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saobp.kernels import arithmetic
 
@@ -68,23 +71,88 @@ class Prepared(ABC):
         """Launches what an earlier call got ready."""
 
 
-class Launch(Prepared):
-    """A kernel with its numbers: what is left to give are its tensors."""
+class Tiles(NamedTuple):
+    """How a GPU's copy engine sees a tensor: its shape, strides, and the tiles that it fetches."""
 
-    def __init__(self, kernel: Any, programs: int, numbers: Mapping[str, Any], device: torch.device) -> None:
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    tile: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> TensorDescriptor:
+        return TensorDescriptor(tensor, list(self.shape), list(self.strides), list(self.tile))
+
+    def at(self, address: int) -> TilesAt:
+        return TilesAt(address, self.shape, self.strides)
+
+
+class TilesAt(NamedTuple):
+    """What Triton asks of a descriptor when it launches, without a tensor."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+    @property
+    def base(self) -> TilesAt:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Launch(Prepared):
+    """A kernel with its numbers: what is left to give are its tensors.
+
+    ``tiles`` tells for arguments that end in ``_map`` which tiles of ``_ptr`` to fetch; a kernel does without the others.
+    """
+
+    def __init__(
+        self, kernel: Any, programs: int, numbers: Mapping[str, Any], device: torch.device,
+        tiles: Mapping[str, Tiles] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(device)
         self._kernels.append(kernel)
         self.kernel, self.programs = kernel, programs
-        self.numbers = tuple(numbers[name] for name in kernel.arg_names if not name.endswith("_ptr"))
+        pointers = [name.removesuffix("_ptr") for name in kernel.arg_names if name.endswith("_ptr")]
+        maps = [name.removesuffix("_map") for name in kernel.arg_names if name.endswith("_map")]
+        self.maps = [(pointers.index(name), (tiles or {}).get(name)) for name in maps]
+        others = [name for name in kernel.arg_names if not name.endswith(("_ptr", "_map"))]
+        self.numbers = tuple(numbers[name] for name in others)
         self.options = {name: numbers[name] for name in OPTIONS if name in numbers}
 
     def _by_triton(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any, Any] | None:
-        binary = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.options)
+        maps = [tensors[place] if tiles is None else tiles.of(tensors[place]) for place, tiles in self.maps]
+        binary = self.kernel[(self.programs,)](*tensors, *maps, *self.numbers, **self.options)
         return None if binary is None else (binary.run, binary.function, binary.packed_metadata)
 
     def _at_once(self, ready: tuple[Any, Any, Any], addresses: Sequence[int], stream: int) -> None:
         run, function, metadata = ready
-        run(self.programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *self.numbers)
+        maps = [addresses[at] if tiles is None else tiles.at(addresses[at]) for at, tiles in self.maps]
+        run(
+            self.programs,
+            1,
+            1,
+            stream,
+            function,
+            metadata,
+            None,
+            None,
+            None,
+            *addresses,
+            *maps,
+            *self.numbers,
+        )
+
+
+@lru_cache(maxsize=1)
+def has_copy_engine() -> bool:
+    """Whether the GPU fetches tiles by itself: Hopper and later. The interpreter does as if."""
+    if INTERPRETED:
+        return True
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
 
 
 def is_watched(*kernels: Any) -> bool:
@@ -138,12 +206,15 @@ class Series(Prepared):
         self._names = (*tensors, *pieces)
         self._starts = [(tensors.index(piece.buffer), piece.start) for piece in self.pieces]
 
-    def add(self, kernel: Any, programs: int, numbers: Mapping[str, Any], **named: str) -> None:
+    def add(
+        self, kernel: Any, programs: int, numbers: Mapping[str, Any], tiles: Mapping[str, Tiles] | None = None, /,
+        **named: str,
+    ) -> None:  # fmt: skip
         """Adds a kernel with those of the numbers that it takes; ``named`` says what else an argument means."""
         arguments = [name.removesuffix("_ptr") for name in kernel.arg_names if name.endswith("_ptr")]
         places = [self._names.index(named.get(name, name)) for name in arguments]
         self._kernels.append(kernel)
-        self.launches.append((Launch(kernel, programs, numbers, self.device), itemgetter(*places)))
+        self.launches.append((Launch(kernel, programs, numbers, self.device, tiles), itemgetter(*places)))
 
     def _by_triton(self, tensors: tuple[Tensor, ...]) -> list[Any] | None:
         buffers = dict(zip(self._names, tensors, strict=False))

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.arithmetic import (
+    fetch_rows,
     head_message,
     load_lse,
     load_rows,
@@ -189,11 +190,11 @@ def store_heard(base, keys, tokens, mask_base, sums, unit, MASKED: tl.constexpr)
 
 @triton.jit
 def column_messages(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, heard_ptr, peak_ptr,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, heard_ptr, peak_ptr, q_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     heads, group, length, blocks, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Base-2 log messages that each key hears from all rows, and the largest of each block of keys."""
     pid = tl.program_id(0)
@@ -224,7 +225,7 @@ def column_messages(
         lse_ptr + row_base, low_plane, mask_base, 0, tokens, ROWS, TAIL, PRECISE, MASKED
     )
     for start in tl.range(0, tokens, ROWS):
-        q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        q = fetch_rows(q_map, q_base, batch, head, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL, MAPPED)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if SPLIT:
             raw_2 = tl.dot(k_2, tl.trans(q), input_precision=PRECISION)

@@ -1,0 +1,63 @@
+"""Tiles that a GPU's copy engine fetches are those that threads would load: the same results bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import saobp
+from saobp.kernels import launch
+from saobp.kernels.launch import copies_tiles
+from saobp.kernels.problem import Problem
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
+
+
+def states(heads: int, length: int, dtype: torch.dtype = torch.float16, dim: int = 64) -> Tensor:
+    """``[2, heads, length, dim]`` as models lay it out."""
+    return torch.randn(2, length, heads, dim, device=DEVICE).to(dtype).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [256, 300])
+@pytest.mark.parametrize("how", ["plain", "padding", "dropout", "listing", "grouped"])
+def test_results_do_not_depend_on_who_fetches(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, length: int, how: str
+) -> None:
+    query, key, value = (
+        states(2, length, dtype),
+        *(states(1 if how == "grouped" else 2, length, dtype) for _ in "kv"),
+    )
+    options: dict[str, object] = {}
+    if how == "padding":
+        options["padding_mask"] = torch.arange(length, device=DEVICE) < torch.tensor(
+            [[length], [130]], device=DEVICE
+        )
+    if how == "dropout":
+        options["dropout_p"] = 0.1
+    refinement = saobp.Refinement("high-listing" if how == "listing" else "high", 0.2)
+    found = []
+    for least in (1 << 60, 0):
+        monkeypatch.setattr(launch, "MAPPED_FROM", least)
+        torch.manual_seed(3)
+        found.append(saobp.attention(query, key, value, refinement, backend="fused", **options))
+    assert torch.equal(*found)
+
+
+def test_what_the_copy_engine_cannot_fetch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MAPPED_FROM", 0)
+
+    def fits(one: Tensor) -> bool:
+        return copies_tiles(Problem.of(one, one, None, None, one.shape[2], 1.0, 0.0, 1.0, True, 0.18), one)
+
+    good = states(2, 256)
+    assert fits(good)
+    assert not fits(good.float())
+    assert not fits(states(2, 256, dim=32))
+    assert not fits(torch.randn(2, 2, 256, 68).half()[..., 4:]), "rows do not begin at multiples of 16 bytes"
+    assert not fits(torch.randn(2, 2, 256, 72).half()[..., 4:68]), "nor does the first one"
+    assert not fits(states(1, 256).expand(2, 2, 256, 64)), "a head that stands for two"
+    monkeypatch.undo()
+    assert not fits(good), "too little work"
