@@ -13,6 +13,8 @@ Side = Literal["x", "y"]
 SEVERAL_SIZES = 4.0
 FAR = 3.0
 """Spans of all other methods between them and one beyond a break."""
+TIMES = 1.5
+"""And so many times as large as they are: scores of 66 and 69 need no break."""
 FEWEST = 4
 """Methods of a broken axis: with fewer, a distance is what the figure is about."""
 PLACES = (0.0, 0.68, 0.75, 1.0)
@@ -38,7 +40,8 @@ def far_beyond(methods: Sequence[Sequence[float]]) -> int | None:
     highest = max(range(len(methods)), key=lambda place: max(methods[place]))
     others = [value for place, values in enumerate(methods) if place != highest for value in values]
     gap = min(methods[highest]) - max(others)
-    return highest if gap > FAR * (max(others) - min(others)) else None
+    is_far = gap > FAR * (max(others) - min(others)) and min(methods[highest]) >= TIMES * max(others)
+    return highest if is_far else None
 
 
 def logarithmic(axes: Axes, side: Side) -> None:

@@ -159,7 +159,7 @@ def cost(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken
     for _ in range(3):
         call()
     clock = cuda_clock if cuda else wall_clock
-    turns = 3 if scale.name == "smoke" else 15
+    turns = 3 if scale.name == "smoke" else 101
     taken: Taken = {
         "shape": list(shape),
         "milliseconds": float(np.median([clock(call, 1) for _ in range(turns)])),
