@@ -247,6 +247,17 @@ def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> No
     assert "gtd" not in left_out.split("- mini: ")[1].split("\n")[0].split(", ")
 
 
+def test_what_two_pages_leave_undecided_is_told_once_and_last(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    tabulate(Plan(choose_experiments("gtd,printed-forms"), MINI, 2), runs, out)
+    page = (out / "README.md").read_text()
+    before, undecided = page.split("## What could not be decided")
+    claim = "| High against Original, GTD: the paper has +0.03 |"
+    assert (before.count(claim), undecided.count(claim)) == (0, 1)
+    assert "## " not in undecided
+    assert undecided.strip().endswith("</details>")
+
+
 def test_pages_of_nothing_are_not_written(tmp_path: Path) -> None:
     tabulate(Plan(choose_experiments("all"), MINI), tmp_path / "none", tmp_path / "results")
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["README.md"]

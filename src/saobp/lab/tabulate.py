@@ -19,10 +19,10 @@ STORY = "story.md"
 """A page that someone wrote; where it lies in a results folder, the overview opens with it."""
 LISTED = 3
 """Claims that were not run and are named in the overview; more are counted."""
+UNDECIDED: Status = "could not be decided"
 SECTIONS: dict[Status, str] = {
     "reproduces": "What reproduces",
     "does not reproduce": "What does not reproduce",
-    "could not be decided": "What could not be decided",
 }
 
 
@@ -69,32 +69,37 @@ def _overview(outcomes: list[dict[str, Any]]) -> Iterable[str]:
     if any(one["scale"] == "smoke" for one in outcomes):
         yield "**Pages of the smoke scale only show that the code runs. They say nothing about any method.**"
     serious = [one for one in outcomes if one["scale"] != "smoke"] or outcomes
-    for status, title in SECTIONS.items():
-        rows = [
-            [_link(one), claim["words"], claim["detail"]]
-            for one in serious
-            for claim in one["claims"]
-            if claim["status"] == status and one["kind"] != "question"
-        ]
-        yield f"## {title}"
-        yield markdown_table(("page", "claim", "our difference"), rows) if rows else "Nothing so far."
     answers = [
         [_link(one), claim["words"], ANSWERS.get(claim["status"], claim["status"]), claim["detail"]]
         for one in serious
         for claim in one["claims"]
-        if one["kind"] == "question" and claim["status"] != "not run"
+        if one["kind"] == "question" and claim["status"] not in ("not run", UNDECIDED)
     ]
     yield "## Answers to the questions"
-    yield (
-        markdown_table(("page", "is it so?", "answer", "our difference"), answers)
-        if answers
-        else "None so far."
-    )
+    header = ("page", "is it so?", "answer", "our difference")
+    yield markdown_table(header, answers) if answers else "None so far."
+    for status, title in SECTIONS.items():
+        yield f"## {title}"
+        yield _claims(serious, status) or "Nothing so far."
     yield "## Pages"
     rows = [[_link(one), one["kind"], str(one["runs"]), str(len(one["missing"]))] for one in outcomes]
     yield markdown_table(("page", "kind", "runs behind it", "runs missing"), rows) if rows else "None so far."
     yield "## What was not run"
     yield _not_run(outcomes)
+    yield "## What could not be decided"
+    undecided = _claims(serious, UNDECIDED, questions=True)
+    yield f"<details><summary>All of it</summary>\n\n{undecided}\n\n</details>" if undecided else "Nothing."
+
+
+def _claims(outcomes: list[dict[str, Any]], status: Status, *, questions: bool = False) -> str:
+    """A table of claims of one status; what several pages say is listed at the first."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for one in outcomes:
+        for claim in one["claims"]:
+            if claim["status"] == status and (questions or one["kind"] != "question"):
+                found = (claim["words"], claim["detail"])
+                rows.setdefault(found, [_link(one), *found])
+    return markdown_table(("page", "claim", "our difference"), list(rows.values())) if rows else ""
 
 
 def _not_run(outcomes: list[dict[str, Any]]) -> str:
