@@ -383,10 +383,14 @@ def test_a_reproduction_shows_its_claims(tmp_path: Path, kind: str, columns: lis
     (tmp_path / "glue" / "smoke.json").write_text(json.dumps(outcome))
     methods = ["original", "high", "original", *["low"] * 6]
     runs = {make_run(tmp_path / f"run{place}", steps=20): key for place, key in enumerate(methods)}
-    page = write_reproduction(runs, tmp_path, ["glue", "nowhere"], "smoke", "bert")
+    (tmp_path / "gtd").mkdir()
+    still = [{"words": "D beats B", "status": "could not be decided", "detail": "+0.1"}]
+    (tmp_path / "gtd" / "smoke.json").write_text(json.dumps(outcome | {"title": "GTD", "claims": still}))
+    page = write_reproduction(runs, tmp_path, ["gtd", "glue", "nowhere"], "smoke", "bert")
     words = words_of(page)
     assert "".join(f'<th scope="col">{name}</th>' for name in columns) in words
     assert f'<th scope="row">A beats B</th><td>{status}</td><td>+1.0</td>' in words
+    assert words.index("A beats B") < words.index("D beats B"), "what is decided comes first"
     assert "C beats B" not in words
     assert "1 further claims were not run" in words
     assert "its numbers say nothing" in words

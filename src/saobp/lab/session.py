@@ -155,8 +155,8 @@ class Session:
 
         runs, scale = self.places.runs, self.plan.scale.name
         finished = [model for model in self.plan.trained() if RunFolder(model.folder(runs)).is_finished]
-        targets = [experiment.name for experiment in self.plan.experiments]
         for family in dict.fromkeys(model.family for model in finished):
+            targets = [one.name for one in self.plan.experiments if getattr(one, family)]
             own = {model.folder(runs): model.method.key for model in finished if model.family == family}
             try:
                 page = write_reproduction(own, self.places.out, targets, scale, family)

@@ -85,6 +85,7 @@ def _verdict(low: float, high: float, pairs: int, higher_is_better: bool) -> Ver
 
 
 Status = Literal["reproduces", "does not reproduce", "not shown", "could not be decided", "not run"]
+UNDECIDED: Status = "could not be decided"
 
 
 def claim_status(paper: float, gain: Gain | None, *, same_size: bool = True) -> Status:
@@ -99,10 +100,10 @@ def claim_status(paper: float, gain: Gain | None, *, same_size: bool = True) -> 
     if gain is None:
         return "not run"
     if gain.verdict == "undecided" or gain.low is None or gain.high is None:
-        return "could not be decided"
+        return UNDECIDED
     if gain.verdict == "no gain":
         refuted = same_size and not gain.low <= paper <= gain.high
-        return "does not reproduce" if refuted else "could not be decided"
+        return "does not reproduce" if refuted else UNDECIDED
     return "reproduces" if gain.difference * paper > 0 else "does not reproduce"
 
 
@@ -114,6 +115,6 @@ def answer_status(gain: Gain | None) -> Status:
         "gain": "reproduces",
         "loss": "does not reproduce",
         "no gain": "not shown",
-        "undecided": "could not be decided",
+        "undecided": UNDECIDED,
     }
     return verdicts[gain.verdict]

@@ -12,14 +12,13 @@ from saobp.lab.pages import PAGES
 from saobp.lab.plan import Plan
 from saobp.lab.results import Results
 from saobp.lab.scales import SCALES
-from saobp.lab.statistics import Status
+from saobp.lab.statistics import UNDECIDED, Status
 from saobp.training.files import read_json
 
 STORY = "story.md"
 """A page that someone wrote; where it lies in a results folder, the overview opens with it."""
 LISTED = 3
 """Claims that were not run and are named in the overview; more are counted."""
-UNDECIDED: Status = "could not be decided"
 SECTIONS: dict[Status, str] = {
     "reproduces": "What reproduces",
     "does not reproduce": "What does not reproduce",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from saobp.lab.looks import LOOKS
 from saobp.lab.page import ANSWERS
+from saobp.lab.statistics import UNDECIDED
 from saobp.report.page import write_report
 from saobp.report.tables import Table
 
@@ -21,10 +22,12 @@ def write_reproduction(
 ) -> Path:
     """``report-SCALE-FAMILY.html`` in the results folder: outcomes of some targets, first runs of a family.
 
+    Targets of which nothing could be decided come last.
     Perplexities of masked and of causal models do not compare, so each family has a page.
     runs: folders with their methods, whose colours are those of the lab's figures
     """
-    tables = []
+    decided: list[Table] = []
+    undecided: list[Table] = []
     for target in targets:
         file = results / target / f"{scale}.json"
         if not file.exists():
@@ -46,6 +49,8 @@ def write_reproduction(
         if rows:
             first = ("is it so?", "answer") if is_question else ("claim", "here")
             columns = (*first, "our difference [95 % interval]")
+            is_open = all(claim["status"] == UNDECIDED for claim in claims)
+            tables = undecided if is_open else decided
             tables.append(Table(outcome["title"], columns, rows, " ".join(notes)))
     shown = list(runs)[:MOST_RUNS]
     title = f"Reproduction, {scale} scale, {NAMES[family]}"
@@ -53,7 +58,7 @@ def write_reproduction(
         title += f": the first {MOST_RUNS} of {len(runs)} runs"
     looks = _looks([runs[run] for run in shown])
     page = results / f"report-{scale}-{family}.html"
-    return write_report(shown, page, title=title, tables=tables, looks=looks)
+    return write_report(shown, page, title=title, tables=[*decided, *undecided], looks=looks)
 
 
 def _looks(methods: Sequence[str]) -> list[tuple[str, str, int]]:
