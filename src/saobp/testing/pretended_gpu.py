@@ -115,4 +115,6 @@ CASES: dict[str, Callable[[list[str]], list[str]]] = {
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in CASES:
+        sys.exit(f"name one family of kernels: {', '.join(CASES)}")
     print(" ".join(CASES[sys.argv[1]](pretend_gpu())))
