@@ -64,7 +64,7 @@ def copies_tiles(problem: Problem, *states: Tensor) -> bool:
         and problem.dtype != torch.float32
         and not problem.packed
         and problem.sequences * problem.heads * problem.length**2 >= MAPPED_FROM
-        and has_copy_engine()
+        and has_copy_engine(states[0].device)
         and all(_is_aligned(one) for one in states)
     )
 

@@ -131,27 +131,17 @@ class Launch(Prepared):
         run, function, metadata = ready
         maps = [addresses[at] if tiles is None else tiles.at(addresses[at]) for at, tiles in self.maps]
         run(
-            self.programs,
-            1,
-            1,
-            stream,
-            function,
-            metadata,
-            None,
-            None,
-            None,
-            *addresses,
-            *maps,
-            *self.numbers,
-        )
+            self.programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *maps, *self.numbers,
+        )  # fmt: skip
 
 
-@lru_cache(maxsize=1)
-def has_copy_engine() -> bool:
+@lru_cache
+def has_copy_engine(device: torch.device) -> bool:
     """Whether the GPU fetches tiles by itself: Hopper and later. The interpreter does as if."""
     if INTERPRETED:
         return True
-    target = driver.active.get_current_target()
+    with torch.cuda.device(-1 if device.index is None else device.index):  # -1: the present one
+        target = driver.active.get_current_target()
     return target.backend == "cuda" and target.arch >= 90
 
 

@@ -14,7 +14,7 @@ from saobp.lab.page import Page, means_in_words
 from saobp.lab.pages.common import BUDGET, has_any, mean_of, mean_score, methods_of
 from saobp.lab.paper import paper_values
 from saobp.lab.results import Results, Values
-from saobp.lab.statistics import Status
+from saobp.lab.statistics import UNDECIDED, Status
 
 MOVED = "first half moved by the second"
 
@@ -174,7 +174,7 @@ def _tally(page: Page, methods: Sequence[str]) -> None:
     columns: dict[Status, str] = {
         "reproduces": "as the paper reports",
         "does not reproduce": "otherwise",
-        "could not be decided": "could not be decided",
+        UNDECIDED: UNDECIDED,
         "not run": "not run",
     }
     rows = []
