@@ -89,7 +89,7 @@ def multiply_add(a, b, c):
 @triton.jit
 def multiply(a, b):
     """a b, rounded once."""
-    return multiply_add(a, b, tl.full([1, 1], -0.0, a.dtype))
+    return multiply_add(a, b, tl.cast(-0.0, a.dtype))
 
 
 @triton.jit
