@@ -20,13 +20,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from saobp.kernels.arithmetic import head_message, head_seed, kept
-from saobp.kernels.pairs import multiply, pair_logarithm, rounded
-from saobp.kernels.short_weak import boosted_rows, inverse_or_zero, polynomial, real_or, store_lse
+from saobp.kernels.pairs import multiply, pair_logarithm
+from saobp.kernels.short_weak import inverse_or_zero, real_or, store_lse
 
 KEYS = gl.constexpr(128)
 DIM = gl.constexpr(64)
+TILE_BYTES = gl.constexpr(2 * 128 * 64)
 COLUMNS = gl.constexpr(8)
 """Of products that only add up."""
+POWERS = gl.constexpr(
+    "{ .reg .f32 x, y; fma.rn.f32 x, $2, $4, $6; fma.rn.f32 y, $3, $5, $7;"
+    " ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; cvt.rn.f16x2.f32 $0, y, x;"
+)
+POWER_REGISTERS = gl.constexpr("=r,=r,f,f,f,f,f,f")
+POLYNOMIAL = gl.constexpr(
+    "{ .reg .b32 t, z; mov.b32 z, 0x80008000;"
+    " fma.rn.f16x2 t, $1, $3, $2; fma.rn.f16x2 t, $1, t, z; fma.rn.f16x2 $0, $1, t, $1; }"
+)
+COARSE_POLYNOMIAL = gl.constexpr(POLYNOMIAL.value.replace("f16x2", "bf16x2"))
 
 
 @gluon.constexpr_function
@@ -67,20 +78,46 @@ def place(line, heads, group):
 
 
 @gluon.jit
-def fetch(tensor_map, batch, head, into, barrier, there):
-    """Asks the copy engine for the rows of a head, a part of them to each tile of ``into``; the barrier tells when all are there."""
-    PARTS: gl.constexpr = into.shape[0]
-    ROWS: gl.constexpr = into.shape[3]
-    for part in gl.static_range(PARTS):
-        tma.async_copy_global_to_shared(
-            tensor_map, [batch, head, part * ROWS, 0], barrier, into.index(part), there
-        )
+def fetch(tensor_map, batch, head, into, ready, there):
+    """Asks the copy engine for the rows of a head."""
+    tma.async_copy_global_to_shared(tensor_map, [batch, head, 0, 0], ready, into, there)
 
 
 @gluon.jit
-def tile_of(memory, part, KIND: gl.constexpr):
-    """One part of the states of a head as rows and columns."""
-    return memory.index(part)._reinterpret(KIND, [memory.shape[3], memory.shape[4]], tile_layout())
+def new_barrier():
+    """Tells when what was fetched is there."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    return barrier
+
+
+@gluon.jit
+def exponentials(raw, score_scale, high, KIND: gl.constexpr):
+    """2^(raw score_scale - high) in float16 and in KIND.
+
+    One piece of assembly from a pair's scores to what is kept of them: the compiler orders longer chains tile by
+    tile, which takes more registers than there are.
+    """
+    if KIND == gl.float16:
+        return gl.inline_asm_elementwise(
+            POWERS + " mov.b32 $1, $0; }", POWER_REGISTERS, [raw, score_scale, -high], (gl.float16, gl.float16), True, 2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            POWERS + " cvt.rn.bf16x2.f32 $1, y, x; }", POWER_REGISTERS, [raw, score_scale, -high],
+            (gl.float16, gl.bfloat16), True, 2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def polynomial(e, slope, bend, inverse):
+    """As ``short_weak.polynomial``, in one piece of assembly."""
+    slope = (slope * inverse).to(e.dtype)[:, None]
+    bend = (bend * inverse * inverse).to(e.dtype)[:, None]
+    if e.dtype == gl.float16:
+        return gl.inline_asm_elementwise(POLYNOMIAL, "=r,r,r,r", [e, slope, bend], gl.float16, True, 2)
+    else:
+        return gl.inline_asm_elementwise(COARSE_POLYNOMIAL, "=r,r,r,r", [e, slope, bend], gl.bfloat16, True, 2)
 
 
 @gluon.jit
@@ -91,8 +128,7 @@ def prior_rows(raw, bound, score_scale, KIND: gl.constexpr, GAPS: gl.constexpr):
     high = gl.max(raw, 1) * score_scale
     if GAPS:
         high = gl.where(high > float("-inf"), high, 0.0)
-    e = gl.exp2(raw * score_scale - high[:, None])
-    fine, coarse = rounded(e, gl.float16), rounded(e, KIND)
+    fine, coarse = exponentials(raw, score_scale, high[:, None], KIND)
     total = gl.convert_layout(row_sums_of(fine), high.type.layout)
     return fine, coarse, high, total
 
@@ -127,29 +163,34 @@ def short_hopper_forward(
     totals: gl.constexpr = product_layout(COLUMNS, WARPS)
     by_row: gl.constexpr = gl.SliceLayout(1, scores)
     by_key: gl.constexpr = gl.SliceLayout(0, scores)
-    by_sum: gl.constexpr = gl.SliceLayout(1, totals)
+    spread: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
 
-    q_memory = gl.allocate_shared_memory(KIND, [PARTS, 1, 1, ROWS, DIM], q_map.layout)
-    k_memory = gl.allocate_shared_memory(KIND, [1, 1, 1, KEYS, DIM], k_map.layout)
-    v_memory = gl.allocate_shared_memory(KIND, [1, 1, 1, KEYS, DIM], v_map.layout)
+    q_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], q_map.layout)
+    k_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], k_map.layout)
+    v_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], v_map.layout)
     messages = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], tile_layout())
-    # Messages are done with when the output is made.
-    out_memory = messages._reinterpret(KIND, [PARTS, 1, 1, ROWS, DIM], out_map.layout)
     factors = gl.allocate_shared_memory(gl.float16, [COLUMNS, ROWS], tile_layout()).permute((1, 0))
-    scores_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    values_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(scores_ready, count=1)
-    mbarrier.init(values_ready, count=1)
-    tl.debug_barrier()
+    heard_memory = gl.allocate_shared_memory(gl.float32, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # The output lies where messages did, which are done with by then.
+    out_memory = messages._reinterpret(KIND, [1, 1, KEYS, DIM], out_map.layout)
+    q = q_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
+    k = k_memory._reinterpret(KIND, [KEYS, DIM], tile_layout()).permute((1, 0))
+    v = v_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
+    out = out_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
+    q_ready, k_ready, v_ready = new_barrier(), new_barrier(), new_barrier()
+    fence_async_shared()
 
     first = gl.program_id(0) * heads_each
     count = gl.minimum(heads_each, lines - first)
     batch, head, key_head = place(first, heads, group)
-    mbarrier.expect(scores_ready, 2 * 2 * KEYS * DIM)
-    fetch(k_map, batch, key_head, k_memory, scores_ready, True)
-    fetch(q_map, batch, head, q_memory, scores_ready, True)
-    mbarrier.expect(values_ready, 2 * KEYS * DIM)
-    fetch(v_map, batch, key_head, v_memory, values_ready, True)
+    mbarrier.expect(q_ready, TILE_BYTES)
+    mbarrier.expect(k_ready, TILE_BYTES)
+    mbarrier.expect(v_ready, TILE_BYTES)
+    tl.debug_barrier()
+    fetch(q_map, batch, head, q_memory, q_ready, True)
+    fetch(k_map, batch, key_head, k_memory, k_ready, True)
+    fetch(v_map, batch, key_head, v_memory, v_ready, True)
+    tl.debug_barrier()
 
     for turn in range(count):
         phase = turn & 1
@@ -163,21 +204,23 @@ def short_hopper_forward(
         bound = real_or(mask_base, keys, length, float("inf"), float("-inf"), MASKED)
 
         sums = gl.full([KEYS, COLUMNS], 0.0, gl.float32, totals)
-        k = tile_of(k_memory, 0, KIND).permute((1, 0))
         waiting = ()
-        mbarrier.wait(scores_ready, phase)
+        mbarrier.wait(q_ready, phase)
+        mbarrier.wait(k_ready, phase)
         for part in gl.static_range(PARTS):
             nothing = gl.full([ROWS, KEYS], 0.0, gl.float32, scores)
-            raw = warpgroup_mma(tile_of(q_memory, part, KIND), k, nothing, use_acc=False, is_async=True)
+            raw = warpgroup_mma(q.slice(part * ROWS, ROWS), k, nothing, use_acc=False, is_async=True)
             # Also waits for sums of the part before. Then messages may be overwritten, as soon as all warps are here.
             raw = warpgroup_mma_wait(0, deps=(raw,))
             if part == 0:
                 tma.store_wait(0)
+            if part == PARTS - 1:
+                mbarrier.expect(q_ready, TILE_BYTES, more)
+                mbarrier.expect(k_ready, TILE_BYTES, more)
             tl.debug_barrier()
             if part == PARTS - 1:
-                mbarrier.expect(scores_ready, 2 * 2 * KEYS * DIM, more)
-                fetch(k_map, next_batch, next_key_head, k_memory, scores_ready, more)
-                fetch(q_map, next_batch, next_head, q_memory, scores_ready, more)
+                fetch(q_map, next_batch, next_head, q_memory, q_ready, more)
+                fetch(k_map, next_batch, next_key_head, k_memory, k_ready, more)
             fine, coarse, high, total = prior_rows(raw, bound, score_scale, KIND, GAPS)
             rows = part * ROWS + gl.arange(0, ROWS, by_row)
             if SAVES:
@@ -192,23 +235,25 @@ def short_hopper_forward(
                 fence_async_shared()
                 tl.debug_barrier()
                 sums = warpgroup_mma(messages.permute((1, 0)), factors, sums, use_acc=part > 0, is_async=True)
-            waiting = waiting + (boosted_rows(coarse, inverse, message),)
+            waiting = waiting + (polynomial(coarse, message[2] / message[1], message[3] / message[1], inverse),)
 
         if HEARS:
             sums = warpgroup_mma_wait(0, deps=(sums,))
-            heard = gl.sum(sums, 1) * pair_logarithm(message)[0]
-            keys_summed = gl.arange(0, KEYS, by_sum)
+            mbarrier.wait(v_ready, phase)
+            heard_memory.store(gl.sum(sums, 1))
+            # Each warp takes them all, so it need not ask the others for the largest.
+            heard = heard_memory.load(spread) * pair_logarithm(message)[0]
+            places = gl.arange(0, KEYS, spread)
             if GAPS:
                 heard = gl.minimum(
-                    heard, real_or(mask_base, keys_summed, length, float("inf"), float("-inf"), MASKED)
+                    heard, real_or(mask_base, places, length, float("inf"), float("-inf"), MASKED)
                 )
             peak = gl.max(heard, 0)
             weight = gl.exp2(heard - gl.where(peak == float("-inf"), 0.0, peak))
             if SAVES:
-                gl.store(key_part_ptr + row_base + keys_summed, weight, mask=keys_summed < length)
+                gl.store(key_part_ptr + row_base + places, weight, mask=places < length)
             weight = gl.convert_layout(weight.to(KIND), by_key)
-        mbarrier.wait(values_ready, phase)
-        v = tile_of(v_memory, 0, KIND)
+        mbarrier.wait(v_ready, phase)
         for part in gl.static_range(PARTS):
             refined = waiting[part]
             if HEARS:
@@ -220,15 +265,14 @@ def short_hopper_forward(
                 refined = gl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
             refined = gl.convert_layout(refined, gl.DotOperandLayout(0, values, 2))
             nothing = gl.full([ROWS, DIM], 0.0, gl.float32, values)
-            out = warpgroup_mma(refined, v, nothing, use_acc=False, is_async=True)
-            out = warpgroup_mma_wait(0, deps=(out,))
+            refined = warpgroup_mma(refined, v, nothing, use_acc=False, is_async=True)
+            refined = warpgroup_mma_wait(0, deps=(refined,))
             factor = keep_scale * inverse_or_zero(total, GAPS)
-            out *= gl.convert_layout(factor, gl.SliceLayout(1, values))[:, None]
-            tile_of(out_memory, part, KIND).store(out.to(KIND))
+            refined *= gl.convert_layout(factor, gl.SliceLayout(1, values))[:, None]
+            out.slice(part * ROWS, ROWS).store(refined.to(KIND))
         fence_async_shared()
+        mbarrier.expect(v_ready, TILE_BYTES, more)
         tl.debug_barrier()
-        mbarrier.expect(values_ready, 2 * KEYS * DIM, more)
-        fetch(v_map, next_batch, next_key_head, v_memory, values_ready, more)
-        for part in gl.static_range(PARTS):
-            tma.async_copy_shared_to_global(out_map, [batch, head, part * ROWS, 0], out_memory.index(part))
+        fetch(v_map, next_batch, next_key_head, v_memory, v_ready, more)
+        tma.async_copy_shared_to_global(out_map, [batch, head, 0, 0], out_memory)
     tma.store_wait(0)
