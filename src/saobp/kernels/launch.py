@@ -65,11 +65,11 @@ def copies_tiles(problem: Problem, *states: Tensor) -> bool:
         and not problem.packed
         and problem.sequences * problem.heads * problem.length**2 >= MAPPED_FROM
         and has_copy_engine(states[0].device)
-        and all(_is_aligned(one) for one in states)
+        and all(is_aligned(one) for one in states)
     )
 
 
-def _is_aligned(states: Tensor) -> bool:
+def is_aligned(states: Tensor) -> bool:
     """The copy engine wants addresses and strides in units of 16 bytes."""
     *others, last = states.stride()
     return last == 1 and states.data_ptr() % 16 == 0 and all(one > 0 and one % 8 == 0 for one in others)

@@ -237,9 +237,9 @@ def short_hopper_forward(
                 sums = warpgroup_mma(messages.permute((1, 0)), factors, sums, use_acc=part > 0, is_async=True)
             waiting = waiting + (polynomial(coarse, message[2] / message[1], message[3] / message[1], inverse),)
 
+        mbarrier.wait(v_ready, phase)
         if HEARS:
             sums = warpgroup_mma_wait(0, deps=(sums,))
-            mbarrier.wait(v_ready, phase)
             heard_memory.store(gl.sum(sums, 1))
             # Each warp takes them all, so it need not ask the others for the largest.
             heard = heard_memory.load(spread) * pair_logarithm(message)[0]
@@ -253,7 +253,7 @@ def short_hopper_forward(
             if SAVES:
                 gl.store(key_part_ptr + row_base + places, weight, mask=places < length)
             weight = gl.convert_layout(weight.to(KIND), by_key)
-        mbarrier.wait(v_ready, phase)
+        mbarrier.expect(v_ready, TILE_BYTES, more)
         for part in gl.static_range(PARTS):
             refined = waiting[part]
             if HEARS:
@@ -271,7 +271,6 @@ def short_hopper_forward(
             refined *= gl.convert_layout(factor, gl.SliceLayout(1, values))[:, None]
             out.slice(part * ROWS, ROWS).store(refined.to(KIND))
         fence_async_shared()
-        mbarrier.expect(v_ready, TILE_BYTES, more)
         tl.debug_barrier()
         fetch(v_map, next_batch, next_key_head, v_memory, v_ready, more)
         tma.async_copy_shared_to_global(out_map, [batch, head, 0, 0], out_memory)

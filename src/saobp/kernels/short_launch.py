@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saobp.kernels import short, short_weak
 from saobp.kernels.problem import SHORT, Block, Problem, empty_states, given, next_power, resources, strides
+from saobp.kernels.short_hopper_launch import hopper_launch, hopper_serves
 from saobp.kernels.start import Launch, remembered
 
 WEAK_BLOCKS = {
@@ -43,7 +44,8 @@ def run_short_forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Output and, if it ``saves``, what the backward pass needs: lse, key_part, anchor."""
     numbers = (longest, scale, dropout, sign, hears, bound)
-    looks = (saves, *call_looks(query, key, value, strength, mask, cu, seed), *numbers)
+    aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 == 0
+    looks = (saves, aligned, *call_looks(query, key, value, strength, mask, cu, seed), *numbers)
     plan = remembered(
         _plans,
         looks,
@@ -99,11 +101,14 @@ def call_looks(
 def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, saves: bool) -> Plan:
     out = empty_states(problem, query)
     weak = weak_block(problem)
+    vectors = saved_shapes(problem) if saves else ()
+    if hopper_serves(problem, weak, query, key, value):
+        return Plan(hopper_launch(problem, query, key, value, out, saves), out.shape, out.stride(), vectors)
     kernel = short_weak.short_weak_forward if weak else short.short_forward
     numbers = _numbers(problem, query, key, value, weak or short_block(problem, backward=False))
     numbers |= strides("o", out) | {"SAVES": saves}
     launch = Launch(kernel, problem.sequences * problem.heads, numbers, query.device)
-    return Plan(launch, out.shape, out.stride(), saved_shapes(problem) if saves else ())
+    return Plan(launch, out.shape, out.stride(), vectors)
 
 
 def plan_backward(problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Plan:

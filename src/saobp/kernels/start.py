@@ -24,6 +24,7 @@ from saobp.kernels import arithmetic
 
 INTERPRETED = bool(arithmetic.INTERPRETED)
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+HOPPER = 90
 MOST_KEPT = 4096
 """Shapes remembered for each purpose; then all are forgotten, which costs time but nothing else."""
 
@@ -72,14 +73,23 @@ class Prepared(ABC):
 
 
 class Tiles(NamedTuple):
-    """How a GPU's copy engine sees a tensor: its shape, strides, and the tiles that it fetches."""
+    """How a GPU's copy engine sees a tensor: its shape, strides, and the tiles that it fetches.
+
+    A kernel in Gluon says by ``layout`` how they lie in shared memory; for others Triton decides that.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     tile: tuple[int, ...]
+    layout: Any = None
 
-    def of(self, tensor: Tensor) -> TensorDescriptor:
-        return TensorDescriptor(tensor, list(self.shape), list(self.strides), list(self.tile))
+    def of(self, tensor: Tensor) -> Any:
+        sizes = (tensor, list(self.shape), list(self.strides), list(self.tile))
+        if self.layout is None:
+            return TensorDescriptor(*sizes)
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+        return GluonDescriptor(*sizes, self.layout)
 
     def at(self, address: int) -> TilesAt:
         return TilesAt(address, self.shape, self.strides)
@@ -135,14 +145,17 @@ class Launch(Prepared):
         )  # fmt: skip
 
 
-@lru_cache
 def has_copy_engine(device: torch.device) -> bool:
     """Whether the GPU fetches tiles by itself: Hopper and later. The interpreter does as if."""
-    if INTERPRETED:
-        return True
+    return INTERPRETED or cuda_generation(device) >= HOPPER
+
+
+@lru_cache
+def cuda_generation(device: torch.device) -> int:
+    """Ten times the compute capability of an NVIDIA GPU, 0 for others."""
     with torch.cuda.device(-1 if device.index is None else device.index):  # -1: the present one
         target = driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90
+    return target.arch if target.backend == "cuda" else 0
 
 
 def is_watched(*kernels: Any) -> bool:

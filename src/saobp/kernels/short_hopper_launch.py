@@ -1,0 +1,72 @@
+"""When the kernel for Hopper serves short sequences, and its launch.
+
+Triton makes the four descriptors that it needs at every launch, 11 microseconds of the host's time each. Fewer heads than
+HOPPER_FROM are done in less, so they stay with ``short_weak_forward``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saobp.kernels.launch import is_aligned
+from saobp.kernels.problem import SHORT, Block, Problem, ceil_div, resources
+from saobp.kernels.start import HOPPER, INTERPRETED, Launch, Tiles, cuda_generation
+
+HOPPER_FROM = 2048
+BLOCK = Block(128, 128, warps=8, stages=1, registers=128)
+"""All rows at once in eight warps. With four warps rows go in two halves, and a program needs 168 registers."""
+PROGRAMS = 264
+"""Two for each multiprocessor of an H200, which hold them all at the same time."""
+
+
+@lru_cache
+def hopper_kernel() -> Any:
+    """The kernel; None where this Triton has not the language that it is written in, which is experimental."""
+    try:
+        from saobp.kernels.short_hopper import short_hopper_forward
+    except ImportError:
+        return None
+    return short_hopper_forward
+
+
+def hopper_serves(problem: Problem, weak: Block | None, *states: Tensor) -> bool:
+    """Whether the kernel for Hopper may take the place of ``short_weak_forward``, whose tile ``weak`` is."""
+    return (
+        weak is not None
+        and weak.keys == SHORT
+        and problem.dim == 64
+        and problem.dtype != torch.float32
+        and not problem.packed
+        and problem.sequences * problem.heads >= HOPPER_FROM
+        and not INTERPRETED
+        and cuda_generation(states[0].device) == HOPPER
+        and all(is_aligned(one) for one in states)
+        and hopper_kernel() is not None
+    )
+
+
+def hopper_launch(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, out: Tensor, saves: bool
+) -> Launch:
+    lines = problem.sequences * problem.heads
+    heads_each = ceil_div(lines, PROGRAMS)
+    numbers = {
+        **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
+        "lines": lines, "heads_each": heads_each, "TAIL": problem.length != SHORT, "HEARS": problem.hears,
+        "DROPS": problem.dropout > 0, "SAVES": saves, **resources(BLOCK),
+    }  # fmt: skip
+    states = {"q": query, "k": key, "v": value, "out": out}
+    tiles = {name: whole_heads(one) for name, one in states.items()}
+    return Launch(hopper_kernel(), ceil_div(lines, heads_each), numbers, query.device, tiles)
+
+
+def whole_heads(states: Tensor) -> Tiles:
+    """``[batch, heads, length, 64]`` in tiles of a head, laid out as the tensor cores want them."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return Tiles(tuple(states.shape), states.stride(), (1, 1, SHORT, states.shape[3]), layout)
