@@ -23,21 +23,21 @@ from saobp.kernels.arithmetic import head_message, head_seed, kept
 from saobp.kernels.pairs import multiply, pair_logarithm
 from saobp.kernels.short_weak import inverse_or_zero, real_or, store_lse
 
-KEYS = gl.constexpr(128)
-DIM = gl.constexpr(64)
-TILE_BYTES = gl.constexpr(2 * 128 * 64)
-COLUMNS = gl.constexpr(8)
+KEYS = tl.constexpr(128)
+DIM = tl.constexpr(64)
+TILE_BYTES = tl.constexpr(2 * 128 * 64)
+COLUMNS = tl.constexpr(8)
 """Of products that only add up."""
-POWERS = gl.constexpr(
+POWERS = tl.constexpr(
     "{ .reg .f32 x, y; fma.rn.f32 x, $2, $4, $6; fma.rn.f32 y, $3, $5, $7;"
     " ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; cvt.rn.f16x2.f32 $0, y, x;"
 )
-POWER_REGISTERS = gl.constexpr("=r,=r,f,f,f,f,f,f")
-POLYNOMIAL = gl.constexpr(
+POWER_REGISTERS = tl.constexpr("=r,=r,f,f,f,f,f,f")
+POLYNOMIAL = tl.constexpr(
     "{ .reg .b32 t, z; mov.b32 z, 0x80008000;"
     " fma.rn.f16x2 t, $1, $3, $2; fma.rn.f16x2 t, $1, t, z; fma.rn.f16x2 $0, $1, t, $1; }"
 )
-COARSE_POLYNOMIAL = gl.constexpr(POLYNOMIAL.value.replace("f16x2", "bf16x2"))
+COARSE_POLYNOMIAL = tl.constexpr(POLYNOMIAL.value.replace("f16x2", "bf16x2"))
 
 
 @gluon.constexpr_function
@@ -61,9 +61,9 @@ def narrow_layout(warps):
 @gluon.jit
 def row_sums_of(tile):
     """Sums of the rows of a tile in a half type."""
-    narrow: gl.constexpr = narrow_layout(gl.num_warps())
-    left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, narrow, 2)
+    narrow: tl.constexpr = narrow_layout(gl.num_warps())
+    left: tl.constexpr = gl.DotOperandLayout(0, narrow, 2)
+    right: tl.constexpr = gl.DotOperandLayout(1, narrow, 2)
     ones = gl.full([tile.shape[1], COLUMNS], 1.0, tile.dtype, right)
     none = gl.full([tile.shape[0], COLUMNS], 0.0, gl.float32, narrow)
     return gl.max(mma_v2(gl.convert_layout(tile, left), ones, none), 1)
@@ -92,7 +92,7 @@ def new_barrier():
 
 
 @gluon.jit
-def exponentials(raw, score_scale, high, KIND: gl.constexpr):
+def exponentials(raw, score_scale, high, KIND: tl.constexpr):
     """2^(raw score_scale - high) in float16 and in KIND.
 
     One piece of assembly from a pair's scores to what is kept of them: the compiler orders longer chains tile by
@@ -121,7 +121,7 @@ def polynomial(e, slope, bend, inverse):
 
 
 @gluon.jit
-def prior_rows(raw, bound, score_scale, KIND: gl.constexpr, GAPS: gl.constexpr):
+def prior_rows(raw, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr):
     """As ``short_weak.prior_rows``, of scores that are known."""
     if GAPS:
         raw = gl.minimum(raw, bound[None, :])
@@ -129,14 +129,15 @@ def prior_rows(raw, bound, score_scale, KIND: gl.constexpr, GAPS: gl.constexpr):
     if GAPS:
         high = gl.where(high > float("-inf"), high, 0.0)
     fine, coarse = exponentials(raw, score_scale, high[:, None], KIND)
-    total = gl.convert_layout(row_sums_of(fine), high.type.layout)
+    by_row: tl.constexpr = gl.SliceLayout(1, product_layout(KEYS, gl.num_warps()))
+    total = gl.convert_layout(row_sums_of(fine), by_row)
     return fine, coarse, high, total
 
 
 @gluon.jit
 def keep_factors(factors, inverse):
     """Puts the factors of ``short_weak.add_heard`` into shared memory ``[rows, columns]``."""
-    narrow: gl.constexpr = narrow_layout(gl.num_warps())
+    narrow: tl.constexpr = narrow_layout(gl.num_warps())
     exact = gl.convert_layout(inverse, gl.SliceLayout(1, narrow))[:, None]
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, narrow))[None, :]
     near = exact.to(gl.float16)
@@ -150,20 +151,20 @@ def short_hopper_forward(
     q_map, k_map, v_map, out_map,
     heads, group, length, lines, heads_each, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
-    TAIL: gl.constexpr, HEARS: gl.constexpr, MASKED: gl.constexpr, DROPS: gl.constexpr, SAVES: gl.constexpr,
+    TAIL: tl.constexpr, HEARS: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
     """Output of ``heads_each`` heads, and what the backward pass needs, as by ``short_weak.short_weak_forward``."""
-    WARPS: gl.constexpr = gl.num_warps()
-    ROWS: gl.constexpr = 16 * WARPS
-    PARTS: gl.constexpr = KEYS // ROWS
-    GAPS: gl.constexpr = TAIL or MASKED
-    KIND: gl.constexpr = q_map.dtype
-    scores: gl.constexpr = product_layout(KEYS, WARPS)
-    values: gl.constexpr = product_layout(DIM, WARPS)
-    totals: gl.constexpr = product_layout(COLUMNS, WARPS)
-    by_row: gl.constexpr = gl.SliceLayout(1, scores)
-    by_key: gl.constexpr = gl.SliceLayout(0, scores)
-    spread: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    WARPS: tl.constexpr = gl.num_warps()
+    ROWS: tl.constexpr = 16 * WARPS
+    PARTS: tl.constexpr = KEYS // ROWS
+    GAPS: tl.constexpr = TAIL or MASKED
+    KIND: tl.constexpr = q_map.dtype
+    scores: tl.constexpr = product_layout(KEYS, WARPS)
+    values: tl.constexpr = product_layout(DIM, WARPS)
+    totals: tl.constexpr = product_layout(COLUMNS, WARPS)
+    by_row: tl.constexpr = gl.SliceLayout(1, scores)
+    by_key: tl.constexpr = gl.SliceLayout(0, scores)
+    spread: tl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
 
     q_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], q_map.layout)
     k_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], k_map.layout)

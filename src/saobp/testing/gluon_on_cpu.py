@@ -1,0 +1,214 @@
+"""Kernels in Gluon on a CPU, through Triton's interpreter, which knows nothing of Gluon by itself.
+
+Layouts are forgotten; shared memory, barriers, the copy engine and the tensor cores are played by numpy, as late as
+they may be. What the copy engine brings is NaN until someone waits for it, and waiting for what nobody will bring is an
+error where a GPU would hang. Products that run meanwhile are computed when they begin and again when they are waited
+for, so operands that are overwritten too early are noticed. Threads are all in step, so missing barriers between them
+are not. As the interpreter's, these numbers are float16, never bfloat16.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gluon_language
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle
+
+NUMBERS = {tl.float16: np.float16, tl.float32: np.float32, tl.int64: np.int64}
+
+
+def to_tensor(values: np.ndarray, kind: Any) -> Any:
+    return tl.tensor(TensorHandle(values.copy(), kind), tl.block_type(kind, list(values.shape)))
+
+
+def plain(value: Any) -> Any:
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+def is_true(value: Any) -> bool:
+    return bool(value.handle.data.item()) if isinstance(value, tl.tensor) else bool(plain(value))
+
+
+def number(value: Any) -> int:
+    return int(value.handle.data.item()) if isinstance(value, tl.tensor) else int(plain(value))
+
+
+class Memory:
+    """A piece of shared memory, or a view of one."""
+
+    def __init__(self, kind: Any, values: np.ndarray, whole: np.ndarray) -> None:
+        self.dtype, self.values, self.whole = kind, values, whole
+        self.shape = list(values.shape)
+
+    def load(self, layout: Any) -> Any:  # noqa: ARG002
+        return to_tensor(self.values, self.dtype)
+
+    def store(self, tensor: Any) -> None:
+        assert list(tensor.handle.data.shape) == self.shape
+        self.values[...] = tensor.handle.data
+
+    def slice(self, start: Any, length: Any) -> Memory:
+        start = number(start)
+        return Memory(self.dtype, self.values[start : start + plain(length)], self.whole)
+
+    def permute(self, order: Any) -> Memory:
+        return Memory(self.dtype, self.values.transpose([plain(one) for one in order]), self.whole)
+
+    def _reinterpret(self, kind: Any, shape: Any, layout: Any) -> Memory:  # noqa: ARG002
+        shape = [plain(one) for one in shape]
+        return Memory(plain(kind), self.whole[: int(np.prod(shape))].reshape(shape), self.whole)
+
+
+@dataclass
+class Barrier:
+    """One that opens, phase by phase, when all that it expects was brought."""
+
+    opened: int = 0
+    expected: int | None = None
+    brought: list[tuple[Memory, np.ndarray]] = field(default_factory=list)
+
+    def wait(self, parity: int) -> None:
+        if self.opened % 2 == parity:
+            size = sum(values.nbytes for _, values in self.brought)
+            if self.expected is None or size != self.expected:
+                raise RuntimeError(f"would wait for ever: {self.expected} bytes expected, {size} on their way")
+            for into, values in self.brought:
+                into.values[...] = values
+            self.expected, self.brought = None, []
+            self.opened += 1
+
+
+@dataclass
+class TileMap:
+    """A tensor ``[batch, heads, length, dim]`` as the copy engine sees it: tiles of so many rows."""
+
+    tensor: Tensor
+    rows: int
+    layout: Any = None
+    dtype: Any = tl.float16
+
+    def take(self, place: list[Any]) -> np.ndarray:
+        batch, head, start, _ = map(number, place)
+        found = self.tensor[batch, head, start : start + self.rows].detach().numpy()
+        return np.pad(found, ((0, self.rows - found.shape[0]), (0, 0)))[None, None]
+
+    def put(self, place: list[Any], values: np.ndarray) -> None:
+        batch, head, start, _ = map(number, place)
+        there = self.tensor[batch, head, start : start + self.rows]
+        there.copy_(torch.from_numpy(values.reshape(self.rows, -1)[: there.shape[0]].copy()))
+
+
+@dataclass
+class Product:
+    """One that runs meanwhile."""
+
+    compute: Callable[[], np.ndarray]
+    values: np.ndarray
+
+    def wait(self) -> Any:
+        assert np.array_equal(self.compute(), self.values, equal_nan=True), "an operand was overwritten too early"
+        return to_tensor(self.values, tl.float32)
+
+
+class Hopper:
+    """What a kernel finds in place of Gluon's operations."""
+
+    def __init__(self, warps: int, assembly: dict[str, Callable[..., Any]]) -> None:
+        self.running: list[Product] = []
+        self.gl = types.SimpleNamespace(**{name: getattr(gluon_language, name) for name in dir(gluon_language)})
+        for name in ("max", "sum", "where", "minimum", "exp2", "store", "program_id"):
+            setattr(self.gl, name, lambda *given, name=name, **named: getattr(tl, name)(*given, **named))
+        self.gl.num_warps = lambda: warps
+        self.gl.static_range = lambda count: range(plain(count))
+        self.gl.arange = lambda start, end, layout: tl.arange(plain(start), plain(end))  # noqa: ARG005
+        self.gl.full = lambda shape, value, kind, layout: tl.full(  # noqa: ARG005
+            [plain(one) for one in shape], value, plain(kind)
+        )
+        self.gl.convert_layout = lambda tensor, layout: tensor  # noqa: ARG005
+        self.gl.allocate_shared_memory = self.allocate
+        self.gl.inline_asm_elementwise = lambda text, *rest: assembly[plain(text)](*rest[1])
+        self.tma = types.SimpleNamespace(
+            async_copy_global_to_shared=self.fetch,
+            async_copy_shared_to_global=lambda tiles, place, memory: tiles.put(place, memory.values),
+            store_wait=lambda pendings: None,  # noqa: ARG005
+        )
+        self.mbarrier = types.SimpleNamespace(
+            init=lambda barrier, count: None,  # noqa: ARG005
+            expect=self.expect,
+            wait=lambda barrier, parity: barrier.wait(number(parity)),
+            MBarrierLayout=lambda: Barrier,
+        )
+        self.fence_async_shared = lambda: None
+
+    def allocate(self, kind: Any, shape: Any, layout: Any) -> Any:
+        if layout is Barrier:
+            return Barrier()
+        shape = [plain(one) for one in shape]
+        whole = np.full(int(np.prod(shape)), np.nan, NUMBERS[plain(kind)])
+        return Memory(plain(kind), whole.reshape(shape), whole)
+
+    def fetch(self, tiles: TileMap, place: list[Any], barrier: Barrier, into: Memory, there: Any) -> None:
+        if is_true(there):
+            into.values[...] = np.nan
+            barrier.brought.append((into, tiles.take(place)))
+
+    def expect(self, barrier: Barrier, size: Any, there: Any = True) -> None:
+        if is_true(there):
+            assert barrier.expected is None, "expected twice"
+            barrier.expected = plain(size)
+
+    def warpgroup_mma(self, a: Any, b: Memory, acc: Any, *, use_acc: Any, is_async: bool) -> Product:
+        assert is_async
+        before = acc.values if isinstance(acc, Product) else acc.handle.data
+        left = a.values if isinstance(a, Memory) else a.handle.data
+
+        def compute() -> np.ndarray:
+            product = left.astype(np.float32) @ b.values.astype(np.float32)
+            return product + before if is_true(use_acc) else product
+
+        self.running.append(Product(compute, compute()))
+        return self.running[-1]
+
+    def warpgroup_mma_wait(self, outstanding: int, deps: tuple[Product, ...]) -> Any:
+        assert outstanding == 0
+        for product in self.running:
+            product.wait()
+        self.running = []
+        (one,) = deps
+        return to_tensor(one.values, tl.float32)
+
+    @staticmethod
+    def mma_v2(a: Any, b: Any, acc: Any) -> Any:
+        return tl.dot(a, b, acc)
+
+
+def on_cpu(
+    kernel: GluonJITFunction, warps: int, assembly: dict[str, Callable[..., Any]]
+) -> InterpretedFunction:
+    """The kernel as one of Triton's interpreter, whose maps are ``TileMap``; ``assembly`` has a function for each text."""
+    hopper = Hopper(warps, assembly)
+    scope = dict(kernel.fn.__globals__)
+    for name, value in list(scope.items()):
+        if hasattr(hopper, name) and name not in ("fetch", "expect", "allocate", "running"):
+            scope[name] = getattr(hopper, name)
+        elif isinstance(value, GluonJITFunction):
+            scope[name] = _interpreted(value, scope)
+    return _interpreted(kernel, scope)
+
+
+def _interpreted(function: GluonJITFunction, scope: dict[str, Any]) -> InterpretedFunction:
+    """With its names looked up in another scope."""
+    original = function.fn
+    copy = types.FunctionType(
+        original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
+    )
+    copy.__module__ = original.__module__
+    return InterpretedFunction(copy)
