@@ -13,6 +13,7 @@ from saobp.testing.pretended_gpu import CASES
 
 KERNELS = {
     "short": {"short_forward", "short_weak_forward", "short_backward"},
+    "hopper": {"short_hopper_forward", "short_backward"},
     "long": {
         "row_sums",
         "column_messages",

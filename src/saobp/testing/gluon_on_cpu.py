@@ -20,8 +20,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
+OPERATIONS = {
+    "gl", "tma", "mbarrier", "fence_async_shared", "mma_v2", "warpgroup_mma", "warpgroup_mma_wait"
+}  # fmt: skip
 NUMBERS = {tl.float16: np.float16, tl.float32: np.float32, tl.int64: np.int64}
 
 
@@ -86,24 +90,26 @@ class Barrier:
             self.opened += 1
 
 
-@dataclass
 class TileMap:
-    """A tensor ``[batch, heads, length, dim]`` as the copy engine sees it: tiles of so many rows."""
+    """A tensor as the copy engine sees it: tiles ``[1, 1, rows, columns]`` of ``[batch, heads, length, columns]``."""
 
-    tensor: Tensor
-    rows: int
-    layout: Any = None
-    dtype: Any = tl.float16
+    dtype = tl.float16
+
+    def __init__(self, descriptor: TensorDescriptor) -> None:
+        self.layout, self.rows = descriptor.layout, descriptor.block_shape[2]
+        self.tensor = descriptor.base.detach().as_strided(descriptor.shape, descriptor.strides)
+
+    def tile(self, place: list[Any]) -> Tensor:
+        batch, head, start, _ = map(number, place)
+        return self.tensor[batch, head, start : start + self.rows]
 
     def take(self, place: list[Any]) -> np.ndarray:
-        batch, head, start, _ = map(number, place)
-        found = self.tensor[batch, head, start : start + self.rows].detach().numpy()
+        found = self.tile(place).numpy()
         return np.pad(found, ((0, self.rows - found.shape[0]), (0, 0)))[None, None]
 
     def put(self, place: list[Any], values: np.ndarray) -> None:
-        batch, head, start, _ = map(number, place)
-        there = self.tensor[batch, head, start : start + self.rows]
-        there.copy_(torch.from_numpy(values.reshape(self.rows, -1)[: there.shape[0]].copy()))
+        there = self.tile(place)
+        there.copy_(torch.from_numpy(values[0, 0, : there.shape[0]].copy()))
 
 
 @dataclass
@@ -190,18 +196,32 @@ class Hopper:
         return tl.dot(a, b, acc)
 
 
-def on_cpu(
-    kernel: GluonJITFunction, warps: int, assembly: dict[str, Callable[..., Any]]
-) -> InterpretedFunction:
-    """The kernel as one of Triton's interpreter, whose maps are ``TileMap``; ``assembly`` has a function for each text."""
-    hopper = Hopper(warps, assembly)
+class OnCpu:
+    """A kernel in Gluon that is launched like any other; ``assembly`` has a function for each text of assembly in it."""
+
+    def __init__(self, kernel: GluonJITFunction, assembly: dict[str, Callable[..., Any]]) -> None:
+        self.kernel, self.assembly = kernel, assembly
+        self.arg_names, self.__name__ = kernel.arg_names, kernel.__name__
+        self.pre_run_hooks: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int, **_: Any) -> None:
+            scope = _scope(self.kernel, Hopper(num_warps, self.assembly))
+            maps = [TileMap(one) if isinstance(one, TensorDescriptor) else one for one in arguments]
+            _interpreted(self.kernel, scope).run(*maps, grid=grid, warmup=False)
+
+        return launch
+
+
+def _scope(kernel: GluonJITFunction, hopper: Hopper) -> dict[str, Any]:
+    """The names that a kernel knows, those of Gluon with another meaning."""
     scope = dict(kernel.fn.__globals__)
     for name, value in list(scope.items()):
-        if hasattr(hopper, name) and name not in ("fetch", "expect", "allocate", "running"):
+        if name in OPERATIONS:
             scope[name] = getattr(hopper, name)
         elif isinstance(value, GluonJITFunction):
             scope[name] = _interpreted(value, scope)
-    return _interpreted(kernel, scope)
+    return scope
 
 
 def _interpreted(function: GluonJITFunction, scope: dict[str, Any]) -> InterpretedFunction:

@@ -99,12 +99,25 @@ def _padded(length: int) -> dict[str, Any]:
     return {"padding_mask": torch.ones(1, length, dtype=torch.bool), "dropout_p": 0.1}
 
 
+def compile_hopper(launched: list[str]) -> list[str]:
+    """As "short", where the kernel for Hopper takes calls of any size."""
+    from saobp.kernels import short_hopper_launch
+
+    short_hopper_launch.HOPPER_FROM = 0
+    return (
+        compile_call(launched, "high", torch.bfloat16, 128)
+        + compile_call(launched, "high-listing", torch.bfloat16, 128)
+        + compile_call(launched, "low", torch.bfloat16, 100, **_padded(100))
+    )
+
+
 CASES: dict[str, Callable[[list[str]], list[str]]] = {
     "short": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 128)
         + compile_call(launched, "low", torch.bfloat16, 100, **_padded(100))
         + compile_call(launched, "high", torch.float16, 100, learned=True, **_padded(100))
     ),
+    "hopper": compile_hopper,
     "long": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 512)
         + compile_call(launched, "low", torch.float16, 300, learned=True, **_padded(300))
