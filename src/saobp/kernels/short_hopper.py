@@ -28,6 +28,7 @@ DIM = tl.constexpr(64)
 TILE_BYTES = tl.constexpr(2 * 128 * 64)
 COLUMNS = tl.constexpr(8)
 """Of products that only add up."""
+ROUNDS_EARLY = tl.constexpr(True)
 POWERS = tl.constexpr(
     "{ .reg .f32 x, y; fma.rn.f32 x, $2, $4, $6; fma.rn.f32 y, $3, $5, $7;"
     " ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; cvt.rn.f16x2.f32 $0, y, x;"
@@ -78,9 +79,9 @@ def place(line, heads, group):
 
 
 @gluon.jit
-def fetch(tensor_map, batch, head, into, ready, there):
+def fetch(tensor_map, batch, head, into, ready):
     """Asks the copy engine for the rows of a head."""
-    tma.async_copy_global_to_shared(tensor_map, [batch, head, 0, 0], ready, into, there)
+    tma.async_copy_global_to_shared(tensor_map, [batch, head, 0, 0], ready, into)
 
 
 @gluon.jit
@@ -110,14 +111,15 @@ def exponentials(raw, score_scale, high, KIND: tl.constexpr):
 
 
 @gluon.jit
-def polynomial(e, slope, bend, inverse):
-    """As ``short_weak.polynomial``, in one piece of assembly."""
+def polynomial(e, slope, bend, inverse, MOVABLE: tl.constexpr):
+    """As ``short_weak.polynomial``, in one piece of assembly; unless MOVABLE, at the very place where it is written."""
     slope = (slope * inverse).to(e.dtype)[:, None]
     bend = (bend * inverse * inverse).to(e.dtype)[:, None]
+    operands = [e, slope, bend]
     if e.dtype == gl.float16:
-        return gl.inline_asm_elementwise(POLYNOMIAL, "=r,r,r,r", [e, slope, bend], gl.float16, True, 2)
+        return gl.inline_asm_elementwise(POLYNOMIAL, "=r,r,r,r", operands, gl.float16, MOVABLE, 2)
     else:
-        return gl.inline_asm_elementwise(COARSE_POLYNOMIAL, "=r,r,r,r", [e, slope, bend], gl.bfloat16, True, 2)
+        return gl.inline_asm_elementwise(COARSE_POLYNOMIAL, "=r,r,r,r", operands, gl.bfloat16, MOVABLE, 2)
 
 
 @gluon.jit
@@ -130,7 +132,11 @@ def prior_rows(raw, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr):
         high = gl.where(high > float("-inf"), high, 0.0)
     fine, coarse = exponentials(raw, score_scale, high[:, None], KIND)
     by_row: tl.constexpr = gl.SliceLayout(1, product_layout(KEYS, gl.num_warps()))
-    total = gl.convert_layout(row_sums_of(fine), by_row)
+    total = row_sums_of(fine)
+    if ROUNDS_EARLY:
+        # The other sum counts for nothing. But it has the compiler round now: left for later, float32 would stay.
+        total += 0.0 * row_sums_of(coarse)
+    total = gl.convert_layout(total, by_row)
     return fine, coarse, high, total
 
 
@@ -172,6 +178,7 @@ def short_hopper_forward(
     messages = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], tile_layout())
     factors = gl.allocate_shared_memory(gl.float16, [COLUMNS, ROWS], tile_layout()).permute((1, 0))
     heard_memory = gl.allocate_shared_memory(gl.float32, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    weight_memory = gl.allocate_shared_memory(KIND, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # The output lies where messages did, which are done with by then.
     out_memory = messages._reinterpret(KIND, [1, 1, KEYS, DIM], out_map.layout)
     q = q_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
@@ -188,9 +195,9 @@ def short_hopper_forward(
     mbarrier.expect(k_ready, TILE_BYTES)
     mbarrier.expect(v_ready, TILE_BYTES)
     tl.debug_barrier()
-    fetch(q_map, batch, head, q_memory, q_ready, True)
-    fetch(k_map, batch, key_head, k_memory, k_ready, True)
-    fetch(v_map, batch, key_head, v_memory, v_ready, True)
+    fetch(q_map, batch, head, q_memory, q_ready)
+    fetch(k_map, batch, key_head, k_memory, k_ready)
+    fetch(v_map, batch, key_head, v_memory, v_ready)
     tl.debug_barrier()
 
     for turn in range(count):
@@ -215,14 +222,17 @@ def short_hopper_forward(
             raw = warpgroup_mma_wait(0, deps=(raw,))
             if part == 0:
                 tma.store_wait(0)
-            if part == PARTS - 1:
-                mbarrier.expect(q_ready, TILE_BYTES, more)
-                mbarrier.expect(k_ready, TILE_BYTES, more)
             tl.debug_barrier()
             if part == PARTS - 1:
-                fetch(q_map, next_batch, next_head, q_memory, q_ready, more)
-                fetch(k_map, next_batch, next_key_head, k_memory, k_ready, more)
+                if more:
+                    mbarrier.expect(q_ready, TILE_BYTES)
+                    mbarrier.expect(k_ready, TILE_BYTES)
+                    tl.debug_barrier()
+                    fetch(q_map, next_batch, next_head, q_memory, q_ready)
+                    fetch(k_map, next_batch, next_key_head, k_memory, k_ready)
             fine, coarse, high, total = prior_rows(raw, bound, score_scale, KIND, GAPS)
+            if part == PARTS - 1:
+                mbarrier.wait(v_ready, phase)
             rows = part * ROWS + gl.arange(0, ROWS, by_row)
             if SAVES:
                 store_lse(lse_ptr + row_base, rows, length, high, total, GAPS)
@@ -231,14 +241,13 @@ def short_hopper_forward(
                 inverse *= real_or(mask_base, rows, length, 1.0, 0.0, MASKED)
             if HEARS:
                 unit, slope, bend = pair_logarithm(message)
-                messages.store(polynomial(fine, slope.to(gl.float32), bend.to(gl.float32), inverse))
+                messages.store(polynomial(fine, slope.to(gl.float32), bend.to(gl.float32), inverse, True))
                 keep_factors(factors, inverse)
                 fence_async_shared()
                 tl.debug_barrier()
                 sums = warpgroup_mma(messages.permute((1, 0)), factors, sums, use_acc=part > 0, is_async=True)
-            waiting = waiting + (polynomial(coarse, message[2] / message[1], message[3] / message[1], inverse),)
+            waiting = waiting + (polynomial(coarse, message[2] / message[1], message[3] / message[1], inverse, False),)
 
-        mbarrier.wait(v_ready, phase)
         if HEARS:
             sums = warpgroup_mma_wait(0, deps=(sums,))
             heard_memory.store(gl.sum(sums, 1))
@@ -253,8 +262,8 @@ def short_hopper_forward(
             weight = gl.exp2(heard - gl.where(peak == float("-inf"), 0.0, peak))
             if SAVES:
                 gl.store(key_part_ptr + row_base + places, weight, mask=places < length)
-            weight = gl.convert_layout(weight.to(KIND), by_key)
-        mbarrier.expect(v_ready, TILE_BYTES, more)
+            weight_memory.store(weight.to(KIND))
+            weight = weight_memory.load(by_key)
         for part in gl.static_range(PARTS):
             refined = waiting[part]
             if HEARS:
@@ -273,6 +282,9 @@ def short_hopper_forward(
             out.slice(part * ROWS, ROWS).store(refined.to(KIND))
         fence_async_shared()
         tl.debug_barrier()
-        fetch(v_map, next_batch, next_key_head, v_memory, v_ready, more)
+        if more:
+            mbarrier.expect(v_ready, TILE_BYTES)
+            tl.debug_barrier()
+            fetch(v_map, next_batch, next_key_head, v_memory, v_ready)
         tma.async_copy_shared_to_global(out_map, [batch, head, 0, 0], out_memory)
     tma.store_wait(0)
