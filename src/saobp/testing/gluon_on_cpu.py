@@ -37,10 +37,6 @@ def plain(value: Any) -> Any:
     return value.value if isinstance(value, tl.constexpr) else value
 
 
-def is_true(value: Any) -> bool:
-    return bool(value.handle.data.item()) if isinstance(value, tl.tensor) else bool(plain(value))
-
-
 def number(value: Any) -> int:
     return int(value.handle.data.item()) if isinstance(value, tl.tensor) else int(plain(value))
 
@@ -161,15 +157,15 @@ class Hopper:
         whole = np.full(int(np.prod(shape)), np.nan, NUMBERS[plain(kind)])
         return Memory(plain(kind), whole.reshape(shape), whole)
 
-    def fetch(self, tiles: TileMap, place: list[Any], barrier: Barrier, into: Memory, there: Any) -> None:
-        if is_true(there):
-            into.values[...] = np.nan
-            barrier.brought.append((into, tiles.take(place)))
+    @staticmethod
+    def fetch(tiles: TileMap, place: list[Any], barrier: Barrier, into: Memory) -> None:
+        into.values[...] = np.nan
+        barrier.brought.append((into, tiles.take(place)))
 
-    def expect(self, barrier: Barrier, size: Any, there: Any = True) -> None:
-        if is_true(there):
-            assert barrier.expected is None, "expected twice"
-            barrier.expected = plain(size)
+    @staticmethod
+    def expect(barrier: Barrier, size: Any) -> None:
+        assert barrier.expected is None, "expected twice"
+        barrier.expected = plain(size)
 
     def warpgroup_mma(self, a: Any, b: Memory, acc: Any, *, use_acc: Any, is_async: bool) -> Product:
         assert is_async
@@ -178,7 +174,7 @@ class Hopper:
 
         def compute() -> np.ndarray:
             product = left.astype(np.float32) @ b.values.astype(np.float32)
-            return product + before if is_true(use_acc) else product
+            return product + before if plain(use_acc) else product
 
         self.running.append(Product(compute, compute()))
         return self.running[-1]
