@@ -151,7 +151,7 @@ def keep_factors(factors, inverse):
     factors.store(gl.where(column == 0, near, gl.where(column == 1, left, 0.0)))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["lines", "heads_each"])
 def short_hopper_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, anchor_ptr,
     q_map, k_map, v_map, out_map,
