@@ -1,4 +1,4 @@
-"""The kernel of short sequences for Hopper: what ``short_weak_forward`` gives, bit by bit, and the specification.
+"""The kernel of short sequences for Hopper: what ``short_weak_forward`` gives, and the specification.
 
 Without such a GPU it runs on a CPU in float16, as the other kernels do, by a stand-in for Gluon's operations.
 """
@@ -43,7 +43,7 @@ def powers(raw: Any, score_scale: Any, minus_high: Any) -> Any:
 
 
 ASSEMBLY = {
-    short_hopper.POWERS.value + " mov.b32 $1, $0; }": powers,
+    short_hopper.FINE_POWERS.value: powers,
     short_hopper.POLYNOMIAL.value: lambda e, slope, bend: boosted(e, (bend, slope, bend)),
 }
 

@@ -29,10 +29,12 @@ TILE_BYTES = tl.constexpr(2 * 128 * 64)
 COLUMNS = tl.constexpr(8)
 """Of products that only add up."""
 ROUNDS_EARLY = tl.constexpr(True)
-POWERS = tl.constexpr(
+_POWERS = (
     "{ .reg .f32 x, y; fma.rn.f32 x, $2, $4, $6; fma.rn.f32 y, $3, $5, $7;"
     " ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; cvt.rn.f16x2.f32 $0, y, x;"
 )
+BOTH_POWERS = tl.constexpr(_POWERS + " cvt.rn.bf16x2.f32 $1, y, x; }")
+FINE_POWERS = tl.constexpr(_POWERS + " mov.b32 $1, $0; }")
 POWER_REGISTERS = tl.constexpr("=r,=r,f,f,f,f,f,f")
 POLYNOMIAL = tl.constexpr(
     "{ .reg .b32 t, z; mov.b32 z, 0x80008000;"
@@ -99,27 +101,27 @@ def exponentials(raw, score_scale, high, KIND: tl.constexpr):
     One piece of assembly from a pair's scores to what is kept of them: the compiler orders longer chains tile by
     tile, which takes more registers than there are.
     """
-    if KIND == gl.float16:
+    operands = [raw, score_scale, -high]
+    if KIND.is_fp16():
         return gl.inline_asm_elementwise(
-            POWERS + " mov.b32 $1, $0; }", POWER_REGISTERS, [raw, score_scale, -high], (gl.float16, gl.float16), True, 2
+            FINE_POWERS, POWER_REGISTERS, operands, (gl.float16, gl.float16), True, 2
         )
     else:
         return gl.inline_asm_elementwise(
-            POWERS + " cvt.rn.bf16x2.f32 $1, y, x; }", POWER_REGISTERS, [raw, score_scale, -high],
-            (gl.float16, gl.bfloat16), True, 2,
-        )  # fmt: skip
+            BOTH_POWERS, POWER_REGISTERS, operands, (gl.float16, gl.bfloat16), True, 2
+        )
 
 
 @gluon.jit
-def polynomial(e, slope, bend, inverse, MOVABLE: tl.constexpr):
-    """As ``short_weak.polynomial``, in one piece of assembly; unless MOVABLE, at the very place where it is written."""
+def polynomial(e, slope, bend, inverse):
+    """As ``short_weak.polynomial``, in one piece of assembly."""
     slope = (slope * inverse).to(e.dtype)[:, None]
     bend = (bend * inverse * inverse).to(e.dtype)[:, None]
     operands = [e, slope, bend]
     if e.dtype == gl.float16:
-        return gl.inline_asm_elementwise(POLYNOMIAL, "=r,r,r,r", operands, gl.float16, MOVABLE, 2)
+        return gl.inline_asm_elementwise(POLYNOMIAL, "=r,r,r,r", operands, gl.float16, True, 2)
     else:
-        return gl.inline_asm_elementwise(COARSE_POLYNOMIAL, "=r,r,r,r", operands, gl.bfloat16, MOVABLE, 2)
+        return gl.inline_asm_elementwise(COARSE_POLYNOMIAL, "=r,r,r,r", operands, gl.bfloat16, True, 2)
 
 
 @gluon.jit
@@ -141,14 +143,54 @@ def prior_rows(raw, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr):
 
 
 @gluon.jit
-def keep_factors(factors, inverse):
-    """Puts the factors of ``short_weak.add_heard`` into shared memory ``[rows, columns]``."""
+def say(messages, factors, fine, inverse, message):
+    """Puts what rows say into shared memory, and the factors of ``short_weak.add_heard`` that normalise it."""
+    unit, slope, bend = pair_logarithm(message)
+    messages.store(polynomial(fine, slope.to(gl.float32), bend.to(gl.float32), inverse))
     narrow: tl.constexpr = narrow_layout(gl.num_warps())
     exact = gl.convert_layout(inverse, gl.SliceLayout(1, narrow))[:, None]
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, narrow))[None, :]
     near = exact.to(gl.float16)
     left = (exact - near.to(gl.float32)).to(gl.float16)
     factors.store(gl.where(column == 0, near, gl.where(column == 1, left, 0.0)))
+
+
+@gluon.jit
+def boosted_rows(coarse, inverse, message):
+    """As ``short_weak.boosted_rows``."""
+    gamma, r0, r1, r2, l0, l1, l2 = message
+    return polynomial(coarse, r1 / r0, r2 / r0, inverse)
+
+
+@gluon.jit
+def key_weights(
+    sums, memory, key_part_base, mask_base, length, message,
+    MASKED: tl.constexpr, GAPS: tl.constexpr, SAVES: tl.constexpr,
+):  # fmt: skip
+    """Factors of keys from what they heard. Each warp takes all keys, so it need not ask the others for the largest."""
+    spread: tl.constexpr = gl.BlockedLayout([KEYS // 32], [32], [gl.num_warps()], [0])
+    memory.store(gl.sum(sums, 1))
+    heard = memory.load(spread) * pair_logarithm(message)[0]
+    keys = gl.arange(0, KEYS, spread)
+    if GAPS:
+        heard = gl.minimum(heard, real_or(mask_base, keys, length, float("inf"), float("-inf"), MASKED))
+    peak = gl.max(heard, 0)
+    weight = gl.exp2(heard - gl.where(peak == float("-inf"), 0.0, peak))
+    if SAVES:
+        gl.store(key_part_base + keys, weight, mask=keys < length)
+    return weight
+
+
+@gluon.jit
+def times_values(refined, v, factor):
+    """Rows of the output. The product reads its first factor from registers, which must stay until it is done."""
+    ROWS: tl.constexpr = refined.shape[0]
+    values: tl.constexpr = product_layout(DIM, gl.num_warps())
+    refined = gl.convert_layout(refined, gl.DotOperandLayout(0, values, 2))
+    nothing = gl.full([ROWS, DIM], 0.0, gl.float32, values)
+    product = warpgroup_mma(refined, v, nothing, use_acc=False, is_async=True)
+    product, _ = warpgroup_mma_wait(0, deps=(product, refined))
+    return product * gl.convert_layout(factor, gl.SliceLayout(1, values))[:, None]
 
 
 @gluon.jit(do_not_specialize=["lines", "heads_each"])
@@ -166,19 +208,18 @@ def short_hopper_forward(
     GAPS: tl.constexpr = TAIL or MASKED
     KIND: tl.constexpr = q_map.dtype
     scores: tl.constexpr = product_layout(KEYS, WARPS)
-    values: tl.constexpr = product_layout(DIM, WARPS)
     totals: tl.constexpr = product_layout(COLUMNS, WARPS)
     by_row: tl.constexpr = gl.SliceLayout(1, scores)
     by_key: tl.constexpr = gl.SliceLayout(0, scores)
-    spread: tl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    plain: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     q_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], q_map.layout)
     k_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], k_map.layout)
     v_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], v_map.layout)
     messages = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], tile_layout())
     factors = gl.allocate_shared_memory(gl.float16, [COLUMNS, ROWS], tile_layout()).permute((1, 0))
-    heard_memory = gl.allocate_shared_memory(gl.float32, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    weight_memory = gl.allocate_shared_memory(KIND, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    heard_memory = gl.allocate_shared_memory(gl.float32, [KEYS], plain)
+    weight_memory = gl.allocate_shared_memory(KIND, [KEYS], plain)
     # The output lies where messages did, which are done with by then.
     out_memory = messages._reinterpret(KIND, [1, 1, KEYS, DIM], out_map.layout)
     q = q_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
@@ -223,13 +264,12 @@ def short_hopper_forward(
             if part == 0:
                 tma.store_wait(0)
             tl.debug_barrier()
-            if part == PARTS - 1:
-                if more:
-                    mbarrier.expect(q_ready, TILE_BYTES)
-                    mbarrier.expect(k_ready, TILE_BYTES)
-                    tl.debug_barrier()
-                    fetch(q_map, next_batch, next_head, q_memory, q_ready)
-                    fetch(k_map, next_batch, next_key_head, k_memory, k_ready)
+            if part == PARTS - 1 and more:
+                mbarrier.expect(q_ready, TILE_BYTES)
+                mbarrier.expect(k_ready, TILE_BYTES)
+                tl.debug_barrier()
+                fetch(q_map, next_batch, next_head, q_memory, q_ready)
+                fetch(k_map, next_batch, next_key_head, k_memory, k_ready)
             fine, coarse, high, total = prior_rows(raw, bound, score_scale, KIND, GAPS)
             if part == PARTS - 1:
                 mbarrier.wait(v_ready, phase)
@@ -240,46 +280,29 @@ def short_hopper_forward(
             if GAPS:
                 inverse *= real_or(mask_base, rows, length, 1.0, 0.0, MASKED)
             if HEARS:
-                unit, slope, bend = pair_logarithm(message)
-                messages.store(polynomial(fine, slope.to(gl.float32), bend.to(gl.float32), inverse, True))
-                keep_factors(factors, inverse)
+                say(messages, factors, fine, inverse, message)
                 fence_async_shared()
                 tl.debug_barrier()
                 sums = warpgroup_mma(messages.permute((1, 0)), factors, sums, use_acc=part > 0, is_async=True)
-            waiting = waiting + (polynomial(coarse, message[2] / message[1], message[3] / message[1], inverse, False),)
+            waiting += (boosted_rows(coarse, inverse, message),)
 
         if HEARS:
             sums = warpgroup_mma_wait(0, deps=(sums,))
-            heard_memory.store(gl.sum(sums, 1))
-            # Each warp takes them all, so it need not ask the others for the largest.
-            heard = heard_memory.load(spread) * pair_logarithm(message)[0]
-            places = gl.arange(0, KEYS, spread)
-            if GAPS:
-                heard = gl.minimum(
-                    heard, real_or(mask_base, places, length, float("inf"), float("-inf"), MASKED)
-                )
-            peak = gl.max(heard, 0)
-            weight = gl.exp2(heard - gl.where(peak == float("-inf"), 0.0, peak))
-            if SAVES:
-                gl.store(key_part_ptr + row_base + places, weight, mask=places < length)
+            weight = key_weights(
+                sums, heard_memory, key_part_ptr + row_base, mask_base, length, message, MASKED, GAPS, SAVES
+            )
             weight_memory.store(weight.to(KIND))
             weight = weight_memory.load(by_key)
         for part in gl.static_range(PARTS):
             refined = waiting[part]
             if HEARS:
                 refined = multiply(refined, weight[None, :])
-            total = row_sums_of(refined)
+            factor = keep_scale * inverse_or_zero(row_sums_of(refined), GAPS)
             if DROPS:
                 rows = part * ROWS + gl.arange(0, ROWS, by_row)
                 seed = head_seed(seed_ptr, row_base)
                 refined = gl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
-            refined = gl.convert_layout(refined, gl.DotOperandLayout(0, values, 2))
-            nothing = gl.full([ROWS, DIM], 0.0, gl.float32, values)
-            refined = warpgroup_mma(refined, v, nothing, use_acc=False, is_async=True)
-            refined = warpgroup_mma_wait(0, deps=(refined,))
-            factor = keep_scale * inverse_or_zero(total, GAPS)
-            refined *= gl.convert_layout(factor, gl.SliceLayout(1, values))[:, None]
-            out.slice(part * ROWS, ROWS).store(refined.to(KIND))
+            out.slice(part * ROWS, ROWS).store(times_values(refined, v, factor).to(KIND))
         fence_async_shared()
         tl.debug_barrier()
         if more:

@@ -1,10 +1,10 @@
 """Kernels in Gluon on a CPU, through Triton's interpreter, which knows nothing of Gluon by itself.
 
-Layouts are forgotten; shared memory, barriers, the copy engine and the tensor cores are played by numpy, as late as
-they may be. What the copy engine brings is NaN until someone waits for it, and waiting for what nobody will bring is an
-error where a GPU would hang. Products that run meanwhile are computed when they begin and again when they are waited
-for, so operands that are overwritten too early are noticed. Threads are all in step, so missing barriers between them
-are not. As the interpreter's, these numbers are float16, never bfloat16.
+Layouts are forgotten; shared memory, barriers, the copy engine and the tensor cores are played by numpy, as
+late as they may be. What the copy engine brings is NaN until someone waits for it, and waiting for what
+nobody will bring is an error where a GPU would hang. Products that run meanwhile are computed when they begin
+and again when they are waited for, so operands that are overwritten too early are noticed. Threads are all in
+step: a barrier that is missing between them is not noticed. There is float16, but no bfloat16.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Barrier:
         if self.opened % 2 == parity:
             size = sum(values.nbytes for _, values in self.brought)
             if self.expected is None or size != self.expected:
-                raise RuntimeError(f"would wait for ever: {self.expected} bytes expected, {size} on their way")
+                raise RuntimeError(
+                    f"would wait for ever: {self.expected} bytes expected, {size} on their way"
+                )
             for into, values in self.brought:
                 into.values[...] = values
             self.expected, self.brought = None, []
@@ -87,7 +89,7 @@ class Barrier:
 
 
 class TileMap:
-    """A tensor as the copy engine sees it: tiles ``[1, 1, rows, columns]`` of ``[batch, heads, length, columns]``."""
+    """``[batch, heads, length, columns]`` as the copy engine sees it: tiles of so many rows of a head."""
 
     dtype = tl.float16
 
@@ -115,9 +117,9 @@ class Product:
     compute: Callable[[], np.ndarray]
     values: np.ndarray
 
-    def wait(self) -> Any:
-        assert np.array_equal(self.compute(), self.values, equal_nan=True), "an operand was overwritten too early"
-        return to_tensor(self.values, tl.float32)
+    def check(self) -> None:
+        same = np.array_equal(self.compute(), self.values, equal_nan=True)
+        assert same, "an operand was overwritten too early"
 
 
 class Hopper:
@@ -125,7 +127,9 @@ class Hopper:
 
     def __init__(self, warps: int, assembly: dict[str, Callable[..., Any]]) -> None:
         self.running: list[Product] = []
-        self.gl = types.SimpleNamespace(**{name: getattr(gluon_language, name) for name in dir(gluon_language)})
+        self.gl = types.SimpleNamespace(
+            **{name: getattr(gluon_language, name) for name in dir(gluon_language)}
+        )
         for name in ("max", "sum", "where", "minimum", "exp2", "store", "program_id"):
             setattr(self.gl, name, lambda *given, name=name, **named: getattr(tl, name)(*given, **named))
         self.gl.num_warps = lambda: warps
@@ -179,13 +183,13 @@ class Hopper:
         self.running.append(Product(compute, compute()))
         return self.running[-1]
 
-    def warpgroup_mma_wait(self, outstanding: int, deps: tuple[Product, ...]) -> Any:
+    def warpgroup_mma_wait(self, outstanding: int, deps: tuple[Any, ...]) -> Any:
         assert outstanding == 0
         for product in self.running:
-            product.wait()
+            product.check()
         self.running = []
-        (one,) = deps
-        return to_tensor(one.values, tl.float32)
+        done = tuple(to_tensor(one.values, tl.float32) if isinstance(one, Product) else one for one in deps)
+        return done if len(done) > 1 else done[0]
 
     @staticmethod
     def mma_v2(a: Any, b: Any, acc: Any) -> Any:
@@ -193,7 +197,7 @@ class Hopper:
 
 
 class OnCpu:
-    """A kernel in Gluon that is launched like any other; ``assembly`` has a function for each text of assembly in it."""
+    """A kernel in Gluon, launched like any other; ``assembly`` has a function for each text of assembly."""
 
     def __init__(self, kernel: GluonJITFunction, assembly: dict[str, Callable[..., Any]]) -> None:
         self.kernel, self.assembly = kernel, assembly
