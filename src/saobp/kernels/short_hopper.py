@@ -29,6 +29,7 @@ TILE_BYTES = tl.constexpr(2 * 128 * 64)
 COLUMNS = tl.constexpr(8)
 """Of products that only add up."""
 ROUNDS_EARLY = tl.constexpr(True)
+INTERLEAVED = tl.constexpr(True)
 _POWERS = (
     "{ .reg .f32 x, y; fma.rn.f32 x, $2, $4, $6; fma.rn.f32 y, $3, $5, $7;"
     " ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; cvt.rn.f16x2.f32 $0, y, x;"
@@ -70,6 +71,20 @@ def row_sums_of(tile):
     ones = gl.full([tile.shape[1], COLUMNS], 1.0, tile.dtype, right)
     none = gl.full([tile.shape[0], COLUMNS], 0.0, gl.float32, narrow)
     return gl.max(mma_v2(gl.convert_layout(tile, left), ones, none), 1)
+
+
+@gluon.jit
+def turns(lines):
+    """First line of a program, how far the next one is from it, and how many there are.
+
+    INTERLEAVED: programs that run side by side work on neighbours, whose states are neighbours in memory.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    each = (lines + programs - 1) // programs
+    if INTERLEAVED:
+        return program, programs, (lines - program + programs - 1) // programs
+    else:
+        return program * each, each * 0 + 1, gl.minimum(each, lines - program * each)
 
 
 @gluon.jit
@@ -193,15 +208,15 @@ def times_values(refined, v, factor):
     return product * gl.convert_layout(factor, gl.SliceLayout(1, values))[:, None]
 
 
-@gluon.jit(do_not_specialize=["lines", "heads_each"])
+@gluon.jit(do_not_specialize=["lines"])
 def short_hopper_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, anchor_ptr,
     q_map, k_map, v_map, out_map,
-    heads, group, length, lines, heads_each, score_scale, drop_threshold, keep_scale,
+    heads, group, length, lines, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     TAIL: tl.constexpr, HEARS: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """Output of ``heads_each`` heads, and what the backward pass needs, as by ``short_weak.short_weak_forward``."""
+    """Output of several heads, and what the backward pass needs, as by ``short_weak.short_weak_forward``."""
     WARPS: tl.constexpr = gl.num_warps()
     ROWS: tl.constexpr = 16 * WARPS
     PARTS: tl.constexpr = KEYS // ROWS
@@ -229,8 +244,7 @@ def short_hopper_forward(
     q_ready, k_ready, v_ready = new_barrier(), new_barrier(), new_barrier()
     fence_async_shared()
 
-    first = gl.program_id(0) * heads_each
-    count = gl.minimum(heads_each, lines - first)
+    first, step, count = turns(lines)
     batch, head, key_head = place(first, heads, group)
     mbarrier.expect(q_ready, TILE_BYTES)
     mbarrier.expect(k_ready, TILE_BYTES)
@@ -244,8 +258,8 @@ def short_hopper_forward(
     for turn in range(count):
         phase = turn & 1
         more = turn + 1 < count
-        batch, head, _ = place(first + turn, heads, group)
-        next_batch, next_head, next_key_head = place(first + turn + 1, heads, group)
+        batch, head, _ = place(first + turn * step, heads, group)
+        next_batch, next_head, next_key_head = place(first + (turn + 1) * step, heads, group)
         row_base = (batch.to(gl.int64) * heads + head) * length
         mask_base = mask_ptr + batch.to(gl.int64) * length
         message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)

@@ -53,15 +53,15 @@ def hopper_launch(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, out: Tensor, saves: bool
 ) -> Launch:
     lines = problem.sequences * problem.heads
-    heads_each = ceil_div(lines, PROGRAMS)
     numbers = {
         **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
-        "lines": lines, "heads_each": heads_each, "TAIL": problem.length != SHORT, "HEARS": problem.hears,
+        "lines": lines, "TAIL": problem.length != SHORT, "HEARS": problem.hears,
         "DROPS": problem.dropout > 0, "SAVES": saves, **resources(BLOCK),
     }  # fmt: skip
     states = {"q": query, "k": key, "v": value, "out": out}
     tiles = {name: whole_heads(one) for name, one in states.items()}
-    return Launch(hopper_kernel(), ceil_div(lines, heads_each), numbers, query.device, tiles)
+    programs = ceil_div(lines, ceil_div(lines, PROGRAMS))
+    return Launch(hopper_kernel(), programs, numbers, query.device, tiles)
 
 
 def whole_heads(states: Tensor) -> Tiles:
