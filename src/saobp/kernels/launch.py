@@ -22,7 +22,7 @@ from saobp.kernels.problem import (
     strides,
     tensor_looks,
 )
-from saobp.kernels.start import Piece, Series, Tiles, has_copy_engine, lay_out, remembered
+from saobp.kernels.start import Piece, Series, Tiles, has_copy_engine, is_aligned, lay_out, remembered
 
 MAPPED_FROM = 1 << 27
 """Entries of all maps from which on the copy engine fetches tiles: describing a tensor to it takes the host some time."""
@@ -67,12 +67,6 @@ def copies_tiles(problem: Problem, *states: Tensor) -> bool:
         and has_copy_engine(states[0].device)
         and all(is_aligned(one) for one in states)
     )
-
-
-def is_aligned(states: Tensor) -> bool:
-    """The copy engine wants addresses and strides in units of 16 bytes."""
-    *others, last = states.stride()
-    return last == 1 and states.data_ptr() % 16 == 0 and all(one > 0 and one % 8 == 0 for one in others)
 
 
 class Plan(NamedTuple):

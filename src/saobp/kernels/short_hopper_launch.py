@@ -10,12 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
-from saobp.kernels.launch import is_aligned
 from saobp.kernels.problem import SHORT, Block, Problem, ceil_div, resources
-from saobp.kernels.start import HOPPER, INTERPRETED, Launch, Tiles, cuda_generation
+from saobp.kernels.start import HOPPER, INTERPRETED, Launch, Tiles, cuda_generation, is_aligned
 
+TRITONS = ("3.6.", "3.7.")
+"""Versions whose Gluon, which is experimental, the kernel is known to compile with."""
 HOPPER_FROM = 2048
 BLOCK = Block(128, 128, warps=8, stages=1, registers=128)
 """All rows at once in eight warps. With four warps rows go in two halves, and a program needs 168 registers."""
@@ -25,11 +27,11 @@ PROGRAMS = 264
 
 @lru_cache
 def hopper_kernel() -> Any:
-    """The kernel; None where this Triton has not the language that it is written in, which is experimental."""
-    try:
-        from saobp.kernels.short_hopper import short_hopper_forward
-    except ImportError:
+    """The kernel; None in a Triton whose Gluon may be another."""
+    if not triton.__version__.startswith(TRITONS):
         return None
+    from saobp.kernels.short_hopper import short_hopper_forward
+
     return short_hopper_forward
 
 

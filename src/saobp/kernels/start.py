@@ -158,6 +158,12 @@ def cuda_generation(device: torch.device) -> int:
     return target.arch if target.backend == "cuda" else 0
 
 
+def is_aligned(states: Tensor) -> bool:
+    """Whether the copy engine can fetch half types from there: addresses and strides in units of 16 bytes."""
+    *others, last = states.stride()
+    return last == 1 and states.data_ptr() % 16 == 0 and all(one > 0 and one % 8 == 0 for one in others)
+
+
 def is_watched(*kernels: Any) -> bool:
     """Whether someone asked Triton to be told of launches, as profilers do."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
