@@ -100,7 +100,7 @@ def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, sa
     out = empty_states(problem, query)
     weak = weak_block(problem)
     kernel = short_weak.short_weak_forward if weak else short.short_forward
-    numbers = _numbers(problem, query, key, value, weak or short_block(problem, backward=False))
+    numbers = call_numbers(problem, query, key, value, weak or short_block(problem, backward=False))
     numbers |= strides("o", out) | {"SAVES": saves}
     launch = Launch(kernel, problem.sequences * problem.heads, numbers, query.device)
     return Plan(launch, out.shape, out.stride(), saved_shapes(problem) if saves else ())
@@ -108,7 +108,7 @@ def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, sa
 
 def plan_backward(problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Plan:
     dq = empty_states(problem, query)
-    numbers = _numbers(problem, query, key, value, short_block(problem, backward=True))
+    numbers = call_numbers(problem, query, key, value, short_block(problem, backward=True))
     numbers |= strides("g", grad) | strides("d", dq)
     launch = Launch(
         short.short_backward,
@@ -144,7 +144,7 @@ def short_block(problem: Problem, backward: bool) -> Block:
     return Block(keys, keys, warps=8 if large else 4, stages=1)
 
 
-def _numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor, block: Block) -> dict[str, Any]:
+def call_numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor, block: Block) -> dict[str, Any]:
     return {
         **strides("q", query), **strides("k", key), **strides("v", value),
         **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,

@@ -14,14 +14,14 @@ from saobp.kernels.registered import differentiable, learns, registered
 from saobp.kernels.short_launch import run_short_backward, run_short_forward, saved_shapes
 
 
-def _fake_output(
+def fake_output(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> Tensor:  # fmt: skip
     return empty_states(Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound), query)
 
 
-@registered("short_refined_output", _fake_output)
+@registered("short_refined_output", fake_output)
 def short_refined_output(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
@@ -74,10 +74,12 @@ def short_refined_attention_backward(
     )  # fmt: skip
 
 
-def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def saved_but_output(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """All but the output: the backward pass has the whole map and needs no product with it."""
     ctx.save_for_backward(*inputs[:7], *output[1:])
     ctx.numbers = inputs[7:]
 
 
-differentiable(short_refined_attention, partial(gradients, short_refined_attention_backward), _saved)
+differentiable(
+    short_refined_attention, partial(gradients, short_refined_attention_backward), saved_but_output
+)
