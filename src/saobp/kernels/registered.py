@@ -37,16 +37,11 @@ def learns(*tensors: Tensor) -> bool:
 def output_of(operator: OpOverload, arguments: tuple[Any, ...], *, learning: bool) -> Tensor:
     """The first output of an operator; where nothing learns, past the layer that only gives it gradients."""
     if learning or torch.compiler.is_compiling():
-        outputs: Tensor | tuple[Tensor, ...] = operator(*arguments)
+        outputs: tuple[Tensor, ...] = operator(*arguments)
     else:
         with torch._C._AutoDispatchBelowAutograd():
             outputs = operator(*arguments)
-    return all_of(outputs)[0]
-
-
-def all_of(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Outputs of an operator, which gives a single one by itself."""
-    return (outputs,) if isinstance(outputs, Tensor) else outputs
+    return outputs[0]
 
 
 def refuse_tangents(*tensors: Tensor) -> None:
@@ -83,12 +78,12 @@ def differentiable(
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs_and_keys: Any) -> Tensor | tuple[Tensor, ...]:
+        def forward(ctx: Any, *inputs_and_keys: Any) -> tuple[Tensor, ...]:
             *inputs, keys = inputs_and_keys
             output = below(keys, *inputs)
-            ctx.mark_non_differentiable(*all_of(output)[1:])
+            ctx.mark_non_differentiable(*output[1:])
             ctx.set_materialize_grads(False)  # zeros for the others would be launches
-            save(ctx, tuple(inputs), all_of(output))
+            save(ctx, tuple(inputs), output)
             return output
 
         @staticmethod
@@ -101,16 +96,14 @@ def differentiable(
                 found = backward(ctx, grad)
             return *OnlyOnce.apply(len(found), *found, grad, *ctx.saved_tensors), None
 
-    def below(keys: Any, *inputs: Any) -> Tensor | tuple[Tensor, ...]:
+    def below(keys: Any, *inputs: Any) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            output: Tensor | tuple[Tensor, ...] = operator.redispatch(
-                keys & torch._C._after_autograd_keyset, *inputs
-            )
+            output: tuple[Tensor, ...] = operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
         return output
 
-    def autograd(keys: Any, *inputs: Any) -> Tensor | tuple[Tensor, ...]:
+    def autograd(keys: Any, *inputs: Any) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            output: Tensor | tuple[Tensor, ...] = Differentiable.apply(*inputs, keys)
+            output: tuple[Tensor, ...] = Differentiable.apply(*inputs, keys)
             return output
         return below(keys, *inputs)
 

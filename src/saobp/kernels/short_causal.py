@@ -136,7 +136,7 @@ def store_output(
 
 @triton.jit
 def short_causal_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr, past_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
@@ -144,7 +144,10 @@ def short_causal_forward(
     HEARS: tl.constexpr, CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output of one head of one sequence of at most ROWS tokens, or if SPLIT twice as many; not TAIL: exactly."""
+    """Output of one head of one sequence of at most ROWS tokens, or if SPLIT twice as many; not TAIL: exactly.
+
+    What the first part's keys hear from its rows goes to ``past``: the backward pass begins with the second part.
+    """
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
@@ -170,6 +173,8 @@ def short_causal_forward(
         DIM, BLOCK_DIM, False, PRECISE, MASKED, DROPS, PRECISION,
     )  # fmt: skip
     if SPLIT:
+        if HEARS:
+            tl.store(past_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS), past)
         q_2 = load_rows(q_base, ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
         k_2 = load_rows(k_base, ROWS, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
         v_2 = load_rows(v_base, ROWS, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)

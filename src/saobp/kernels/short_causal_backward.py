@@ -1,7 +1,7 @@
 """Gradients of short strict causal attention in one launch; the letters are those of ``causal_backward``.
 
-The whole map is at hand and is worked out once more, so nothing but the inputs is kept. D, sums over later rows and E
-are sums of what is used: in collapsed heads gradients are what is left after large terms cancel.
+The whole map is at hand and is worked out once more, later rows first, since earlier ones need sums over them. D, those
+sums and E are sums of what is used: in collapsed heads gradients are what is left after large terms cancel.
 """
 
 from __future__ import annotations
@@ -27,83 +27,112 @@ from saobp.kernels.short_causal import refined_rows
 
 
 @triton.jit
-def dropped_weights(
-    refined, d_rows, rows, keys, seed, drop_threshold, keep_scale, KIND: tl.constexpr, DROPS: tl.constexpr
+def value_weights(
+    refined, rows, keys, seed, drop_threshold, keep_scale, KIND: tl.constexpr, DROPS: tl.constexpr
 ):  # fmt: skip
-    """Weights as they meet values, in the type KIND, and gradients as they come back through dropout."""
+    """Weights as they meet values, in the type KIND, turned around for the gradient of values."""
     if DROPS:
         keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
-        d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-        return rounded(tl.where(keep, refined * keep_scale, 0.0), KIND), d_rows
-    else:
-        return rounded(refined, KIND), d_rows
+        refined = tl.where(keep, refined * keep_scale, 0.0)
+    return tl.trans(rounded(refined, KIND))
 
 
 @triton.jit
-def belief_gradients(
-    refined, refined_before, grad, v, v_before, start, seed, drop_threshold, keep_scale,
-    BEFORE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+def weight_gradients(
+    grad, v, rows, keys, seed, drop_threshold, keep_scale, DROPS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """dT of a part's rows, on its own keys and on those BEFORE, and the weights that gradients of values are made of."""
-    local = tl.arange(0, grad.shape[0])
+    """Gradients of refined weights, as they come back through dropout."""
+    d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    if DROPS:
+        keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
+        d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+    return d_rows
+
+
+@triton.jit
+def message_gradients(
+    a, d_beliefs, later, rows_real, message,
+    KIND: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dT + gamma H of a tile, and its part of E; ``later`` is the sum of dT over the rows of later parts."""
+    if HEARS:
+        earlier = smaller(d_beliefs.shape[0], KIND)
+        g = tl.dot(earlier, rounded(d_beliefs, KIND), input_precision="ieee") + later[None, :]
+    else:
+        g = -d_beliefs
+    d_message = message_gradient(a, g, rows_real[:, None], message, PRECISE, MASKED)
+    return d_beliefs + message[0] * d_message, tl.sum(d_message, 1)
+
+
+@triton.jit
+def part_gradients(
+    dk, dv, later, past, q, k, v, grad, k_before, v_before, real, before_real, start, tokens, message,
+    dq_base, dk_base, dv_base, d_row, strength_grad_base, scale, score_scale, seed, drop_threshold, keep_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BEFORE: tl.constexpr, HEARS: tl.constexpr, CAREFUL: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Stores dQ and E of a part's rows and, added to what later rows gave them, dK and dV of its keys.
+
+    Gives what its rows give keys BEFORE: dK, dV and the sum of dT.
+    """
+    ROWS: tl.constexpr = q.shape[0]
+    KIND: tl.constexpr = q.dtype
+    local = tl.arange(0, ROWS)
     rows = start + local
+    a, a_before, refined, refined_before, _ = refined_rows(
+        q, k, k_before, real, before_real, past, message, score_scale,
+        BEFORE, HEARS, CAREFUL, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
     total = tl.sum(refined, 1)
     if BEFORE:
         total += tl.sum(refined_before, 1)
     inverse = inverse_or_zero(total, MASKED)[:, None]
     refined *= inverse
-    refined_before *= inverse
-    d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-    dropped, d_rows = dropped_weights(
-        refined, d_rows, rows, rows, seed, drop_threshold, keep_scale, grad.dtype, DROPS
-    )
-    delta = tl.sum(refined * d_rows, 1)
+    weights = value_weights(refined, rows, rows, seed, drop_threshold, keep_scale, KIND, DROPS)
+    dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
+    store_rows(dv_base, start, tokens, d_row, dv, ROWS, DIM, BLOCK_DIM)
     if BEFORE:
-        d_before = tl.dot(grad, tl.trans(v_before), input_precision=PRECISION)
-        dropped_before, d_before = dropped_weights(
-            refined_before, d_before, rows, local, seed, drop_threshold, keep_scale, grad.dtype, DROPS
+        refined_before *= inverse
+        weights = value_weights(refined_before, rows, local, seed, drop_threshold, keep_scale, KIND, DROPS)
+        dv = tl.dot(weights, grad, input_precision=PRECISION)
+
+    d_beliefs = weight_gradients(grad, v, rows, rows, seed, drop_threshold, keep_scale, DROPS, PRECISION)
+    delta = tl.sum(refined * d_beliefs, 1)
+    if BEFORE:
+        d_before = weight_gradients(
+            grad, v_before, rows, local, seed, drop_threshold, keep_scale, DROPS, PRECISION
         )
         delta += tl.sum(refined_before * d_before, 1)
-        return (
-            refined * (d_rows - delta[:, None]), refined_before * (d_before - delta[:, None]), dropped, dropped_before
-        )  # fmt: skip
-    else:
-        d_beliefs = refined * (d_rows - delta[:, None])
-        return d_beliefs, d_beliefs, dropped, dropped
+        d_before = refined_before * (d_before - delta[:, None])
+    d_beliefs = refined * (d_beliefs - delta[:, None])
 
-
-@triton.jit
-def sums_of_later(d_beliefs, later, KIND: tl.constexpr, HEARS: tl.constexpr):
-    """g: of every row and key the sum of dT over the rows that hear it; ``later`` is that of rows of later parts."""
-    if HEARS:
-        earlier = smaller(d_beliefs.shape[0], KIND)
-        return tl.dot(earlier, rounded(d_beliefs, KIND), input_precision="ieee") + later[None, :]
-    else:
-        return -d_beliefs
-
-
-@triton.jit
-def score_gradients(
-    a, a_before, d_beliefs, d_before, later, rows_real, message,
-    BEFORE: tl.constexpr, KIND: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """dS of a part's rows, on its own keys and on those BEFORE, rounded to KIND, and E."""
-    gamma = message[0]
-    g = sums_of_later(d_beliefs, later, KIND, HEARS)
-    d_message = message_gradient(a, g, rows_real[:, None], message, PRECISE, MASKED)
-    strength_grad = tl.sum(d_message, 1)
+    d_scores, strength_grad = message_gradients(
+        a, d_beliefs, later, real, message, KIND, HEARS, PRECISE, MASKED
+    )
     if BEFORE:
-        g = sums_of_later(d_before, later, KIND, HEARS)
-        d_message_before = message_gradient(a_before, g, rows_real[:, None], message, PRECISE, MASKED)
-        strength_grad += tl.sum(d_message_before, 1)
-        d_before += gamma * (d_message_before - a_before * strength_grad[:, None])
-    d_beliefs += gamma * (d_message - a * strength_grad[:, None])
-    return rounded(d_beliefs, KIND), rounded(d_before, KIND), strength_grad
+        later = tl.sum(d_before, 0)
+        d_before, other = message_gradients(
+            a_before, d_before, tl.zeros([ROWS], tl.float32), real, message, KIND, HEARS, PRECISE, MASKED
+        )
+        strength_grad += other
+    tl.store(strength_grad_base + rows, strength_grad, mask=rows < tokens)
+    row_term = (message[0] * strength_grad)[:, None]
+    d_scores = rounded(d_scores - a * row_term, KIND)
+    dq = tl.dot(d_scores, k, input_precision=PRECISION)
+    dk = tl.dot(tl.trans(d_scores), q, dk, input_precision=PRECISION) * scale
+    store_rows(dk_base, start, tokens, d_row, dk, ROWS, DIM, BLOCK_DIM)
+    if BEFORE:
+        d_scores = rounded(d_before - a_before * row_term, KIND)
+        dq = tl.dot(d_scores, k_before, dq, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(d_scores), q, input_precision=PRECISION)
+    store_rows(dq_base, start, tokens, d_row, dq * scale, ROWS, DIM, BLOCK_DIM)
+    return dk, dv, later
 
 
 @triton.jit
 def short_causal_backward(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr, dq_ptr, dk_ptr, dv_ptr, strength_grad_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr, past_ptr,
+    dq_ptr, dk_ptr, dv_ptr, strength_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, scale, score_scale, drop_threshold, keep_scale,
@@ -115,7 +144,6 @@ def short_causal_backward(
     """dQ, dK and dV of one head, and the gradient of its gamma row by row; parts of rows as in ``short_causal``."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     rows = tl.arange(0, ROWS)
-    KIND: tl.constexpr = q_ptr.dtype.element_ty
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
@@ -128,78 +156,32 @@ def short_causal_backward(
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
-    q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
     k = load_rows(k_base, 0, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
     v = load_rows(v_base, 0, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
-    grad = load_rows(g_base, 0, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
     real = real_tokens(mask_base, rows, tokens, MASKED)
-    later = tl.zeros([ROWS], tl.float32)
-    a, _, refined, _, past = refined_rows(
-        q, k, k, real, real, later, message, score_scale, False, HEARS, CAREFUL, PRECISE, MASKED, PRECISION
-    )
-    d_beliefs, _, weights, _ = belief_gradients(
-        refined, refined, grad, v, v, 0, seed, drop_threshold, keep_scale, False, MASKED, DROPS, PRECISION
-    )
-    dv = tl.dot(tl.trans(weights), grad, input_precision=PRECISION)
     dk = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    dv = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    later = tl.zeros([ROWS], tl.float32)
+    past = tl.zeros([ROWS], tl.float32)
     if SPLIT:
-        q_2 = load_rows(q_base, ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        k_2 = load_rows(k_base, ROWS, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        v_2 = load_rows(v_base, ROWS, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        grad_2 = load_rows(g_base, ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        real_2 = real_tokens(mask_base, ROWS + rows, tokens, MASKED)
-        a_2, a_21, refined_2, refined_21, _ = refined_rows(
-            q_2,
-            k_2,
-            k,
-            real_2,
-            real,
-            past,
-            message,
-            score_scale,
-            True,
-            HEARS,
-            CAREFUL,
-            PRECISE,
-            MASKED,
-            PRECISION,
-        )
-        d_beliefs_2, d_beliefs_21, weights_2, weights_21 = belief_gradients(
-            refined_2,
-            refined_21,
-            grad_2,
-            v_2,
-            v,
-            ROWS,
-            seed,
-            drop_threshold,
-            keep_scale,
-            True,
-            MASKED,
-            DROPS,
-            PRECISION,
-        )
-        dv_2 = tl.dot(tl.trans(weights_2), grad_2, input_precision=PRECISION)
-        store_rows(dv_ptr + d_offset, ROWS, tokens, d_row, dv_2, ROWS, DIM, BLOCK_DIM)
-        dv = tl.dot(tl.trans(weights_21), grad_2, dv, input_precision=PRECISION)
-        d_scores_2, d_scores_21, strength_grad_2 = score_gradients(
-            a_2, a_21, d_beliefs_2, d_beliefs_21, later, real_2, message, True, KIND, HEARS, PRECISE, MASKED
-        )
-        later = tl.sum(d_beliefs_21, 0)
-        strength_grad_base = strength_grad_ptr + row_base + ROWS
-        tl.store(strength_grad_base + rows, strength_grad_2, mask=ROWS + rows < tokens)
-        dq_2 = tl.dot(d_scores_2, k_2, input_precision=PRECISION)
-        dq_2 = tl.dot(d_scores_21, k, dq_2, input_precision=PRECISION) * scale
-        store_rows(dq_ptr + d_offset, ROWS, tokens, d_row, dq_2, ROWS, DIM, BLOCK_DIM)
-        dk_2 = tl.dot(tl.trans(d_scores_2), q_2, input_precision=PRECISION) * scale
-        store_rows(dk_ptr + d_offset, ROWS, tokens, d_row, dk_2, ROWS, DIM, BLOCK_DIM)
-        dk = tl.dot(tl.trans(d_scores_21), q_2, input_precision=PRECISION)
-    store_rows(dv_ptr + d_offset, 0, tokens, d_row, dv, ROWS, DIM, BLOCK_DIM)
-    d_scores, _, strength_grad = score_gradients(
-        a, a, d_beliefs, d_beliefs, later, real, message, False, KIND, HEARS, PRECISE, MASKED
-    )
-    tl.store(strength_grad_ptr + row_base + rows, strength_grad, mask=rows < tokens)
-    dq = tl.dot(d_scores, k, input_precision=PRECISION) * scale
-    store_rows(dq_ptr + d_offset, 0, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
-    dk = tl.dot(tl.trans(d_scores), q, dk, input_precision=PRECISION) * scale
-    store_rows(dk_ptr + d_offset, 0, tokens, d_row, dk, ROWS, DIM, BLOCK_DIM)
+        if HEARS:
+            past = tl.load(past_ptr + tl.program_id(0) * ROWS + rows)
+        q = load_rows(q_base, ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        own_k = load_rows(k_base, ROWS, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        own_v = load_rows(v_base, ROWS, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        grad = load_rows(g_base, ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        own_real = real_tokens(mask_base, ROWS + rows, tokens, MASKED)
+        dk, dv, later = part_gradients(
+            dk, dv, later, past, q, own_k, own_v, grad, k, v, own_real, real, ROWS, tokens, message,
+            dq_ptr + d_offset, dk_ptr + d_offset, dv_ptr + d_offset, d_row, strength_grad_ptr + row_base,
+            scale, score_scale, seed, drop_threshold, keep_scale,
+            DIM, BLOCK_DIM, True, HEARS, CAREFUL, PRECISE, MASKED, DROPS, PRECISION,
+        )  # fmt: skip
+    q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+    grad = load_rows(g_base, 0, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
+    part_gradients(
+        dk, dv, later, past, q, k, v, grad, k, v, real, real, 0, tokens, message,
+        dq_ptr + d_offset, dk_ptr + d_offset, dv_ptr + d_offset, d_row, strength_grad_ptr + row_base,
+        scale, score_scale, seed, drop_threshold, keep_scale,
+        DIM, BLOCK_DIM, False, HEARS, CAREFUL, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip

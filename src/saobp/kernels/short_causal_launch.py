@@ -15,7 +15,7 @@ from saobp.kernels.start import Launch, remembered
 ROWS = 64
 """Rows of a part; with more tokens there are two parts."""
 
-FORWARD_WARPS, BACKWARD_WARPS = 4, 8
+FORWARD_WARPS, BACKWARD_WARPS = 4, 4
 
 _plans: dict[Hashable, Plan] = {}
 
@@ -23,21 +23,32 @@ _plans: dict[Hashable, Plan] = {}
 def run_short_causal_forward(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output, and what the keys of the first of two parts hear from its rows."""
     numbers = (longest, scale, dropout, sign, hears, bound)
     looks = (*call_looks(query, key, value, strength, mask, cu, seed), *numbers)
     problem = Problem.of(query, key, mask, cu, *numbers)
     plan = remembered(_plans, looks, plan_forward, problem, query, key, value)
     out = query.new_empty_strided(plan.sizes, plan.strides)
+    past = query.new_empty(plan.vectors[0], dtype=torch.float32)
     plan.launch(
-        query, key, value, out, given(mask, strength), given(cu, strength), given(seed, strength), strength
+        query,
+        key,
+        value,
+        out,
+        given(mask, strength),
+        given(cu, strength),
+        given(seed, strength),
+        strength,
+        past,
     )
-    return out
+    return out, past
 
 
 def run_short_causal_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
-    seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
+    seed: Tensor | None, past: Tensor,
+    longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv with one key head per query head, and the gradient of gamma row by row."""
     numbers = (longest, scale, dropout, sign, hears, bound)
@@ -47,7 +58,7 @@ def run_short_causal_backward(
     dq, dk, dv = (query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3))
     dgamma = query.new_empty(plan.vectors[0], dtype=torch.float32)
     plan.launch(
-        query, key, value, grad, given(mask, strength), given(cu, strength), given(seed, strength), strength,
+        query, key, value, grad, given(mask, strength), given(cu, strength), given(seed, strength), strength, past,
         dq, dk, dv, dgamma,
     )  # fmt: skip
     return dq, dk, dv, dgamma
@@ -60,7 +71,7 @@ def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) ->
     numbers |= {"SPLIT": block.rows < block.keys}
     kernel = short_causal.short_causal_forward
     launch = Launch(kernel, problem.sequences * problem.heads, numbers, query.device)
-    return Plan(launch, out.shape, out.stride(), ())
+    return Plan(launch, out.shape, out.stride(), (past_shape(problem),))
 
 
 def plan_backward(problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Plan:
@@ -73,7 +84,12 @@ def plan_backward(problem: Problem, grad: Tensor, query: Tensor, key: Tensor, va
     return Plan(launch, dq.shape, dq.stride(), (problem.rows_shape,))
 
 
+def past_shape(problem: Problem) -> tuple[int, ...]:
+    """One number per head and key of the first part, if there is a second one that hears it."""
+    return (problem.sequences, problem.heads, ROWS) if problem.hears and all_keys(problem) > ROWS else (0,)
+
+
 def causal_parts(problem: Problem, warps: int) -> Block:
     """Rows of a part and keys of all parts."""
     keys = all_keys(problem)
-    return Block(min(keys, ROWS), keys, warps=warps if keys > 32 else 4, stages=1)
+    return Block(min(keys, ROWS), keys, warps=warps, stages=1)

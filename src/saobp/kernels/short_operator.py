@@ -14,14 +14,14 @@ from saobp.kernels.registered import differentiable, learns, registered
 from saobp.kernels.short_launch import run_short_backward, run_short_forward, saved_shapes
 
 
-def fake_output(
+def _fake_output(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
 ) -> Tensor:  # fmt: skip
     return empty_states(Problem.of(query, key, mask, cu, longest, scale, dropout, sign, hears, bound), query)
 
 
-@registered("short_refined_output", fake_output)
+@registered("short_refined_output", _fake_output)
 def short_refined_output(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mask: Tensor | None, cu: Tensor | None,
     seed: Tensor | None, longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
