@@ -94,7 +94,6 @@ def part_gradients(
     if BEFORE:
         refined_before *= inverse
         weights = value_weights(refined_before, rows, local, seed, drop_threshold, keep_scale, KIND, DROPS)
-        dv = tl.dot(weights, grad, input_precision=PRECISION)
 
     d_beliefs = weight_gradients(grad, v, rows, rows, seed, drop_threshold, keep_scale, DROPS, PRECISION)
     delta = tl.sum(refined * d_beliefs, 1)
@@ -106,6 +105,9 @@ def part_gradients(
         d_before = refined_before * (d_before - delta[:, None])
     d_beliefs = refined * (d_beliefs - delta[:, None])
 
+    # Another number to the compiler, or it would keep 1 - gamma a of the whole map until here, in registers.
+    gamma, r0, r1, r2, l0, l1, l2 = message
+    message = (gamma + 0.0 * score_scale, r0, r1, r2, l0, l1, l2)
     d_scores, strength_grad = message_gradients(
         a, d_beliefs, later, real, message, KIND, HEARS, PRECISE, MASKED
     )
@@ -125,6 +127,7 @@ def part_gradients(
         d_scores = rounded(d_before - a_before * row_term, KIND)
         dq = tl.dot(d_scores, k_before, dq, input_precision=PRECISION)
         dk = tl.dot(tl.trans(d_scores), q, input_precision=PRECISION)
+        dv = tl.dot(weights, grad, input_precision=PRECISION)
     store_rows(dq_base, start, tokens, d_row, dq * scale, ROWS, DIM, BLOCK_DIM)
     return dk, dv, later
 
