@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,10 +13,8 @@ from saobp.kernels.problem import Block, Problem, empty_states, given, strides
 from saobp.kernels.short_launch import Plan, all_keys, call_looks, call_numbers
 from saobp.kernels.start import Launch, remembered
 
-ROWS = 64
-"""Rows of a part; with more tokens there are two parts."""
-
-FORWARD_WARPS, BACKWARD_WARPS = 4, 4
+FORWARD, BACKWARD = Block(64, 128, stages=1, registers=168), Block(64, 128, stages=1)
+"""Rows of a part, and keys of both parts. More warps would not share a part's tiles but each compute them all."""
 
 _plans: dict[Hashable, Plan] = {}
 
@@ -27,8 +26,9 @@ def run_short_causal_forward(
     """Output, and what the keys of the first of two parts hear from its rows."""
     numbers = (longest, scale, dropout, sign, hears, bound)
     looks = (*call_looks(query, key, value, strength, mask, cu, seed), *numbers)
-    problem = Problem.of(query, key, mask, cu, *numbers)
-    plan = remembered(_plans, looks, plan_forward, problem, query, key, value)
+    plan = remembered(
+        _plans, looks, lambda: plan_forward(Problem.of(query, key, mask, cu, *numbers), query, key, value)
+    )
     out = query.new_empty_strided(plan.sizes, plan.strides)
     past = query.new_empty(plan.vectors[0], dtype=torch.float32)
     plan.launch(
@@ -53,8 +53,11 @@ def run_short_causal_backward(
     """dq, dk and dv with one key head per query head, and the gradient of gamma row by row."""
     numbers = (longest, scale, dropout, sign, hears, bound)
     looks = (grad.stride(), grad.dtype, *call_looks(query, key, value, strength, mask, cu, seed), *numbers)
-    problem = Problem.of(query, key, mask, cu, *numbers)
-    plan = remembered(_plans, looks, plan_backward, problem, grad, query, key, value)
+    plan = remembered(
+        _plans,
+        looks,
+        lambda: plan_backward(Problem.of(query, key, mask, cu, *numbers), grad, query, key, value),
+    )
     dq, dk, dv = (query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3))
     dgamma = query.new_empty(plan.vectors[0], dtype=torch.float32)
     plan.launch(
@@ -66,7 +69,7 @@ def run_short_causal_backward(
 
 def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Plan:
     out = empty_states(problem, query)
-    block = causal_parts(problem, FORWARD_WARPS)
+    block = parts(problem, FORWARD)
     numbers = call_numbers(problem, query, key, value, block) | strides("o", out)
     numbers |= {"SPLIT": block.rows < block.keys}
     kernel = short_causal.short_causal_forward
@@ -76,7 +79,7 @@ def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) ->
 
 def plan_backward(problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Plan:
     dq = empty_states(problem, query)
-    block = causal_parts(problem, BACKWARD_WARPS)
+    block = parts(problem, BACKWARD)
     numbers = call_numbers(problem, query, key, value, block) | strides("g", grad) | strides("d", dq)
     numbers |= {"SPLIT": block.rows < block.keys, "scale": problem.scale}
     kernel = short_causal_backward.short_causal_backward
@@ -86,10 +89,13 @@ def plan_backward(problem: Problem, grad: Tensor, query: Tensor, key: Tensor, va
 
 def past_shape(problem: Problem) -> tuple[int, ...]:
     """One number per head and key of the first part, if there is a second one that hears it."""
-    return (problem.sequences, problem.heads, ROWS) if problem.hears and all_keys(problem) > ROWS else (0,)
+    if not problem.hears or problem.longest <= FORWARD.rows:
+        return (0,)
+    return (problem.sequences, problem.heads, FORWARD.rows)
 
 
-def causal_parts(problem: Problem, warps: int) -> Block:
-    """Rows of a part and keys of all parts."""
-    keys = all_keys(problem)
-    return Block(min(keys, ROWS), keys, warps=warps, stages=1)
+def parts(problem: Problem, block: Block) -> Block:
+    """As few rows and keys as take in the longest sequence; a cap on registers is for head sizes up to 64."""
+    keys = min(block.keys, all_keys(problem))
+    registers = block.registers if problem.dim <= 64 else None
+    return replace(block, rows=min(block.rows, keys), keys=keys, registers=registers)
