@@ -52,12 +52,15 @@ def sent_by(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def add_heard(scores, sent, past, message, HEARS: tl.constexpr, PRECISE: tl.constexpr):
+def beliefs_of(scores, sent, message, HEARS: tl.constexpr, PRECISE: tl.constexpr):
     """Log beliefs of a tile: scores and what its rows hear. Without HEARS that is their own message, inverted."""
     unit = message_unit(message, PRECISE)
     if HEARS:
-        heard = tl.dot(larger(sent.shape[0], sent.dtype), sent, input_precision="ieee")
-        return scores + (past + unit * heard)
+        earlier = (larger(sent.shape[0], tl.float32) * unit).to(sent.dtype)
+        if PRECISE == 2:
+            return scores + tl.dot(earlier, sent, input_precision="ieee")
+        else:
+            return tl.dot(earlier, sent, scores)
     else:
         return scores - unit * sent.to(tl.float32)
 
@@ -91,11 +94,13 @@ def refined_rows(
     a *= inverse
     a_before *= inverse
     sent = sent_by(a, rows_real, message, PRECISE, MASKED)
-    beliefs = add_heard(scores, sent, 0.0, message, HEARS, PRECISE)
+    beliefs = beliefs_of(scores, sent, message, HEARS, PRECISE)
     beliefs_before = beliefs
     if BEFORE:
         sent_before = sent_by(a_before, rows_real, message, PRECISE, MASKED)
-        beliefs_before = add_heard(scores_before, sent_before, past[None, :], message, HEARS, PRECISE)
+        if HEARS:
+            scores_before += past[None, :]
+        beliefs_before = beliefs_of(scores_before, sent_before, message, HEARS, PRECISE)
     elif HEARS:
         past = tl.sum(sent.to(tl.float32), 0) * message_unit(message, PRECISE)
     if CAREFUL:

@@ -52,12 +52,14 @@ def weight_gradients(
 @triton.jit
 def message_gradients(
     a, d_beliefs, later, rows_real, message,
-    KIND: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    LAST: tl.constexpr, KIND: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dT + gamma H of a tile, and its part of E; ``later`` is the sum of dT over the rows of later parts."""
+    """dT + gamma H of a tile, and its part of E; if not LAST, ``later`` is the sum of dT over rows of later parts."""
     if HEARS:
         earlier = smaller(d_beliefs.shape[0], KIND)
-        g = tl.dot(earlier, rounded(d_beliefs, KIND), input_precision="ieee") + later[None, :]
+        g = tl.dot(earlier, rounded(d_beliefs, KIND), input_precision="ieee")
+        if not LAST:
+            g += later[None, :]
     else:
         g = -d_beliefs
     d_message = message_gradient(a, g, rows_real[:, None], message, PRECISE, MASKED)
@@ -109,12 +111,12 @@ def part_gradients(
     gamma, r0, r1, r2, l0, l1, l2 = message
     message = (gamma + 0.0 * score_scale, r0, r1, r2, l0, l1, l2)
     d_scores, strength_grad = message_gradients(
-        a, d_beliefs, later, real, message, KIND, HEARS, PRECISE, MASKED
+        a, d_beliefs, later, real, message, BEFORE, KIND, HEARS, PRECISE, MASKED
     )
     if BEFORE:
         later = tl.sum(d_before, 0)
         d_before, other = message_gradients(
-            a_before, d_before, tl.zeros([ROWS], tl.float32), real, message, KIND, HEARS, PRECISE, MASKED
+            a_before, d_before, later, real, message, True, KIND, HEARS, PRECISE, MASKED
         )
         strength_grad += other
     tl.store(strength_grad_base + rows, strength_grad, mask=rows < tokens)
