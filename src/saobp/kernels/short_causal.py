@@ -168,6 +168,10 @@ def short_causal_forward(
     q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
     k = load_rows(k_base, 0, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
     v = load_rows(v_base, 0, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
+    if SPLIT:
+        q_2 = load_rows(q_base, ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        k_2 = load_rows(k_base, ROWS, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        v_2 = load_rows(v_base, ROWS, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
     real = real_tokens(mask_base, tl.arange(0, ROWS), tokens, MASKED)
     past = tl.zeros([ROWS], tl.float32)
     _, _, refined, _, past = refined_rows(
@@ -180,9 +184,6 @@ def short_causal_forward(
     if SPLIT:
         if HEARS:
             tl.store(past_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS), past)
-        q_2 = load_rows(q_base, ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        k_2 = load_rows(k_base, ROWS, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        v_2 = load_rows(v_base, ROWS, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
         real_2 = real_tokens(mask_base, ROWS + tl.arange(0, ROWS), tokens, MASKED)
         _, _, refined_2, refined_21, _ = refined_rows(
             q_2,
