@@ -24,6 +24,7 @@ from saobp.kernels.causal_backward import message_gradient
 from saobp.kernels.pairs import rounded
 from saobp.kernels.short import inverse_or_zero
 from saobp.kernels.short_causal import refined_rows
+from saobp.kernels.short_weak import fetch_ahead
 
 
 @triton.jit
@@ -161,29 +162,32 @@ def short_causal_backward(
     seed = tl.zeros([], tl.uint32)
     if DROPS:
         seed = head_seed(seed_ptr, row_base)
-    q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
     k = load_rows(k_base, 0, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
     v = load_rows(v_base, 0, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
-    grad = load_rows(g_base, 0, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
     real = real_tokens(mask_base, rows, tokens, MASKED)
     dk = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     dv = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     later = tl.zeros([ROWS], tl.float32)
     past = tl.zeros([ROWS], tl.float32)
     if SPLIT:
+        # Loaded now, they would take the shared memory that a second program on the multiprocessor needs.
+        fetch_ahead(q_base, tokens, q_row, ROWS)
+        fetch_ahead(g_base, tokens, g_row, ROWS)
         if HEARS:
             past = tl.load(past_ptr + tl.program_id(0) * ROWS + rows)
-        own_q = load_rows(q_base, ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        q = load_rows(q_base, ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
         own_k = load_rows(k_base, ROWS, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
         own_v = load_rows(v_base, ROWS, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        own_grad = load_rows(g_base, ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        grad = load_rows(g_base, ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
         own_real = real_tokens(mask_base, ROWS + rows, tokens, MASKED)
         dk, dv, later = part_gradients(
-            dk, dv, later, past, own_q, own_k, own_v, own_grad, k, v, own_real, real, ROWS, tokens, message,
+            dk, dv, later, past, q, own_k, own_v, grad, k, v, own_real, real, ROWS, tokens, message,
             dq_ptr + d_offset, dk_ptr + d_offset, dv_ptr + d_offset, d_row, strength_grad_ptr + row_base,
             scale, score_scale, seed, drop_threshold, keep_scale,
             DIM, BLOCK_DIM, True, HEARS, CAREFUL, PRECISE, MASKED, DROPS, PRECISION,
         )  # fmt: skip
+    q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+    grad = load_rows(g_base, 0, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
     part_gradients(
         dk, dv, later, past, q, k, v, grad, k, v, real, real, 0, tokens, message,
         dq_ptr + d_offset, dk_ptr + d_offset, dv_ptr + d_offset, d_row, strength_grad_ptr + row_base,
