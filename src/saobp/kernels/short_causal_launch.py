@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saobp.kernels import short_causal, short_causal_backward
 from saobp.kernels.problem import Block, Problem, empty_states, given, strides
-from saobp.kernels.short_launch import Plan, all_keys, call_looks, call_numbers
+from saobp.kernels.short_launch import Plan, all_keys, call_looks, call_numbers, filled_gradients
 from saobp.kernels.start import Launch, remembered
 
 FORWARD, BACKWARD = Block(64, 128, stages=1, registers=168), Block(64, 128, stages=1)
@@ -32,16 +32,8 @@ def run_short_causal_forward(
     out = query.new_empty_strided(plan.sizes, plan.strides)
     past = query.new_empty(plan.vectors[0], dtype=torch.float32)
     plan.launch(
-        query,
-        key,
-        value,
-        out,
-        given(mask, strength),
-        given(cu, strength),
-        given(seed, strength),
-        strength,
-        past,
-    )
+        query, key, value, out, given(mask, strength), given(cu, strength), given(seed, strength), strength, past,
+    )  # fmt: skip
     return out, past
 
 
@@ -58,13 +50,10 @@ def run_short_causal_backward(
         looks,
         lambda: plan_backward(Problem.of(query, key, mask, cu, *numbers), grad, query, key, value),
     )
-    dq, dk, dv = (query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3))
-    dgamma = query.new_empty(plan.vectors[0], dtype=torch.float32)
-    plan.launch(
-        query, key, value, grad, given(mask, strength), given(cu, strength), given(seed, strength), strength, past,
-        dq, dk, dv, dgamma,
+    return filled_gradients(
+        plan, query, key, value, grad, given(mask, strength), given(cu, strength), given(seed, strength),
+        strength, past,
     )  # fmt: skip
-    return dq, dk, dv, dgamma
 
 
 def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Plan:

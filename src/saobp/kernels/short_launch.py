@@ -72,12 +72,17 @@ def run_short_backward(
         looks,
         lambda: plan_backward(Problem.of(query, key, mask, cu, *numbers), grad, query, key, value),
     )
+    return filled_gradients(
+        plan, query, key, value, grad, given(mask, strength), given(cu, strength), given(seed, strength),
+        lse, strength, key_part, anchor,
+    )  # fmt: skip
+
+
+def filled_gradients(plan: Plan, query: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launches a backward pass on its tensors, of which the last four are new: dq, dk, dv and gamma's row by row."""
     dq, dk, dv = (query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3))
     dgamma = query.new_empty(plan.vectors[0], dtype=torch.float32)
-    plan.launch(
-        query, key, value, grad, given(mask, strength), given(cu, strength), given(seed, strength),
-        lse, strength, key_part, anchor, dq, dk, dv, dgamma,
-    )  # fmt: skip
+    plan.launch(query, *others, dq, dk, dv, dgamma)
     return dq, dk, dv, dgamma
 
 
