@@ -23,6 +23,7 @@ KERNELS = {
         "key_gradient",
     },
     "causal": {"causal_row_sums", "weak_messages", "weak_output", "weak_climb", "weak_query_gradient"},
+    "short causal": {"short_causal_forward", "short_causal_backward"},
     "elemmul": {"row_sums", "elemmul_output", "elemmul_key_gradient"},
 }
 

@@ -55,10 +55,12 @@ def call(options: dict[str, Any], backend: str) -> Tensor:
     return saobp.attention(**{"refinement": HIGH, **options}, backend=backend)
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["short", "short causal"])
 @pytest.mark.parametrize("name", [name for name in varied() if name != "plain"])
-def test_calls_in_turn_do_not_get_each_others_plan(name: str) -> None:
+def test_calls_in_turn_do_not_get_each_others_plan(name: str, is_causal: bool) -> None:
     calls = varied()
     for options in (calls["plain"], calls[name], calls["plain"], calls[name]):
+        options = {**options, "is_causal": is_causal}
         with torch.no_grad():
             found, expected = call(options, "fused"), call(options, "reference")
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
@@ -144,15 +146,17 @@ def test_what_is_saved_has_no_gaps(pieces: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("strength", [0.2, 8.0])
-def test_inference_gives_the_bits_of_training(strength: float, padded: bool) -> None:
+def test_inference_gives_the_bits_of_training(strength: float, is_causal: bool, padded: bool) -> None:
     inputs = attention_inputs(
         2, 2, 20, 16, padding="right" if padded else None, dtype=torch.float16, device=DEVICE
     )
     query, key, value, _ = inputs.leaves()
     call = lambda: saobp.attention(  # noqa: E731
-        query, key, value, Refinement("high", strength), padding_mask=inputs.padding_mask, backend="fused"
-    )
+        query, key, value, Refinement("high", strength), is_causal=is_causal,
+        padding_mask=inputs.padding_mask, backend="fused",
+    )  # fmt: skip
     trained = call()
     with torch.no_grad():
         inferred = call()

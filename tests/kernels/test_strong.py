@@ -24,7 +24,7 @@ def attend(*states: Tensor, backend: str = "fused", **options: object) -> Tensor
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("length", [1, 15])
+@pytest.mark.parametrize("length", [1, 15, 140])
 def test_the_strongest_allowed_stay_finite_on_collapsed_heads(
     length: int, causal: bool, dtype: torch.dtype
 ) -> None:

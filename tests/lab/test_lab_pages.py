@@ -48,6 +48,7 @@ def runs(tmp_path: Path) -> Path:
         write_json(own / "result.json", result)
         write_json(own / f"seed-{one.model.seed}" / "result.json", result)
         write_json(own / f"seed-{one.model.seed}" / "record.json", record(one.model.seed, seconds=5.0))
+        write_json(own / f"seed-{one.model.seed}" / "recipe.json", {"kind": "finetune", "task": one.task})
     for measured in plan.measured():
         path = measured.file(folder)
         path.parent.mkdir(parents=True, exist_ok=True)

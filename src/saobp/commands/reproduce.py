@@ -54,6 +54,9 @@ def reproduce(
     pack: Annotated[Path | None, typer.Option(help="Keep small files of finished runs packed here.")] = None,
     pack_models: Annotated[str, typer.Option(help="Pack models of runs of such names too.")] = "",
     unpack: Annotated[Path | None, typer.Option(help="First unpack what --pack made there.")] = None,
+    restore: Annotated[
+        bool, typer.Option("--restore", help="Take runs that only pages in --out know of from their records.")
+    ] = False,
     jobs: Annotated[int, typer.Option(help="Processes that share the work of a stage.", min=1)] = 1,
 ) -> None:
     """Rerun the paper's tables and figures, and set them beside ours."""
@@ -77,6 +80,7 @@ def reproduce(
         from saobp.lab.bundle import unpack as unpacked
         from saobp.lab.clock import Deadline
         from saobp.lab.plan import Plan
+        from saobp.lab.restore import restore as restored
         from saobp.lab.session import Places, Session, shared_stage
 
         size = get_scale(scale)
@@ -96,6 +100,8 @@ def reproduce(
             return
         if unpack is not None:
             say(f"unpacked {len(unpacked(unpack, places.runs, say))} files")
+        if restore:
+            say(f"restored {len(restored(chosen, places.runs, places.out))} runs")
         _show_plan(console, chosen, places, stages, jobs)
         if plan:
             return

@@ -74,12 +74,17 @@ def run_short_backward(
         looks,
         lambda: plan_backward(Problem.of(query, key, mask, cu, *numbers), grad, query, key, value),
     )
+    return filled_gradients(
+        plan, query, key, value, grad, given(mask, strength), given(cu, strength), given(seed, strength),
+        lse, strength, key_part, anchor,
+    )  # fmt: skip
+
+
+def filled_gradients(plan: Plan, query: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launches a backward pass on its tensors, of which the last four are new: dq, dk, dv and gamma's row by row."""
     dq, dk, dv = (query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3))
     dgamma = query.new_empty(plan.vectors[0], dtype=torch.float32)
-    plan.launch(
-        query, key, value, grad, given(mask, strength), given(cu, strength), given(seed, strength),
-        lse, strength, key_part, anchor, dq, dk, dv, dgamma,
-    )  # fmt: skip
+    plan.launch(query, *others, dq, dk, dv, dgamma)
     return dq, dk, dv, dgamma
 
 
@@ -105,7 +110,7 @@ def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, sa
     if hopper_serves(problem, weak, query, key, value):
         return Plan(hopper_launch(problem, query, key, value, out, saves), out.shape, out.stride(), vectors)
     kernel = short_weak.short_weak_forward if weak else short.short_forward
-    numbers = _numbers(problem, query, key, value, weak or short_block(problem, backward=False))
+    numbers = call_numbers(problem, query, key, value, weak or short_block(problem, backward=False))
     numbers |= strides("o", out) | {"SAVES": saves}
     launch = Launch(kernel, problem.sequences * problem.heads, numbers, query.device)
     return Plan(launch, out.shape, out.stride(), vectors)
@@ -113,7 +118,7 @@ def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, sa
 
 def plan_backward(problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Plan:
     dq = empty_states(problem, query)
-    numbers = _numbers(problem, query, key, value, short_block(problem, backward=True))
+    numbers = call_numbers(problem, query, key, value, short_block(problem, backward=True))
     numbers |= strides("g", grad) | strides("d", dq)
     launch = Launch(
         short.short_backward,
@@ -149,7 +154,7 @@ def short_block(problem: Problem, backward: bool) -> Block:
     return Block(keys, keys, warps=8 if large else 4, stages=1)
 
 
-def _numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor, block: Block) -> dict[str, Any]:
+def call_numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor, block: Block) -> dict[str, Any]:
     return {
         **strides("q", query), **strides("k", key), **strides("v", value),
         **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,

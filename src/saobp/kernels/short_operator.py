@@ -74,10 +74,12 @@ def short_refined_attention_backward(
     )  # fmt: skip
 
 
-def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def saved_but_output(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """All but the output: the backward pass has the whole map and needs no product with it."""
     ctx.save_for_backward(*inputs[:7], *output[1:])
     ctx.numbers = inputs[7:]
 
 
-differentiable(short_refined_attention, partial(gradients, short_refined_attention_backward), _saved)
+differentiable(
+    short_refined_attention, partial(gradients, short_refined_attention_backward), saved_but_output
+)

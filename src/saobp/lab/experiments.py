@@ -32,6 +32,7 @@ class Experiment:
     tasks:     that the BERT models are fine-tuned on
     seeds:     how many, unless the command says otherwise
     corpora:   corpora that all of this is repeated on alone, beside the mixture
+    logs:      whether its page also draws what runs log while they train
     """
 
     name: str
@@ -44,6 +45,7 @@ class Experiment:
     tasks: tuple[str, ...] = ()
     seeds: int = 3
     corpora: tuple[str, ...] = field(default=())
+    logs: bool = False
 
 
 EXPERIMENTS = {
@@ -55,6 +57,7 @@ EXPERIMENTS = {
             "Held-out perplexity of every method",
             "No such table. Here are all methods at the same tokens, in pairs of the same seed.",
             bert=EVERY,
+            logs=True,
         ),
         Experiment(
             "gtd",
@@ -105,6 +108,7 @@ EXPERIMENTS = {
             "GTD within a layer follows perplexity and accuracy at least as closely as GTD across layers.",
             bert=("original", "high"),
             tasks=("sst2", "hellaswag", "race-middle"),
+            logs=True,
         ),
         Experiment(
             "sparsity",
@@ -147,6 +151,7 @@ EXPERIMENTS = {
             "GTD follows accuracy (|r| > 0.5) and falls with perplexity.",
             bert=("original", "high"),
             tasks=("sst2", "hellaswag", "race-middle"),
+            logs=True,
         ),
         Experiment(
             "layers",

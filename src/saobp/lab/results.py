@@ -154,4 +154,11 @@ def _recorded(name: str, kind: str, run: RunFolder) -> dict[str, Any]:
     """The record and result of a run; older records hold whole folders in their command."""
     record = run.record
     command = without_folders(shlex.split(record.get("command", "")))
-    return {"run": name, "kind": kind, **record, "command": command, "result": run.result}
+    return {
+        "run": name,
+        "kind": kind,
+        **record,
+        "command": command,
+        "recipe": run.recipe,
+        "result": run.result,
+    }

@@ -144,7 +144,7 @@ class Session:
     def _tabulate(self) -> None:
         from saobp.lab.tabulate import tabulate
 
-        for path in tabulate(self.plan, self.places.runs, self.places.out):
+        for path in tabulate(self.plan, self.places.runs, self.places.out, self.say):
             self.say(f"wrote {path}")
         self.write_page()
 

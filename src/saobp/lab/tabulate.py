@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from saobp.lab.experiments import EXPERIMENTS
+from saobp.lab.experiments import EXPERIMENTS, Experiment
 from saobp.lab.page import ANSWERS, Page, markdown_table
 from saobp.lab.pages import PAGES
 from saobp.lab.plan import Plan
+from saobp.lab.restore import RESTORED, recorded_runs
 from saobp.lab.results import Results
 from saobp.lab.scales import SCALES
+from saobp.lab.sharing import Say
 from saobp.lab.statistics import UNDECIDED, Status
 from saobp.training.files import read_json
 
@@ -25,19 +27,42 @@ SECTIONS: dict[Status, str] = {
 }
 
 
-def tabulate(plan: Plan, runs: Path, out: Path) -> list[Path]:
-    """Write the pages of the plan's experiments that have anything to show, and the overview."""
+def tabulate(plan: Plan, runs: Path, out: Path, say: Say = print) -> list[Path]:
+    """Write the pages of the plan's experiments that have anything to show, and the overview.
+
+    A page that is there is not written over by one with less behind it; a sentence says so.
+    """
     written = []
     for experiment in plan.experiments:
         results = Results(plan, experiment, runs)
         results.check()
         records = results.records()
-        if records:
+        loss = _loss(experiment, plan, records, runs, out)
+        if loss:
+            say(loss)
+        elif records:
             page = Page(experiment, plan.scale)
             PAGES[experiment.name](results, page)
             if page.has_something_to_say:
                 written += page.write(out, records, results.missing())
     return [*written, write_overview(out)]
+
+
+def _loss(experiment: Experiment, plan: Plan, records: list[dict[str, Any]], runs: Path, out: Path) -> str:
+    """What a page that is there would lose if it were written anew, in a sentence; empty if nothing."""
+    there = recorded_runs(out, plan.scale.name, experiment.name)
+    absent = [name for name in there if name not in {record["run"] for record in records}]
+    page = out / experiment.name / f"{plan.scale.name}.md"
+    if absent:
+        return (
+            f"{page} stays as it is: of the {len(there)} runs behind it, {len(absent)} are not in {runs}, "
+            f"{absent[0]} for one; bring them with --unpack or --restore, or name another --out"
+        )
+    logged = {record["run"] for record in records if not record.get(RESTORED)}
+    mute = [name for name, record in there.items() if name not in logged and not record.get(RESTORED)]
+    if experiment.logs and mute:
+        return f"{page} stays as it is: it draws what runs log, and that of {mute[0]} is not in {runs}"
+    return ""
 
 
 def write_overview(out: Path) -> Path:

@@ -123,6 +123,11 @@ CASES: dict[str, Callable[[list[str]], list[str]]] = {
         + compile_call(launched, "low", torch.float16, 300, learned=True, **_padded(300))
     ),
     "causal": lambda launched: compile_call(launched, "high", torch.bfloat16, 512, is_causal=True),
+    "short causal": lambda launched: (
+        compile_call(launched, "high", torch.bfloat16, 128, is_causal=True)
+        + compile_call(launched, "low", torch.float16, 100, is_causal=True, learned=True, **_padded(100))
+        + compile_call(launched, "high-listing", torch.bfloat16, 30, is_causal=True)
+    ),
     "elemmul": lambda launched: compile_call(launched, "elemmul", torch.float16, 256),
 }
 

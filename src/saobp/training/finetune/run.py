@@ -68,8 +68,7 @@ def finetune(
     results: dict[int, dict[str, Any]] = {}
     for seed in chosen:
         results[seed] = session.one(folder / f"seed-{seed}", seed, progress)
-    summary = summarise(task, results)
-    summary["truncated"] = results[chosen[0]]["truncated"]
+    summary = summarise(results)
     write_json(folder / "result.json", summary)
     return summary
 
@@ -197,16 +196,18 @@ def outcome(lines: Iterable[Mapping[str, Any]], main: str, metrics: Iterable[str
     }
 
 
-def summarise(task: Task, results: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """All seeds of a task in one object: means and standard deviations (0 for a single seed)."""
+def summarise(results: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Results of all seeds of a task in one object: means and standard deviations (0 for a single seed)."""
     kept = ("best", "last", "best_epoch", "best_metrics", "last_metrics")
+    shared = ("partial", "rows", "official_rows", "files", "notes", "truncated")
+    first = next(iter(results.values()))
     return {
-        "task": task.spec.name,
-        "metric": task.spec.main_metric,
+        "task": first["task"],
+        "metric": first["metric"],
         "seeds": {str(seed): {name: result[name] for name in kept} for seed, result in results.items()},
         "best": _spread([result["best"] for result in results.values()]),
         "last": _spread([result["last"] for result in results.values()]),
-        **task.describe(),
+        **{name: first[name] for name in shared},
     }
 
 

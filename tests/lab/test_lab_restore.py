@@ -1,0 +1,149 @@
+"""Runs whose folders are gone come back from records, and no page is written over by a poorer one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from saobp.cli import app
+from saobp.lab import choose_experiments, get_scale
+from saobp.lab.plan import Plan
+from saobp.lab.restore import RESTORED, restore
+from saobp.lab.tabulate import tabulate
+from saobp.testing.runs import make_run, record, write_json
+from saobp.training.runs import RunError, RunFolder
+
+MINI = get_scale("mini")
+PLAN = Plan(choose_experiments("steps"), MINI, 3)
+STEPS = {"original": 30.0, "high": 30.1, "two-steps": 31.0, "three-steps": 31.5}
+
+
+def _plant(runs: Path, plan: Plan, methods: tuple[str, ...] = tuple(STEPS)) -> None:
+    for model in plan.trained():
+        if model.method.key in methods:
+            run = make_run(model.folder(runs), seed=model.seed, layers=2, heads=3)
+            write_json(run / "recipe.json", {"kind": "pretrain", **model.recipe.to_dict()})
+            perplexity = STEPS.get(model.method.key, 30.0) + model.seed / 100
+            write_json(
+                run / "result.json",
+                {"eval_perplexity": perplexity, "tokens": model.recipe.tokens, "strengths": None},
+            )
+
+
+def _tune(runs: Path, plan: Plan) -> None:
+    for one in plan.tuned():
+        score = 60.0 + one.model.seed
+        metrics = {"matthews": score}
+        result = {
+            "task": one.task, "seed": one.model.seed, "metric": "matthews", "best": score, "last": score,
+            "best_epoch": 1, "best_metrics": metrics, "last_metrics": metrics, "truncated": 0.0,
+            "partial": False, "rows": {}, "official_rows": {}, "files": {}, "notes": [],
+        }  # fmt: skip
+        folder = one.folder(runs) / f"seed-{one.model.seed}"
+        folder.mkdir(parents=True)
+        write_json(folder / "result.json", result)
+        write_json(folder / "record.json", record(one.model.seed, seconds=5.0))
+        write_json(folder / "recipe.json", {"kind": "finetune", "task": one.task})
+        whole = {"task": one.task, "metric": "matthews", "last": {"mean": score}, "partial": False}
+        write_json(one.folder(runs) / "result.json", whole)
+
+
+def test_a_page_of_restored_runs_is_the_same_page(tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "results"
+    plan = Plan(choose_experiments("steps,glue"), MINI, 2)
+    _plant(runs, plan, (*STEPS, "low", "elemmul"))
+    _tune(runs, plan)
+    tabulate(plan, runs, out)
+    pages = {name: (out / name / "mini.md").read_text() for name in ("steps", "glue")}
+    shutil.rmtree(runs)
+    made = restore(plan, runs, out)
+    assert len(made) == len(plan.trained()) + len(plan.tuned())
+    tabulate(plan, runs, out)
+    assert {name: (out / name / "mini.md").read_text() for name in pages} == pages
+    assert all(one[RESTORED] for one in json.loads((out / "steps" / "mini-runs.json").read_text()))
+
+
+def test_new_runs_join_restored_ones(tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    _plant(tmp_path / "first", PLAN, ("original", "high", "two-steps"))
+    tabulate(PLAN, tmp_path / "first", out)
+    _plant(tmp_path / "second", PLAN, ("three-steps",))
+    assert len(restore(PLAN, tmp_path / "second", out)) == 9
+    tabulate(PLAN, tmp_path / "second", out)
+    page = (out / "steps" / "mini.md").read_text()
+    assert "| High, three steps: a lower perplexity than one step | no | +1.400" in page
+    assert not json.loads((out / "steps" / "mini.json").read_text())["missing"]
+
+
+def test_a_run_that_is_there_is_not_restored(tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "results"
+    _plant(runs, PLAN)
+    tabulate(PLAN, runs, out)
+    assert restore(PLAN, runs, out) == []
+    assert RESTORED not in RunFolder(PLAN.trained()[0].folder(runs)).record
+
+
+def test_a_record_of_another_budget_is_refused(tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "results"
+    _plant(runs, PLAN)
+    tabulate(PLAN, runs, out)
+    path = out / "steps" / "mini-runs.json"
+    path.write_text(path.read_text().replace('"tokens": 262144000', '"tokens": 1000'))
+    with pytest.raises(RunError, match="1,000 tokens and seed 42, the plan of 262,144,000"):
+        restore(PLAN, tmp_path / "none", out)
+
+
+def test_a_page_is_not_written_over_by_one_with_fewer_runs(tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "results"
+    _plant(runs, PLAN)
+    tabulate(PLAN, runs, out)
+    before = (out / "steps" / "mini.md").read_text()
+    gone = PLAN.trained()[-1]
+    shutil.rmtree(gone.folder(runs))
+    told: list[str] = []
+    tabulate(PLAN, runs, out, told.append)
+    assert (out / "steps" / "mini.md").read_text() == before
+    assert told == [
+        f"{out / 'steps' / 'mini.md'} stays as it is: of the 12 runs behind it, 1 are not in {runs}, "
+        f"{gone.name} for one; bring them with --unpack or --restore, or name another --out"
+    ]
+
+
+def test_a_page_that_draws_logs_is_not_written_over_without_them(tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "results"
+    plan = Plan(choose_experiments("pretraining"), MINI, 1)
+    _plant(runs, plan)
+    tabulate(plan, runs, out)
+    before = (out / "pretraining" / "mini.md").read_text()
+    shutil.rmtree(runs)
+    restore(plan, runs, out)
+    told: list[str] = []
+    tabulate(plan, runs, out, told.append)
+    assert "draws what runs log" in told[0]
+    assert (out / "pretraining" / "mini.md").read_text() == before
+
+
+def test_the_command_restores(tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "results"
+    _plant(runs, PLAN)
+    tabulate(PLAN, runs, out)
+    found = CliRunner().invoke(
+        app,
+        [
+            "reproduce",
+            "steps",
+            "--scale",
+            "mini",
+            "--stage",
+            "tabulate",
+            "--restore",
+            f"--runs={tmp_path / 'none'}",
+            f"--out={out}",
+        ],
+    )
+    assert found.exit_code == 0, found.output
+    assert "restored 12 runs" in found.output
