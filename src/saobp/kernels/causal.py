@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.arithmetic import (
+    fetch_tile,
     head_message,
     head_seed,
     kept,
@@ -35,15 +36,15 @@ from saobp.kernels.sums import as_reference, raw_scores, with_maximum, write_lse
 
 @triton.jit
 def _add_exponentials(
-    total, reference, q, k_base, k_row, mask_base, start, stop, tokens, score_scale,
-    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    TAIL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    total, reference, q, key_states, mask_base, start, stop, tokens, score_scale,
+    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Adds the exponentials of a range of keys that every row of the tile may see."""
     parts = tl.zeros([q.shape[0], 8], tl.float32)
     for begin in tl.range(start, stop, KEYS):
         real = real_tokens(mask_base, begin + tl.arange(0, KEYS), tokens, MASKED)
-        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, TAIL, MAPPED)
         raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
         parts += sums_by_thread(powers(raw, reference[:, None], score_scale, PRECISE))
     return total + tl.sum(parts, 1)
@@ -115,11 +116,11 @@ def causal_scores(
 
 @triton.jit(do_not_specialize=["section"])
 def causal_row_sums(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, k_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     heads, group, length, blocks, section, low_plane, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Base-2 log-sum-exp of each row; plus infinity for a row that sees no key, so that its weights are 0."""
     block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
@@ -130,6 +131,7 @@ def causal_row_sums(
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    key_states = (k_map, k_base, batch, head // group, k_row)
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     edge = block * ROWS // KEYS * KEYS
@@ -139,7 +141,7 @@ def causal_row_sums(
     reference = tl.full([ROWS], float("-inf"), tl.float32)
     for begin in tl.range(edge, stop, KEYS):
         keys = begin + tl.arange(0, KEYS)
-        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+        k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, True, MAPPED)
         real = real_tokens(mask_base, keys, tokens, MASKED)
         reference = tl.maximum(
             reference, tl.max(causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION), 1)
@@ -148,13 +150,13 @@ def causal_row_sums(
     total = tl.zeros([ROWS], tl.float32)
     for begin in tl.range(edge, stop, KEYS):
         keys = begin + tl.arange(0, KEYS)
-        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+        k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, True, MAPPED)
         real = real_tokens(mask_base, keys, tokens, MASKED)
         raw = causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION)
         total += tl.sum(tl.exp2(relative(raw, reference[:, None], 0.0, score_scale, PRECISE)), 1)
     total = _add_exponentials(
-        total, reference, q, k_base, k_row, mask_base, 0, edge, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
+        total, reference, q, key_states, mask_base, 0, edge, tokens, score_scale,
+        KEYS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION, MAPPED,
     )  # fmt: skip
 
     # A score far above the reference overflows, or all far below it vanish: keep a running maximum.
@@ -163,7 +165,7 @@ def causal_row_sums(
         total = tl.zeros([ROWS], tl.float32)
         for begin in tl.range(0, stop, KEYS):
             keys = begin + tl.arange(0, KEYS)
-            k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+            k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, True, MAPPED)
             real = real_tokens(mask_base, keys, tokens, MASKED)
             raw = causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION)
             top, total = with_maximum(top, total, raw, score_scale)
