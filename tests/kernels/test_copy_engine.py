@@ -62,7 +62,8 @@ def test_strict_causal_results_do_not_depend_on_who_fetches(
         "weak_query_gradient",
         "weak_prior_gradient",
     )
-    monkeypatch.setattr(causal_launch, "FETCHED", {name: causal_launch.TILES[name] for name in sweeps})
+    blocks = {name: causal_launch.FETCHED.get(name, causal_launch.TILES[name]) for name in sweeps}
+    monkeypatch.setattr(causal_launch, "FETCHED", blocks)
     monkeypatch.setattr(causal_launch, "SPAN", 128 if how == "spans" else 8192)
     made: list[tuple[int, ...]] = []
     describe = Tiles.of

@@ -45,7 +45,7 @@ from saobp.kernels.causal import (
     spoken,
     store_heard,
 )
-from saobp.kernels.forward import is_careful
+from saobp.kernels.causal_rows import is_careful_head
 from saobp.kernels.pairs import rounded, widened
 
 
@@ -115,22 +115,21 @@ def _climb(
 @triton.jit(do_not_specialize=["section"])
 def causal_value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, belief_ptr, delta_ptr, heard_ptr, own_ptr, past_ptr, later_ptr, dv_ptr, lowest_ptr,
+    lse_ptr, belief_ptr, delta_ptr, heard_ptr, own_ptr, past_ptr, later_ptr, dv_ptr, head_lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, section, slots, span_start, span_stop, low_plane, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, slots, span_start, span_stop, low_plane, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHECKED: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds a span's part to dV; LAST: this span ends the sequence, so the sum begins here."""
     block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful_head(head_lowest_ptr, line, lowest_sum)
         if careful == 0:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
@@ -226,13 +225,12 @@ def _query_loop(
 @triton.jit(do_not_specialize=["section"])
 def causal_query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, belief_ptr, delta_ptr, past_ptr, later_ptr, dq_ptr, strength_grad_ptr, lowest_ptr,
+    lse_ptr, belief_ptr, delta_ptr, past_ptr, later_ptr, dq_ptr, strength_grad_ptr, head_lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, section, slots, span_start, low_plane, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, slots, span_start, low_plane, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +241,7 @@ def causal_query_gradient(
     if row_start >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful_head(head_lowest_ptr, line, lowest_sum)
         if careful == 0:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
@@ -338,22 +336,21 @@ def _key_loop(
 @triton.jit(do_not_specialize=["section"])
 def causal_key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, belief_ptr, delta_ptr, strength_grad_ptr, past_ptr, later_ptr, dk_ptr, lowest_ptr,
+    lse_ptr, belief_ptr, delta_ptr, strength_grad_ptr, past_ptr, later_ptr, dk_ptr, head_lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, section, slots, span_start, span_stop, low_plane, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, slots, span_start, span_stop, low_plane, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHECKED: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds a span's part to dK; LAST: this span ends the sequence, so the sum begins here."""
     block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful_head(head_lowest_ptr, line, lowest_sum)
         if careful == 0:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16

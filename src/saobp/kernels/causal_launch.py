@@ -55,16 +55,14 @@ TILES = {
 """For half types and head sizes up to 64, found on an H200; sweeps that hear share one number of rows."""
 
 FETCHED = {
-    "row_sums": Block(64, 64, 4, 3),
-    "weak_messages": Block(64, 64, 4, 3),
-    "weak_output": Block(64, 64, 4, 3, 168),
-    "weak_climb": Block(64, 64, 4, 3),
-    "weak_query_gradient": Block(64, 64, 4, 3),
-    "weak_prior_gradient": Block(64, 64, 4, 3, 128),
+    "row_sums": Block(64, 64, 4, 2, 64),
+    "weak_messages": Block(64, 128, 4, 2, 168),
+    "weak_query_gradient": Block(64, 64, 4, 2),
+    "weak_prior_gradient": Block(64, 64, 4, 2, 128),
 }
-"""Sweeps that leave their tiles to a GPU's copy engine, where it may fetch them, and what they take then.
+"""Sweeps of weak strengths that leave their tiles to a GPU's copy engine, where it may fetch them, and what they take then.
 
-Rows and keys are those of TILES; what descriptors spare in registers may allow more programs to a multiprocessor.
+Without addresses to keep, registers allow more programs on a multiprocessor, or fewer of them spill.
 """
 
 
@@ -103,6 +101,11 @@ def fetches(problem: Problem, *states: Tensor) -> bool:
 def needs_care(problem: Problem) -> bool:
     """Whether the kernels that keep a running maximum are needed: alone, or after those in half types."""
     return not is_weak(problem) or problem.may_underflow
+
+
+def is_checked(problem: Problem) -> bool:
+    """Whether each head is asked which of both kinds of kernels has to do it."""
+    return is_weak(problem) and needs_care(problem)
 
 
 def row_blocks(problem: Problem) -> int:
@@ -224,8 +227,7 @@ def _numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> dic
         **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
         "low_plane": problem.low_plane, "slots": span_slots(problem), "scale": problem.scale,
         "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
-        "lowest_blocks": row_blocks(problem), "LOWEST_BLOCKS": next_power(row_blocks(problem)),
-        "lowest_sum": problem.lowest_sum, "CHECKED": is_weak(problem) and problem.may_underflow,
+        "lowest_blocks": row_blocks(problem), "lowest_sum": problem.lowest_sum, "CHECKED": is_checked(problem),
     }  # fmt: skip
 
 
@@ -292,6 +294,7 @@ def _scratch_pieces(problem: Problem, dtype: torch.dtype, dk_sums: str) -> tuple
     pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "past": (sums_shape(problem), floats), "later": (sums_shape(problem), floats), "own": (rows, floats),
         "heard_left": (problem.lse_shape if problem.hears else (0,), floats), "inverse": ((0,), floats),
+        "head_lowest": ((problem.sequences * problem.heads if is_checked(problem) else 0,), floats),
     }  # fmt: skip
     if is_weak(problem):
         pieces |= {
@@ -317,6 +320,10 @@ def _add_preparations(series: Series, problem: Problem, grad: Tensor, out: Tenso
         add_scaled_gradients(series, problem, grad, out, in_parts=False, parts="scaled", power="delta")
         count = math.prod(problem.rows_shape)
         series.add(causal_rows.paired_rows, ceil_div(count, size), {"count": count, "SIZE": size})
+    if is_checked(problem):
+        count = row_blocks(problem)
+        numbers = {"blocks": count, "BLOCKS": next_power(count)}
+        series.add(causal_rows.lowest_of_heads, problem.sequences * problem.heads, numbers)
     if needs_care(problem):
         numbers = {
             **strides("g", grad), **strides("o", out), **problem.numbers, **problem.constants,

@@ -31,6 +31,7 @@ from saobp.kernels.arithmetic import (
     store_rows,
 )
 from saobp.kernels.causal import larger, row_walk
+from saobp.kernels.causal_rows import is_careful_head
 from saobp.kernels.causal_weak import (
     add_rows,
     any_column,
@@ -46,7 +47,6 @@ from saobp.kernels.causal_weak import (
     weak_spoken,
     weak_triangle,
 )
-from saobp.kernels.forward import is_careful
 from saobp.kernels.pairs import boosted, multiply, multiply_add, pair_logarithm, pair_message, rounded
 
 
@@ -131,21 +131,21 @@ def _climb(
 @triton.jit(do_not_specialize=["section"])
 def weak_climb(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    pairs_ptr, lowest_ptr, heard_ptr, after_ptr, sums_ptr, dv_ptr, dk_ptr, q_map, grad_map,
+    pairs_ptr, head_lowest_ptr, heard_ptr, after_ptr, sums_ptr, dv_ptr, dk_ptr, q_map, grad_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, section, slots, span_start, span_stop, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, slots, span_start, span_stop, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
+    CHECKED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Adds a span's part to dV and d^T Q; LAST: this span ends the sequence, so the sums begin here."""
     block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful_head(head_lowest_ptr, line, lowest_sum)
         if careful != 0:
             return
     keys = block * KEYS + tl.arange(0, KEYS)
@@ -249,13 +249,12 @@ def _query_loop(
 @triton.jit(do_not_specialize=["section"])
 def weak_query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, delta_ptr, lowest_ptr, sums_ptr, dq_ptr, term_pairs_ptr, k_map, v_map,
+    lse_ptr, delta_ptr, head_lowest_ptr, sums_ptr, dq_ptr, term_pairs_ptr, k_map, v_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, section, slots, span_start, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, slots, span_start, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of the span's rows, and t beside the log-sum-exp."""
@@ -265,7 +264,7 @@ def weak_query_gradient(
     if row_start >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful_head(head_lowest_ptr, line, lowest_sum)
         if careful != 0:
             return
     rows = row_start + tl.arange(0, ROWS)
@@ -335,11 +334,10 @@ def _prior_loop(
 
 @triton.jit(do_not_specialize=["section"])
 def weak_prior_gradient(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, term_pairs_ptr, lowest_ptr, dk_sums_ptr, dk_ptr, q_map,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, term_pairs_ptr, head_lowest_ptr, dk_sums_ptr, dk_ptr, q_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, s_batch, s_head, s_row, d_batch, d_head, d_row,
-    heads, group, length, blocks, section, lowest_blocks, lowest_sum, scale, score_scale,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
+    heads, group, length, blocks, section, lowest_sum, scale, score_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys, from ``dk_sums`` = d^T Q and the rows' t."""
@@ -347,7 +345,7 @@ def weak_prior_gradient(
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful_head(head_lowest_ptr, line, lowest_sum)
         if careful != 0:
             return
     keys = block * KEYS + tl.arange(0, KEYS)
