@@ -43,7 +43,7 @@ TILES = {
     "row_sums": Block(64, 64, 4, 3),
     "earlier_messages": Block(64, 128, 4, 3),
     "output": Block(64, 64, 4, 3),
-    "weak_messages": Block(64, 64, 4, 3),
+    "weak_messages": Block(64, 64, 4, 3, 128),
     "weak_output": Block(64, 64, 4, 3, 168),
     "weak_climb": Block(64, 64, 4, 3),
     "weak_query_gradient": Block(64, 64, 4, 3),
@@ -83,9 +83,15 @@ def spans(problem: Problem) -> list[tuple[int, int]]:
     return [(start, min(start + step, problem.longest)) for start in range(0, problem.longest, step)]
 
 
-def span_slots(problem: Problem) -> int:
-    """How many blocks of rows a span has at most."""
-    return ceil_div(min(SPAN, problem.longest), causal_block(problem, "output").rows)
+def sums_plane(problem: Problem) -> int:
+    """How many numbers a head's sums are: one per block of a span's rows and key up to the block (``slot_place``)."""
+    rows = causal_block(problem, "output").rows
+    if not problem.hears:
+        return 0
+    if problem.packed:
+        return ceil_div(min(SPAN, problem.longest), rows) * problem.length
+    slots = [(start, ceil_div(stop - start, rows)) for start, stop in spans(problem)]
+    return max(count * start + count * (count + 1) // 2 * rows for start, count in slots)
 
 
 def is_weak(problem: Problem) -> bool:
@@ -123,10 +129,8 @@ def saved_pieces(problem: Problem) -> tuple[dict[str, Piece], int]:
     }, apart=4)  # fmt: skip
 
 
-def sums_shape(problem: Problem) -> tuple[int, ...]:
-    """One number per block of a span's rows and key."""
-    slots = span_slots(problem) if problem.hears else 0
-    return (problem.batch, problem.heads, slots, problem.length)
+def sums_shape(problem: Problem) -> tuple[int, int, int]:
+    return (problem.batch, problem.heads, sums_plane(problem))
 
 
 def run_causal_forward(
@@ -225,7 +229,7 @@ def _numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> dic
     return {
         **strides("q", query), **strides("k", key), **strides("v", value), **named_strides("o", own), **named_strides("d", own),
         **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
-        "low_plane": problem.low_plane, "slots": span_slots(problem), "scale": problem.scale,
+        "low_plane": problem.low_plane, "sums_plane": sums_plane(problem), "scale": problem.scale,
         "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
         "lowest_blocks": row_blocks(problem), "lowest_sum": problem.lowest_sum, "CHECKED": is_checked(problem),
     }  # fmt: skip

@@ -22,7 +22,8 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
-from saobp.kernels.causal import row_walk, smaller
+from saobp.kernels.causal import smaller
+from saobp.kernels.causal_places import row_walk, slot_place
 from saobp.kernels.pairs import pair_logarithm, rounded, short_log2, widened
 
 
@@ -148,16 +149,18 @@ def _add_weak(
     heard, k, keys, keys_real, logarithm, queries, mask_base, lse_base, past_base, length, span_start,
     start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, MAPPED: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """A product with ones sums up a tile's messages."""
     ones = tl.full([ROWS, 16], 1.0, tl.float16)
+    place = slot_place((start - span_start) // ROWS, span_start, length, ROWS, PACKED)
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
         begin = tl.multiple_of(start + step * ROWS, ROWS)
         local = tl.arange(0, ROWS)
         rows = begin + local
-        past_row = past_base + ((begin - span_start) // ROWS).to(tl.int64) * length
-        store_sums(past_row, keys, tokens, keys_real, heard, MASKED)
+        seen = min(tokens, begin + ROWS) if EDGE else tokens
+        store_sums(past_base + place, keys, seen, keys_real, heard, MASKED)
+        place += length if PACKED else begin + ROWS
         q = fetch_tile(queries, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
         high = load_vector(lse_base + begin, local, tokens - begin, float("inf"), EDGE)
         if MASKED:
@@ -174,7 +177,7 @@ def _add_weak(
 def weak_messages(
     q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, past_ptr, heard_ptr, q_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
-    heads, group, length, blocks, section, slots, span_start, span_stop, score_scale, sign, r0, r1, r2, l0, l1, l2,
+    heads, group, length, blocks, section, sums_plane, span_start, span_stop, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +191,7 @@ def weak_messages(
     k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
     queries = (q_map, q_base, batch, head, q_row)
     row_base = (batch64 * heads + head) * length + first64
-    past_base = past_ptr + (batch64 * heads + head) * slots * length + first64
+    past_base = past_ptr + (batch64 * heads + head) * sums_plane + first64
     mask_base = mask_ptr + batch64 * length
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
@@ -198,15 +201,15 @@ def weak_messages(
     start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
     heard = _add_weak(
         heard, k, keys, keys_real, logarithm, queries, mask_base, lse_ptr + row_base, past_base, length, span_start,
-        start, full, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, MASKED, PRECISION, MAPPED,
+        start, full, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, MASKED, PACKED, PRECISION, MAPPED,
     )  # fmt: skip
     heard = _add_weak(
         heard, k, keys, keys_real, logarithm, queries, mask_base, lse_ptr + row_base, past_base, length, span_start,
-        full, tail, tokens, score_scale, ROWS, DIM, BLOCK_DIM, False, MASKED, PRECISION, MAPPED,
+        full, tail, tokens, score_scale, ROWS, DIM, BLOCK_DIM, False, MASKED, PACKED, PRECISION, MAPPED,
     )  # fmt: skip
     heard = _add_weak(
         heard, k, keys, keys_real, logarithm, queries, mask_base, lse_ptr + row_base, past_base, length, span_start,
-        tail, stop, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, MASKED, PRECISION, MAPPED,
+        tail, stop, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, MASKED, PACKED, PRECISION, MAPPED,
     )  # fmt: skip
     store_sums(heard_ptr + row_base, keys, tokens, keys_real, heard, MASKED)
 
@@ -245,7 +248,7 @@ def weak_output(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, past_ptr, belief_ptr, lowest_ptr,
     k_map, v_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, group, length, blocks, section, slots, span_start, lowest_blocks, score_scale, drop_threshold, keep_scale,
+    heads, group, length, blocks, section, sums_plane, span_start, lowest_blocks, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
@@ -266,7 +269,8 @@ def weak_output(
     key_states = (k_map, k_base, batch, head // group, k_row)
     value_states = (v_map, v_base, batch, head // group, v_row)
     row_base = (batch64 * heads + head) * length + first64
-    past_base = past_ptr + ((batch64 * heads + head) * slots + slot) * length + first64
+    past_base = past_ptr + (batch64 * heads + head) * sums_plane + first64
+    past_base += slot_place(slot, span_start, length, ROWS, PACKED)
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)

@@ -30,7 +30,8 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
-from saobp.kernels.causal import larger, row_walk
+from saobp.kernels.causal import larger
+from saobp.kernels.causal_places import row_walk, slot_place
 from saobp.kernels.causal_rows import is_careful_head
 from saobp.kernels.causal_weak import (
     add_rows,
@@ -77,7 +78,7 @@ def _climb(
     dv, dk, heard, after, k, v, keys, keys_real, gamma, logarithm, pair, queries, gradients, mask_base,
     pair_base, sums_base, length, span_start, start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
-    MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS.
 
@@ -91,8 +92,10 @@ def _climb(
     ahead = larger(ROWS, KIND)
     ones = tl.full([HALF, 16], 1.0, tl.float16)
     ones_here = tl.full([ROWS, 16], 1.0, KIND)
-    for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
-        begin = tl.multiple_of(start + (tl.cdiv(stop - start, ROWS) - 1 - step) * ROWS, ROWS)
+    last = tl.cdiv(stop - start, ROWS) - 1
+    place = slot_place((start - span_start) // ROWS + last, span_start, length, ROWS, PACKED)
+    for step in tl.range(0, last + 1):
+        begin = tl.multiple_of(start + (last - step) * ROWS, ROWS)
         rows = begin + tl.arange(0, ROWS)
         q = fetch_tile(queries, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
         grad = fetch_tile(gradients, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
@@ -123,8 +126,9 @@ def _climb(
         after = tl.dot(d_logits, ones_here, after, input_precision="ieee")
         d_scores = score_gradients(u, d_weights, refined, d_logits, ahead, later, pair)
         dk = tl.dot(d_scores, q, dk, input_precision=PRECISION)
-        place = ((begin - span_start) // ROWS).to(tl.int64) * length
-        store_key_pairs(sums_base + 2 * place, keys, tokens, keys_real, heard, later, MASKED)
+        seen = min(tokens, begin + ROWS) if EDGE else tokens
+        store_key_pairs(sums_base + 2 * place, keys, seen, keys_real, heard, later, MASKED)
+        place -= length if PACKED else begin
     return dv, dk, heard, after
 
 
@@ -134,7 +138,7 @@ def weak_climb(
     pairs_ptr, head_lowest_ptr, heard_ptr, after_ptr, sums_ptr, dv_ptr, dk_ptr, q_map, grad_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, section, slots, span_start, span_stop, lowest_sum,
+    heads, group, length, blocks, section, sums_plane, span_start, span_stop, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
     CHECKED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
@@ -159,7 +163,7 @@ def weak_climb(
     dv_base = states_base(dv_ptr, batch64, head, first64, d_batch, d_head, d_row)
     dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
     row_base = (batch64 * heads + head) * length + first64
-    sums_base = (batch64 * heads + head) * slots * length + first64
+    sums_base = (batch64 * heads + head) * sums_plane + first64
     mask_base = mask_ptr + batch64 * length
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
@@ -183,19 +187,19 @@ def weak_climb(
         dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients, mask_base,
         pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
         tail, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION, MAPPED,
+        ROWS, DIM, BLOCK_DIM, True, MASKED, PACKED, DROPS, PRECISION, MAPPED,
     )  # fmt: skip
     dv, dk, heard, after = _climb(
         dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients, mask_base,
         pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
         full, tail, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, False, MASKED, DROPS, PRECISION, MAPPED,
+        ROWS, DIM, BLOCK_DIM, False, MASKED, PACKED, DROPS, PRECISION, MAPPED,
     )  # fmt: skip
     dv, dk, heard, after = _climb(
         dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients, mask_base,
         pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
         start, full, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION, MAPPED,
+        ROWS, DIM, BLOCK_DIM, True, MASKED, PACKED, DROPS, PRECISION, MAPPED,
     )  # fmt: skip
     if DROPS:
         # Earlier spans do not see the keys of this one: their sum is complete.
@@ -252,7 +256,7 @@ def weak_query_gradient(
     lse_ptr, delta_ptr, head_lowest_ptr, sums_ptr, dq_ptr, term_pairs_ptr, k_map, v_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, section, slots, span_start, lowest_sum,
+    heads, group, length, blocks, section, sums_plane, span_start, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
@@ -276,7 +280,8 @@ def weak_query_gradient(
     key_states = (k_map, k_base, batch, head // group, k_row)
     value_states = (v_map, v_base, batch, head // group, v_row)
     row_base = (batch64 * heads + head) * length + first64
-    sums_base = ((batch64 * heads + head) * slots + slot) * length + first64
+    sums_base = (batch64 * heads + head) * sums_plane + first64
+    sums_base += slot_place(slot, span_start, length, ROWS, PACKED)
     mask_base = mask_ptr + batch64 * length
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
