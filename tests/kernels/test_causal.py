@@ -137,6 +137,21 @@ def test_spans(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     check(attention_inputs(1, 1, 270, 16, strength=0.7, dtype=dtype, device=DEVICE))
 
 
+def test_sums_of_keys_take_bounded_memory_per_token() -> None:
+    """At most one number per block of a span's rows; about half of that where all rows are in one span."""
+    from saobp.kernels.causal_launch import SPAN, causal_block, sums_plane
+
+    def per_token(length: int) -> float:
+        states = torch.empty(1, 1, length, 64, dtype=torch.float16, device="meta")
+        problem = Problem.of(states, states, None, None, length, 1.0, 0.0, 1.0, True, 0.18)
+        assert causal_block(problem, "output").rows == 64
+        return sums_plane(problem) / length
+
+    assert per_token(SPAN) == (SPAN / 64 + 1) / 2
+    assert per_token(SPAN // 2) == (SPAN / 128 + 1) / 2
+    assert per_token(2 * SPAN) < per_token(64 * SPAN) <= SPAN / 64
+
+
 def test_spans_with_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", 64)
     check(attention_inputs(2, 1, 140, 16, strength=0.7, padding="left", dtype=torch.float16, device=DEVICE))

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 import saobp
-from saobp.kernels import launch
+from saobp.kernels import causal_launch, launch
 from saobp.kernels.launch import copies_tiles
 from saobp.kernels.problem import Problem
+from saobp.kernels.start import Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
@@ -44,6 +45,53 @@ def test_results_do_not_depend_on_who_fetches(
         torch.manual_seed(3)
         found.append(saobp.attention(query, key, value, refinement, backend="fused", **options))
     assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("weak_way")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", ["plain", "padding", "dropout", "grouped", "spans"])
+def test_strict_causal_results_do_not_depend_on_who_fetches(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, how: str
+) -> None:
+    """Output and gradients, with all sweeps of weak strengths that have maps taking them, and none."""
+    sweeps = (
+        "row_sums",
+        "weak_messages",
+        "weak_output",
+        "weak_climb",
+        "weak_query_gradient",
+        "weak_prior_gradient",
+    )
+    blocks = {name: causal_launch.FETCHED.get(name, causal_launch.TILES[name]) for name in sweeps}
+    monkeypatch.setattr(causal_launch, "FETCHED", blocks)
+    monkeypatch.setattr(causal_launch, "SPAN", 128 if how == "spans" else 8192)
+    made: list[tuple[int, ...]] = []
+    describe = Tiles.of
+    monkeypatch.setattr(Tiles, "of", lambda tiles, tensor: made.append(tiles.tile) or describe(tiles, tensor))
+    length = 300 if how == "spans" else 150
+    shared = 1 if how == "grouped" else 2
+    leaves = [states(heads, length, dtype).requires_grad_() for heads in (2, shared, shared)]
+    options: dict[str, object] = {}
+    if how == "padding":
+        options["padding_mask"] = torch.arange(length, device=DEVICE) < torch.tensor(
+            [[length], [70]], device=DEVICE
+        )
+    if how == "dropout":
+        options["dropout_p"] = 0.1
+    gradient = states(2, length, dtype)
+    found = []
+    for least in (1 << 60, 0):
+        monkeypatch.setattr(launch, "MAPPED_FROM", least)
+        assert not made
+        torch.manual_seed(3)
+        out = saobp.attention(
+            *leaves, saobp.Refinement("high", 0.2), is_causal=True, backend="fused", **options
+        )
+        found.append([out, *torch.autograd.grad(out, leaves, gradient)])
+    spans = 3 if how == "spans" else 1
+    assert made == [(1, 1, 64, 64)] * (2 + 7 * spans)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_what_the_copy_engine_cannot_fetch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

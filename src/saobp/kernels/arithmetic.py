@@ -171,6 +171,18 @@ def fetch_rows(
 
 
 @triton.jit
+def fetch_tile(
+    states, start, tokens,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """As ``fetch_rows``, of states that come as one: their map, where they begin, sequence, head and row stride."""
+    tensor_map, base, batch, head, stride = states
+    return fetch_rows(
+        tensor_map, base, batch, head, start, tokens, stride, ROWS, DIM, BLOCK_DIM, TAIL, MAPPED
+    )
+
+
+@triton.jit
 def store_rows(
     base, start, tokens, stride, values, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.arithmetic import (
+    fetch_tile,
     head_message,
     head_seed,
     kept,
@@ -29,21 +30,22 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
+from saobp.kernels.causal_places import row_walk, slot_place
 from saobp.kernels.pairs import pair_logarithm, powers, short_log2, sums_by_thread
 from saobp.kernels.sums import as_reference, raw_scores, with_maximum, write_lse
 
 
 @triton.jit
 def _add_exponentials(
-    total, reference, q, k_base, k_row, mask_base, start, stop, tokens, score_scale,
-    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    TAIL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    total, reference, q, key_states, mask_base, start, stop, tokens, score_scale,
+    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Adds the exponentials of a range of keys that every row of the tile may see."""
     parts = tl.zeros([q.shape[0], 8], tl.float32)
     for begin in tl.range(start, stop, KEYS):
         real = real_tokens(mask_base, begin + tl.arange(0, KEYS), tokens, MASKED)
-        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, TAIL, MAPPED)
         raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
         parts += sums_by_thread(powers(raw, reference[:, None], score_scale, PRECISE))
     return total + tl.sum(parts, 1)
@@ -115,11 +117,11 @@ def causal_scores(
 
 @triton.jit(do_not_specialize=["section"])
 def causal_row_sums(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, k_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     heads, group, length, blocks, section, low_plane, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Base-2 log-sum-exp of each row; plus infinity for a row that sees no key, so that its weights are 0."""
     block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
@@ -130,6 +132,7 @@ def causal_row_sums(
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    key_states = (k_map, k_base, batch, head // group, k_row)
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     edge = block * ROWS // KEYS * KEYS
@@ -139,7 +142,7 @@ def causal_row_sums(
     reference = tl.full([ROWS], float("-inf"), tl.float32)
     for begin in tl.range(edge, stop, KEYS):
         keys = begin + tl.arange(0, KEYS)
-        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+        k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, True, MAPPED)
         real = real_tokens(mask_base, keys, tokens, MASKED)
         reference = tl.maximum(
             reference, tl.max(causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION), 1)
@@ -148,13 +151,13 @@ def causal_row_sums(
     total = tl.zeros([ROWS], tl.float32)
     for begin in tl.range(edge, stop, KEYS):
         keys = begin + tl.arange(0, KEYS)
-        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+        k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, True, MAPPED)
         real = real_tokens(mask_base, keys, tokens, MASKED)
         raw = causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION)
         total += tl.sum(tl.exp2(relative(raw, reference[:, None], 0.0, score_scale, PRECISE)), 1)
     total = _add_exponentials(
-        total, reference, q, k_base, k_row, mask_base, 0, edge, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
+        total, reference, q, key_states, mask_base, 0, edge, tokens, score_scale,
+        KEYS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION, MAPPED,
     )  # fmt: skip
 
     # A score far above the reference overflows, or all far below it vanish: keep a running maximum.
@@ -163,7 +166,7 @@ def causal_row_sums(
         total = tl.zeros([ROWS], tl.float32)
         for begin in tl.range(0, stop, KEYS):
             keys = begin + tl.arange(0, KEYS)
-            k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+            k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, True, MAPPED)
             real = real_tokens(mask_base, keys, tokens, MASKED)
             raw = causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION)
             top, total = with_maximum(top, total, raw, score_scale)
@@ -173,31 +176,20 @@ def causal_row_sums(
 
 
 @triton.jit
-def row_walk(key_start, span_start, span_stop, tokens, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Where a block of keys meets the rows of a span: start of its EDGE tiles, their end, end of full tiles, stop.
-
-    Rows before ``key_start`` cannot see the block; EDGE tiles cross the diagonal; full tiles lie under it
-    and end where the sequence leaves less than a whole tile.
-    """
-    stop = min(span_stop, tokens)
-    start = min(max(span_start, key_start // ROWS * ROWS), stop)
-    full = min(max(start, tl.cdiv(key_start + KEYS, ROWS) * ROWS), stop)
-    return start, full, max(full, stop // ROWS * ROWS), stop
-
-
-@triton.jit
 def _add_earlier(
     heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
     start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    EDGE: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    EDGE: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for begin in tl.range(start, stop, ROWS):
         begin = tl.multiple_of(begin, ROWS)
         local = tl.arange(0, ROWS)
         rows = begin + local
-        past_row = past_base + ((begin - span_start) // ROWS).to(tl.int64) * length
-        tl.store(past_row + keys, tl.where(keys_real, heard + lost, 0.0), mask=keys < tokens)
+        past_row = past_base + slot_place((begin - span_start) // ROWS, span_start, length, ROWS, PACKED)
+        tl.store(
+            past_row + keys, tl.where(keys_real, heard + lost, 0.0), mask=keys < min(tokens, begin + ROWS)
+        )
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
         high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
         if MASKED:
@@ -214,7 +206,7 @@ def _add_earlier(
 def earlier_messages(
     q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, past_ptr, heard_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
-    heads, group, length, blocks, section, slots, span_start, span_stop, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
+    heads, group, length, blocks, section, sums_plane, span_start, span_stop, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -227,7 +219,7 @@ def earlier_messages(
     q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
     row_base = (batch64 * heads + head) * length + first64
-    past_base = past_ptr + (batch64 * heads + head) * slots * length + first64
+    past_base = past_ptr + (batch64 * heads + head) * sums_plane + first64
     mask_base = mask_ptr + batch64 * length
     lse_base = lse_ptr + row_base
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
@@ -238,15 +230,15 @@ def earlier_messages(
     start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
     heard, lost = _add_earlier(
         heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
-        start, full, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
+        start, full, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PACKED, PRECISION,
     )  # fmt: skip
     heard, lost = _add_earlier(
         heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
-        full, tail, tokens, score_scale, ROWS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
+        full, tail, tokens, score_scale, ROWS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PACKED, PRECISION,
     )  # fmt: skip
     heard, lost = _add_earlier(
         heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
-        tail, stop, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
+        tail, stop, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PACKED, PRECISION,
     )  # fmt: skip
     store_heard(heard_ptr + row_base, low_plane, keys, tokens, keys_real, heard, lost, PRECISE)
 
@@ -271,6 +263,18 @@ def believed(
     else:
         beliefs = scores - messages
     return a, beliefs
+
+
+@triton.jit
+def heard_in_order(
+    scores, messages, past, ROWS: tl.constexpr, TYPE: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr
+):  # fmt: skip
+    """Log beliefs of a tile ``[keys, ROWS]``: ``believed`` turned around. ``past`` is ``[keys, 1]``."""
+    if HEARS and PRECISE == 2:
+        return scores + (past + tl.dot(messages, smaller(ROWS, TYPE), input_precision="ieee"))
+    if HEARS:
+        return tl.dot(messages.to(TYPE), smaller(ROWS, TYPE), scores + past)
+    return scores - messages
 
 
 @triton.jit
@@ -311,7 +315,7 @@ def _add_output(
 def causal_output(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, past_ptr, belief_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, group, length, blocks, section, slots, span_start, low_plane, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, sums_plane, span_start, low_plane, lowest_blocks, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
@@ -337,7 +341,8 @@ def causal_output(
     k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
     v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
     row_base = (batch64 * heads + head) * length + first64
-    past_base = past_ptr + ((batch64 * heads + head) * slots + slot) * length + first64
+    past_base = past_ptr + (batch64 * heads + head) * sums_plane + first64
+    past_base += slot_place(slot, span_start, length, ROWS, PACKED)
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)

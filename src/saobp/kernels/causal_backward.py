@@ -38,14 +38,15 @@ from saobp.kernels.causal import (
     add_heard,
     believed,
     causal_scores,
+    heard_in_order,
     larger,
     load_heard,
-    row_walk,
     smaller,
     spoken,
     store_heard,
 )
-from saobp.kernels.forward import is_careful
+from saobp.kernels.causal_places import row_walk, slot_place
+from saobp.kernels.causal_rows import is_careful_head
 from saobp.kernels.pairs import rounded, widened
 
 
@@ -59,24 +60,13 @@ def message_gradient(a, g, rows_real, message, PRECISE: tl.constexpr, MASKED: tl
 
 
 @triton.jit
-def heard_in_order(
-    scores, messages, past, ROWS: tl.constexpr, TYPE: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr
-):  # fmt: skip
-    """Log beliefs of a tile ``[keys, ROWS]``: ``believed`` turned around. ``past`` is ``[keys, 1]``."""
-    if HEARS and PRECISE == 2:
-        return scores + (past + tl.dot(messages, smaller(ROWS, TYPE), input_precision="ieee"))
-    if HEARS:
-        return tl.dot(messages.to(TYPE), smaller(ROWS, TYPE), scores + past)
-    return scores - messages
-
-
-@triton.jit
 def _climb(
     dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base, lse_base, low_plane,
     belief_base, delta_base, past_base, later_base, length, span_start, start, stop, tokens, score_scale,
     seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, TYPE: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS; ``own`` is P^T D so far."""
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
@@ -93,11 +83,12 @@ def _climb(
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         messages = spoken(tl.exp2(scores), rows_real, message, PRECISE, MASKED)
         if HEARS:
-            place = ((begin - span_start) // ROWS).to(tl.int64) * length
+            place = slot_place((begin - span_start) // ROWS, span_start, length, ROWS, PACKED)
             later = tl.sum(v.to(tl.float32) * dv, 1) - own
-            tl.store(later_base + place + keys, tl.where(keys_real, later, 0.0), mask=keys < tokens)
+            seen = keys < min(tokens, begin + ROWS)
+            tl.store(later_base + place + keys, tl.where(keys_real, later, 0.0), mask=seen)
             heard, lost = add_heard(heard, lost, -tl.sum(messages, 1), PRECISE)
-            tl.store(past_base + place + keys, tl.where(keys_real, heard + lost, 0.0), mask=keys < tokens)
+            tl.store(past_base + place + keys, tl.where(keys_real, heard + lost, 0.0), mask=seen)
         beliefs = heard_in_order(scores, messages, (heard + lost)[:, None], ROWS, TYPE, HEARS, PRECISE)
         refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
         if HEARS:
@@ -115,22 +106,21 @@ def _climb(
 @triton.jit(do_not_specialize=["section"])
 def causal_value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, belief_ptr, delta_ptr, heard_ptr, own_ptr, past_ptr, later_ptr, dv_ptr, lowest_ptr,
+    lse_ptr, belief_ptr, delta_ptr, heard_ptr, own_ptr, past_ptr, later_ptr, dv_ptr, head_lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, section, slots, span_start, span_stop, low_plane, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, sums_plane, span_start, span_stop, low_plane, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHECKED: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds a span's part to dV; LAST: this span ends the sequence, so the sum begins here."""
     block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful_head(head_lowest_ptr, line, lowest_sum)
         if careful == 0:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
@@ -142,7 +132,7 @@ def causal_value_gradient(
     g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
     dv_base = states_base(dv_ptr, batch64, head, first64, d_batch, d_head, d_row)
     row_base = (batch64 * heads + head) * length + first64
-    sums_base = (batch64 * heads + head) * slots * length + first64
+    sums_base = (batch64 * heads + head) * sums_plane + first64
     mask_base = mask_ptr + batch64 * length
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     seed = tl.zeros([], tl.uint32)
@@ -162,19 +152,19 @@ def causal_value_gradient(
         dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
         lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
         later_ptr + sums_base, length, span_start, tail, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
     )  # fmt: skip
     dv, own, heard, lost = _climb(
         dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
         lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
         later_ptr + sums_base, length, span_start, full, tail, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+        ROWS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
     )  # fmt: skip
     dv, own, heard, lost = _climb(
         dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
         lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
         later_ptr + sums_base, length, span_start, start, full, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
     )  # fmt: skip
     dv = tl.where(keys_real[:, None], dv, 0.0)
     store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
@@ -226,13 +216,12 @@ def _query_loop(
 @triton.jit(do_not_specialize=["section"])
 def causal_query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, belief_ptr, delta_ptr, past_ptr, later_ptr, dq_ptr, strength_grad_ptr, lowest_ptr,
+    lse_ptr, belief_ptr, delta_ptr, past_ptr, later_ptr, dq_ptr, strength_grad_ptr, head_lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, section, slots, span_start, low_plane, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, sums_plane, span_start, low_plane, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +232,7 @@ def causal_query_gradient(
     if row_start >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful_head(head_lowest_ptr, line, lowest_sum)
         if careful == 0:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
@@ -254,7 +243,8 @@ def causal_query_gradient(
     v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
     g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
     row_base = (batch64 * heads + head) * length + first64
-    sums_base = ((batch64 * heads + head) * slots + slot) * length + first64
+    sums_base = (batch64 * heads + head) * sums_plane + first64
+    sums_base += slot_place(slot, span_start, length, ROWS, PACKED)
     mask_base = mask_ptr + batch64 * length
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     seed = tl.zeros([], tl.uint32)
@@ -295,13 +285,15 @@ def _key_loop(
     belief_base, delta_base, strength_grad_base, past_base, later_base, length, span_start,
     start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, TYPE: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
         begin = tl.multiple_of(start + step * ROWS, ROWS)
         local = tl.arange(0, ROWS)
         rows = begin + local
-        place = ((begin - span_start) // ROWS).to(tl.int64) * length
+        seen = min(tokens, begin + ROWS)
+        place = slot_place((begin - span_start) // ROWS, span_start, length, ROWS, PACKED)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
         grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, EDGE)
         high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
@@ -313,7 +305,7 @@ def _key_loop(
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         a = tl.exp2(scores)
         messages = spoken(a, rows_real, message, PRECISE, MASKED)
-        past = load_vector(past_base + place, keys, tokens if HEARS else 0, 0.0, True)[:, None]
+        past = load_vector(past_base + place, keys, seen if HEARS else 0, 0.0, True)[:, None]
         beliefs = heard_in_order(scores, messages, past, ROWS, TYPE, HEARS, PRECISE)
         refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
@@ -324,7 +316,7 @@ def _key_loop(
             d_rows - load_vector(delta_base + begin, local, tokens - begin, 0.0, EDGE)[None, :]
         )
         if HEARS:
-            later = load_vector(later_base + place, keys, tokens, 0.0, True)[:, None]
+            later = load_vector(later_base + place, keys, seen, 0.0, True)[:, None]
             g = tl.dot(d_beliefs.to(q.dtype), larger(ROWS, q.dtype), input_precision="ieee") + later
         else:
             g = -d_beliefs
@@ -338,22 +330,21 @@ def _key_loop(
 @triton.jit(do_not_specialize=["section"])
 def causal_key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, belief_ptr, delta_ptr, strength_grad_ptr, past_ptr, later_ptr, dk_ptr, lowest_ptr,
+    lse_ptr, belief_ptr, delta_ptr, strength_grad_ptr, past_ptr, later_ptr, dk_ptr, head_lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, section, slots, span_start, span_stop, low_plane, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, sums_plane, span_start, span_stop, low_plane, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHECKED: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds a span's part to dK; LAST: this span ends the sequence, so the sum begins here."""
     block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful_head(head_lowest_ptr, line, lowest_sum)
         if careful == 0:
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
@@ -365,7 +356,7 @@ def causal_key_gradient(
     g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
     dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
     row_base = (batch64 * heads + head) * length + first64
-    sums_base = (batch64 * heads + head) * slots * length + first64
+    sums_base = (batch64 * heads + head) * sums_plane + first64
     mask_base = mask_ptr + batch64 * length
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     seed = tl.zeros([], tl.uint32)
@@ -382,19 +373,19 @@ def causal_key_gradient(
         dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
         belief_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base, past_ptr + sums_base,
         later_ptr + sums_base, length, span_start, start, full, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
     )  # fmt: skip
     dk = _key_loop(
         dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
         belief_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base, past_ptr + sums_base,
         later_ptr + sums_base, length, span_start, full, tail, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+        ROWS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
     )  # fmt: skip
     dk = _key_loop(
         dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
         belief_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base, past_ptr + sums_base,
         later_ptr + sums_base, length, span_start, tail, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
     )  # fmt: skip
     # Earlier spans do not see the keys of this one: their sum is complete.
     if block * KEYS >= span_start:

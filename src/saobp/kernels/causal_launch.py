@@ -16,7 +16,7 @@ from saobp.kernels import (
     causal_weak_backward,
     gradient_parts,
 )
-from saobp.kernels.launch import STATES, Plan, add_scaled_gradients
+from saobp.kernels.launch import STATES, Plan, add_scaled_gradients, copies_tiles
 from saobp.kernels.problem import (
     Block,
     Problem,
@@ -28,10 +28,12 @@ from saobp.kernels.problem import (
     strides,
     tensor_looks,
 )
-from saobp.kernels.start import Piece, Series, lay_out, remembered
+from saobp.kernels.start import Piece, Series, Tiles, lay_out, remembered
 
-SPAN = 8192
-"""Rows whose keys' sums are held at once, a multiple of a tile's rows: bounded, so memory is linear in length."""
+SPAN = 16384
+"""Rows whose keys' sums are held at once, a multiple of a tile's rows: bounded, so memory is linear in length.
+
+Half as many rows would be 2 % slower on an H200 at length 16384, and spare memory only from there on."""
 
 SECTION, FEW = 1024, 8
 """Programs that blocks of several heads are sorted in, the longest first: some rounds of a GPU's, not all heads.
@@ -43,7 +45,7 @@ TILES = {
     "row_sums": Block(64, 64, 4, 3),
     "earlier_messages": Block(64, 128, 4, 3),
     "output": Block(64, 64, 4, 3),
-    "weak_messages": Block(64, 64, 4, 3),
+    "weak_messages": Block(64, 64, 4, 3, 128),
     "weak_output": Block(64, 64, 4, 3, 168),
     "weak_climb": Block(64, 64, 4, 3),
     "weak_query_gradient": Block(64, 64, 4, 3),
@@ -53,6 +55,19 @@ TILES = {
     "value_gradient": Block(64, 128, 8, 2),
 }
 """For half types and head sizes up to 64, found on an H200; sweeps that hear share one number of rows."""
+
+FETCHED = {
+    "row_sums": Block(64, 64, 4, 3, 72),
+    "weak_messages": Block(64, 128, 4, 2, 168),
+    "weak_climb": Block(64, 64, 4, 3),
+    "weak_query_gradient": Block(64, 64, 4, 3),
+    "weak_prior_gradient": Block(64, 64, 4, 3, 128),
+}
+"""Sweeps of weak strengths that leave their tiles to a GPU's copy engine, where it may fetch them, and what they take then.
+
+Without addresses to keep, registers allow more programs on a multiprocessor, or fewer of them spill. Found on an H200;
+the output's sweep is faster without.
+"""
 
 
 def causal_block(problem: Problem, sweep: str) -> Block:
@@ -72,9 +87,15 @@ def spans(problem: Problem) -> list[tuple[int, int]]:
     return [(start, min(start + step, problem.longest)) for start in range(0, problem.longest, step)]
 
 
-def span_slots(problem: Problem) -> int:
-    """How many blocks of rows a span has at most."""
-    return ceil_div(min(SPAN, problem.longest), causal_block(problem, "output").rows)
+def sums_plane(problem: Problem) -> int:
+    """How many numbers a head's sums are: one per block of a span's rows and key up to the block (``slot_place``)."""
+    rows = causal_block(problem, "output").rows
+    if not problem.hears:
+        return 0
+    if problem.packed:
+        return ceil_div(min(SPAN, problem.longest), rows) * problem.length
+    slots = [(start, ceil_div(stop - start, rows)) for start, stop in spans(problem)]
+    return max(count * start + count * (count + 1) // 2 * rows for start, count in slots)
 
 
 def is_weak(problem: Problem) -> bool:
@@ -82,9 +103,19 @@ def is_weak(problem: Problem) -> bool:
     return problem.precise == 0 and problem.hears and problem.bound > 0
 
 
+def fetches(problem: Problem, *states: Tensor) -> bool:
+    """Whether the copy engine fetches tiles of these states in the sweeps that FETCHED names."""
+    return is_weak(problem) and copies_tiles(problem, *states)
+
+
 def needs_care(problem: Problem) -> bool:
     """Whether the kernels that keep a running maximum are needed: alone, or after those in half types."""
     return not is_weak(problem) or problem.may_underflow
+
+
+def is_checked(problem: Problem) -> bool:
+    """Whether each head is asked which of both kinds of kernels has to do it."""
+    return is_weak(problem) and needs_care(problem)
 
 
 def row_blocks(problem: Problem) -> int:
@@ -102,10 +133,8 @@ def saved_pieces(problem: Problem) -> tuple[dict[str, Piece], int]:
     }, apart=4)  # fmt: skip
 
 
-def sums_shape(problem: Problem) -> tuple[int, ...]:
-    """One number per block of a span's rows and key."""
-    slots = span_slots(problem) if problem.hears else 0
-    return (problem.batch, problem.heads, slots, problem.length)
+def sums_shape(problem: Problem) -> tuple[int, int, int]:
+    return (problem.batch, problem.heads, sums_plane(problem))
 
 
 def run_causal_forward(
@@ -113,8 +142,9 @@ def run_causal_forward(
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, and in one buffer what the backward pass needs."""
-    looks = ("causal", causal_block, SPAN, *tensor_looks(query, key, value, strength, mask, cu, seed))
-    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, value)
+    mapped = fetches(problem, query, key, value)
+    looks = ("causal", mapped, causal_block, SPAN, *tensor_looks(query, key, value, strength, mask, cu, seed))
+    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, value, mapped)
     out = query.new_empty_strided(plan.sizes, plan.strides)
     saved = query.new_empty(plan.saved, dtype=torch.uint8)
     scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
@@ -125,10 +155,11 @@ def run_causal_forward(
     return out, saved
 
 
-def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Plan:
+def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, mapped: bool) -> Plan:
     saved, saved_size = saved_pieces(problem)
     scratch, scratch_size = lay_out("scratch", {"past": (sums_shape(problem), torch.float32)})
-    sweeps = Sweeps(problem, Series(query.device, (*STATES, "out", "saved", "scratch"), saved | scratch))
+    series = Series(query.device, (*STATES, "out", "saved", "scratch"), saved | scratch)
+    sweeps = Sweeps(problem, series, _layouts(problem, query, key, value) if mapped else {})
     numbers = _numbers(problem, query, key, value)
     weak = is_weak(problem)
     sweeps.over_rows(causal.causal_row_sums, "row_sums", problem.longest, numbers)
@@ -142,36 +173,58 @@ def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) ->
             sweeps.over_rows(causal_weak.weak_output, "weak_output", stop - start, numbers)
         if needs_care(problem):
             sweeps.over_rows(causal.causal_output, "output", stop - start, numbers)
-    return Plan(sweeps.series, problem.states_shape, problem.states_strides, saved_size, scratch_size)
+    return Plan(series, problem.states_shape, problem.states_strides, saved_size, scratch_size)
+
+
+Layouts = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def _layouts(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Layouts:
+    """Shapes and strides of what weak sweeps fetch tiles of, by the names of their arguments."""
+    views = {name: (tuple(one.shape), one.stride()) for name, one in (("q", query), ("k", key), ("v", value))}
+    return {**views, "grad": (problem.states_shape, problem.states_strides)}
 
 
 class Sweeps(NamedTuple):
-    """Adds sweeps over so many tokens to a series: a program for each block of rows, or of keys, of every head."""
+    """Adds sweeps over so many tokens to a series: a program for each block of rows, or of keys, of every head.
+
+    ``layouts`` are of the states that the copy engine may fetch tiles of.
+    """
 
     problem: Problem
     series: Series
+    layouts: Layouts
 
     def over_rows(self, kernel: Any, sweep: str, tokens: int, numbers: dict[str, Any], **named: str) -> None:
-        block = causal_block(self.problem, sweep)
-        self._add(kernel, block, tokens, block.rows, numbers, named)
+        self._add(kernel, sweep, tokens, numbers, named, by_rows=True)
 
     def over_keys(self, kernel: Any, sweep: str, tokens: int, numbers: dict[str, Any], **named: str) -> None:
-        block = causal_block(self.problem, sweep)
-        self._add(kernel, block, tokens, block.keys, numbers, named)
+        self._add(kernel, sweep, tokens, numbers, named, by_rows=False)
 
     def _add(
-        self, kernel: Any, block: Block, tokens: int, step: int, numbers: dict[str, Any], named: dict[str, str]
+        self, kernel: Any, sweep: str, tokens: int, numbers: dict[str, Any], named: dict[str, str], *, by_rows: bool
     ) -> None:  # fmt: skip
-        count = ceil_div(tokens, step)
+        mapped = bool(self.layouts) and sweep in FETCHED
+        block = FETCHED[sweep] if mapped else causal_block(self.problem, sweep)
+        count = ceil_div(tokens, block.rows if by_rows else block.keys)
         sizes = {
             "blocks": count,
             "section": 1 if count <= FEW else max(1, SECTION // count),
             "ROWS": block.rows,
             "KEYS": block.keys,
+            "MAPPED": mapped,
             **resources(block),
         }
         programs = count * self.problem.sequences * self.problem.heads
-        self.series.add(kernel, programs, numbers | sizes, **named)
+        self.series.add(
+            kernel, programs, numbers | sizes, self._tiles(kernel, block) if mapped else None, **named
+        )
+
+    def _tiles(self, kernel: Any, block: Block) -> dict[str, Tiles]:
+        """Of all that the kernel has a map of."""
+        names = [name.removesuffix("_map") for name in kernel.arg_names if name.endswith("_map")]
+        rows = {"q": block.rows, "grad": block.rows, "k": block.keys, "v": block.keys}
+        return {name: Tiles(*self.layouts[name], (1, 1, rows[name], self.problem.dim)) for name in names}
 
 
 def _numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
@@ -180,10 +233,9 @@ def _numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> dic
     return {
         **strides("q", query), **strides("k", key), **strides("v", value), **named_strides("o", own), **named_strides("d", own),
         **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
-        "low_plane": problem.low_plane, "slots": span_slots(problem), "scale": problem.scale,
+        "low_plane": problem.low_plane, "sums_plane": sums_plane(problem), "scale": problem.scale,
         "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0,
-        "lowest_blocks": row_blocks(problem), "LOWEST_BLOCKS": next_power(row_blocks(problem)),
-        "lowest_sum": problem.lowest_sum, "CHECKED": is_weak(problem) and problem.may_underflow,
+        "lowest_blocks": row_blocks(problem), "lowest_sum": problem.lowest_sum, "CHECKED": is_checked(problem),
     }  # fmt: skip
 
 
@@ -192,11 +244,12 @@ def run_causal_backward(
     mask: Tensor | None, cu: Tensor | None, seed: Tensor | None, out: Tensor, saved: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv with one key head per query head, and the gradient of gamma row by row, unless it is weak."""
+    mapped = fetches(problem, query, key, value)
     looks = (
-        "causal backward", causal_block, SPAN, grad.stride(), grad.dtype, out.stride(),
+        "causal backward", mapped, causal_block, SPAN, grad.stride(), grad.dtype, out.stride(),
         *tensor_looks(query, key, value, strength, mask, cu, seed),
     )  # fmt: skip
-    plan = remembered(problem.plans, looks, plan_backward, problem, grad, query, key, value, out)
+    plan = remembered(problem.plans, looks, plan_backward, problem, grad, query, key, value, out, mapped)
     dq = query.new_empty_strided(plan.sizes, plan.strides)
     dk, dv = [query.new_empty_strided(plan.sizes, plan.strides, dtype=plan.keys_dtype) for _ in range(2)]
     dgamma = query.new_empty(problem.rows_shape, dtype=torch.float32)
@@ -211,7 +264,7 @@ def run_causal_backward(
 
 
 def plan_backward(
-    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, mapped: bool
 ) -> Plan:
     in_spans = spans(problem)
     # Over several spans dK and dV are summed up in memory, so in float32.
@@ -222,7 +275,7 @@ def plan_backward(
     # One way pairs the sums, the other keeps them apart; each is done with them before the other begins.
     pieces = saved_pieces(problem)[0] | scratch | {"sums": scratch["past"]}
     series = Series(query.device, BACKWARD_TENSORS, pieces)
-    sweeps = Sweeps(problem, series)
+    sweeps = Sweeps(problem, series, _layouts(problem, query, key, value) if mapped else {})
     _add_preparations(series, problem, grad, out)
     numbers = _numbers(problem, query, key, value)
     weak_numbers = numbers | named_strides("g", problem.states_strides)
@@ -249,6 +302,7 @@ def _scratch_pieces(problem: Problem, dtype: torch.dtype, dk_sums: str) -> tuple
     pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "past": (sums_shape(problem), floats), "later": (sums_shape(problem), floats), "own": (rows, floats),
         "heard_left": (problem.lse_shape if problem.hears else (0,), floats), "inverse": ((0,), floats),
+        "head_lowest": ((problem.sequences * problem.heads if is_checked(problem) else 0,), floats),
     }  # fmt: skip
     if is_weak(problem):
         pieces |= {
@@ -274,6 +328,10 @@ def _add_preparations(series: Series, problem: Problem, grad: Tensor, out: Tenso
         add_scaled_gradients(series, problem, grad, out, in_parts=False, parts="scaled", power="delta")
         count = math.prod(problem.rows_shape)
         series.add(causal_rows.paired_rows, ceil_div(count, size), {"count": count, "SIZE": size})
+    if is_checked(problem):
+        count = row_blocks(problem)
+        numbers = {"blocks": count, "BLOCKS": next_power(count)}
+        series.add(causal_rows.lowest_of_heads, problem.sequences * problem.heads, numbers)
     if needs_care(problem):
         numbers = {
             **strides("g", grad), **strides("o", out), **problem.numbers, **problem.constants,

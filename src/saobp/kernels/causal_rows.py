@@ -26,3 +26,17 @@ def paired_rows(lse_ptr, delta_ptr, pairs_ptr, count, SIZE: tl.constexpr):
     real = places < count
     tl.store(pairs_ptr + places * 2, tl.load(lse_ptr + places, mask=real), mask=real)
     tl.store(pairs_ptr + places * 2 + 1, tl.load(delta_ptr + places, mask=real), mask=real)
+
+
+@triton.jit
+def lowest_of_heads(lowest_ptr, head_lowest_ptr, blocks, BLOCKS: tl.constexpr):
+    """The smallest normaliser of a head's rows from those of its blocks, for sweeps to ask for one number."""
+    line, places = tl.program_id(0), tl.arange(0, BLOCKS)
+    lowest = tl.load(lowest_ptr + line * blocks + places, mask=places < blocks, other=1.0)
+    tl.store(head_lowest_ptr + line, tl.min(lowest, 0))
+
+
+@triton.jit
+def is_careful_head(head_lowest_ptr, line, lowest_sum):
+    """1 if some refined row of the head has a normaliser so small that a product of weights may underflow."""
+    return tl.where(tl.load(head_lowest_ptr + line) < lowest_sum, 1, 0)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.arithmetic import (
+    fetch_tile,
     head_message,
     head_seed,
     kept,
@@ -21,7 +22,8 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
-from saobp.kernels.causal import row_walk, smaller
+from saobp.kernels.causal import smaller
+from saobp.kernels.causal_places import row_walk, slot_place
 from saobp.kernels.pairs import pair_logarithm, rounded, short_log2, widened
 
 
@@ -112,21 +114,54 @@ def store_sums(base, keys, tokens, keys_real, sums, MASKED: tl.constexpr):
 
 
 @triton.jit
+def load_pairs(base, begin, tokens, other, SIZE: tl.constexpr, EDGE: tl.constexpr):
+    """Two numbers for each place from ``begin`` on, of ``[length, 2]``; beyond the sequence ``other`` and 0.
+
+    Together they are as many as threads, so they are fetched once; a vector as short as a tile's side
+    would be fetched by every thread for itself.
+    """
+    local = tl.arange(0, SIZE)
+    pointers = base + 2 * begin + 2 * local[:, None] + tl.arange(0, 2)[None, :]
+    if EDGE:
+        inside = local < tokens - begin
+        one, two = tl.split(tl.load(pointers, mask=inside[:, None], other=0.0))
+        return tl.where(inside, one, other), two
+    else:
+        return tl.split(tl.load(pointers))
+
+
+@triton.jit
+def store_pairs(base, places, tokens, one, two):
+    pointers = base + 2 * places[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(pointers, tl.join(one, two), mask=(places < tokens)[:, None])
+
+
+@triton.jit
+def store_key_pairs(base, keys, tokens, keys_real, one, two, MASKED: tl.constexpr):
+    """Two numbers per key, 0 for padding."""
+    if MASKED:
+        one, two = tl.where(keys_real, one, 0.0), tl.where(keys_real, two, 0.0)
+    store_pairs(base, keys, tokens, one, two)
+
+
+@triton.jit
 def _add_weak(
-    heard, k, keys, keys_real, logarithm, q_base, q_row, mask_base, lse_base, past_base, length, span_start,
+    heard, k, keys, keys_real, logarithm, queries, mask_base, lse_base, past_base, length, span_start,
     start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """A product with ones sums up a tile's messages."""
     ones = tl.full([ROWS, 16], 1.0, tl.float16)
+    place = slot_place((start - span_start) // ROWS, span_start, length, ROWS, PACKED)
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
         begin = tl.multiple_of(start + step * ROWS, ROWS)
         local = tl.arange(0, ROWS)
         rows = begin + local
-        past_row = past_base + ((begin - span_start) // ROWS).to(tl.int64) * length
-        store_sums(past_row, keys, tokens, keys_real, heard, MASKED)
-        q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
+        seen = min(tokens, begin + ROWS) if EDGE else tokens
+        store_sums(past_base + place, keys, seen, keys_real, heard, MASKED)
+        place += length if PACKED else begin + ROWS
+        q = fetch_tile(queries, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
         high = load_vector(lse_base + begin, local, tokens - begin, float("inf"), EDGE)
         if MASKED:
             high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
@@ -140,11 +175,11 @@ def _add_weak(
 
 @triton.jit(do_not_specialize=["section"])
 def weak_messages(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, past_ptr, heard_ptr,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, past_ptr, heard_ptr, q_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
-    heads, group, length, blocks, section, slots, span_start, span_stop, score_scale, sign, r0, r1, r2, l0, l1, l2,
+    heads, group, length, blocks, section, sums_plane, span_start, span_stop, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Log messages each key has heard before every block of the span's rows, and after the span."""
     block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
@@ -154,8 +189,9 @@ def weak_messages(
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    queries = (q_map, q_base, batch, head, q_row)
     row_base = (batch64 * heads + head) * length + first64
-    past_base = past_ptr + (batch64 * heads + head) * slots * length + first64
+    past_base = past_ptr + (batch64 * heads + head) * sums_plane + first64
     mask_base = mask_ptr + batch64 * length
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
@@ -164,39 +200,39 @@ def weak_messages(
     heard = load_vector(heard_ptr + row_base, keys, min(span_start, tokens), 0.0, True)
     start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
     heard = _add_weak(
-        heard, k, keys, keys_real, logarithm, q_base, q_row, mask_base, lse_ptr + row_base, past_base, length, span_start,
-        start, full, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, MASKED, PRECISION,
+        heard, k, keys, keys_real, logarithm, queries, mask_base, lse_ptr + row_base, past_base, length, span_start,
+        start, full, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, MASKED, PACKED, PRECISION, MAPPED,
     )  # fmt: skip
     heard = _add_weak(
-        heard, k, keys, keys_real, logarithm, q_base, q_row, mask_base, lse_ptr + row_base, past_base, length, span_start,
-        full, tail, tokens, score_scale, ROWS, DIM, BLOCK_DIM, False, MASKED, PRECISION,
+        heard, k, keys, keys_real, logarithm, queries, mask_base, lse_ptr + row_base, past_base, length, span_start,
+        full, tail, tokens, score_scale, ROWS, DIM, BLOCK_DIM, False, MASKED, PACKED, PRECISION, MAPPED,
     )  # fmt: skip
     heard = _add_weak(
-        heard, k, keys, keys_real, logarithm, q_base, q_row, mask_base, lse_ptr + row_base, past_base, length, span_start,
-        tail, stop, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, MASKED, PRECISION,
+        heard, k, keys, keys_real, logarithm, queries, mask_base, lse_ptr + row_base, past_base, length, span_start,
+        tail, stop, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, MASKED, PACKED, PRECISION, MAPPED,
     )  # fmt: skip
     store_sums(heard_ptr + row_base, keys, tokens, keys_real, heard, MASKED)
 
 
 @triton.jit
 def _add_output(
-    totals, out, q, high, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
+    totals, out, q, high, rows, rows_real, key_states, value_states, mask_base, past_base,
     start, stop, tokens, score_scale, logarithm, triangle, seed, drop_threshold,
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
-    MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     for step in tl.range(0, tl.cdiv(stop - start, KEYS)):
         begin = tl.multiple_of(start + step * KEYS, KEYS)
         local = tl.arange(0, KEYS)
         keys = begin + local
-        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, EDGE)
+        k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, EDGE, MAPPED)
         keys_real = real_tokens(mask_base, keys, tokens, MASKED)
         past = load_vector(past_base + begin, local, stop - begin, 0.0, EDGE)
         raw = weak_scores(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, MASKED
         )
         scores, _, speaking = weak_prior(raw, high, rows_real, score_scale, MASKED)
-        v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, EDGE)
+        v = fetch_tile(value_states, begin, tokens, KEYS, DIM, BLOCK_DIM, EDGE, MAPPED)
         beliefs = tl.dot(weak_spoken(speaking, logarithm), triangle, scores + past[:, None])
         refined = rounded(tl.exp2(beliefs), v.dtype)
         # The rounded weights that meet the values, so that a row that sees one key gives exactly its value.
@@ -210,11 +246,12 @@ def _add_output(
 @triton.jit(do_not_specialize=["section"])
 def weak_output(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, past_ptr, belief_ptr, lowest_ptr,
+    k_map, v_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, group, length, blocks, section, slots, span_start, lowest_blocks, score_scale, drop_threshold, keep_scale,
+    heads, group, length, blocks, section, sums_plane, span_start, lowest_blocks, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Output of a block of the span's rows, each row's base-2 log normaliser, and the block's smallest normaliser."""
     slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
@@ -229,8 +266,11 @@ def weak_output(
     q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
     v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
+    key_states = (k_map, k_base, batch, head // group, k_row)
+    value_states = (v_map, v_base, batch, head // group, v_row)
     row_base = (batch64 * heads + head) * length + first64
-    past_base = past_ptr + ((batch64 * heads + head) * slots + slot) * length + first64
+    past_base = past_ptr + (batch64 * heads + head) * sums_plane + first64
+    past_base += slot_place(slot, span_start, length, ROWS, PACKED)
     mask_base = mask_ptr + batch64 * length
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
@@ -245,14 +285,14 @@ def weak_output(
     out = tl.zeros([BLOCK_DIM, ROWS], tl.float32)
     edge = row_start // KEYS * KEYS
     totals, out = _add_output(
-        totals, out, q, high, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
+        totals, out, q, high, rows, rows_real, key_states, value_states, mask_base, past_base,
         0, edge, tokens, score_scale, logarithm, triangle, seed, drop_threshold,
-        KEYS, DIM, BLOCK_DIM, False, MASKED, DROPS, PRECISION,
+        KEYS, DIM, BLOCK_DIM, False, MASKED, DROPS, PRECISION, MAPPED,
     )  # fmt: skip
     totals, out = _add_output(
-        totals, out, q, high, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
+        totals, out, q, high, rows, rows_real, key_states, value_states, mask_base, past_base,
         edge, min(row_start + ROWS, tokens), tokens, score_scale, logarithm, triangle, seed, drop_threshold,
-        KEYS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION,
+        KEYS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION, MAPPED,
     )  # fmt: skip
     total = tl.sum(tl.sum(totals, 0), 0)
     visible = (high < float("inf")) & (total > 0)

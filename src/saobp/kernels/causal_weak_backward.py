@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.arithmetic import (
+    fetch_tile,
     head_message,
     head_seed,
     kept,
@@ -29,12 +30,17 @@ from saobp.kernels.arithmetic import (
     states_base,
     store_rows,
 )
-from saobp.kernels.causal import larger, row_walk
+from saobp.kernels.causal import larger
+from saobp.kernels.causal_places import row_walk, slot_place
+from saobp.kernels.causal_rows import is_careful_head
 from saobp.kernels.causal_weak import (
     add_rows,
     any_column,
     halves,
     joined,
+    load_pairs,
+    store_key_pairs,
+    store_pairs,
     store_sums,
     sums_over_rows,
     weak_prior,
@@ -42,39 +48,7 @@ from saobp.kernels.causal_weak import (
     weak_spoken,
     weak_triangle,
 )
-from saobp.kernels.forward import is_careful
 from saobp.kernels.pairs import boosted, multiply, multiply_add, pair_logarithm, pair_message, rounded
-
-
-@triton.jit
-def load_pairs(base, begin, tokens, other, SIZE: tl.constexpr, EDGE: tl.constexpr):
-    """Two numbers for each place from ``begin`` on, of ``[length, 2]``; beyond the sequence ``other`` and 0.
-
-    Together they are as many as threads, so they are fetched once; a vector as short as a tile's side
-    would be fetched by every thread for itself.
-    """
-    local = tl.arange(0, SIZE)
-    pointers = base + 2 * begin + 2 * local[:, None] + tl.arange(0, 2)[None, :]
-    if EDGE:
-        inside = local < tokens - begin
-        one, two = tl.split(tl.load(pointers, mask=inside[:, None], other=0.0))
-        return tl.where(inside, one, other), two
-    else:
-        return tl.split(tl.load(pointers))
-
-
-@triton.jit
-def store_pairs(base, places, tokens, one, two):
-    pointers = base + 2 * places[:, None] + tl.arange(0, 2)[None, :]
-    tl.store(pointers, tl.join(one, two), mask=(places < tokens)[:, None])
-
-
-@triton.jit
-def store_key_pairs(base, keys, tokens, keys_real, one, two, MASKED: tl.constexpr):
-    """Two numbers per key, 0 for padding."""
-    if MASKED:
-        one, two = tl.where(keys_real, one, 0.0), tl.where(keys_real, two, 0.0)
-    store_pairs(base, keys, tokens, one, two)
 
 
 @triton.jit
@@ -101,10 +75,10 @@ def score_gradients(u, d_weights, refined, d_logits, triangle, later, pair):
 
 @triton.jit
 def _climb(
-    dv, dk, heard, after, k, v, keys, keys_real, gamma, logarithm, pair, q_base, q_row, g_base, g_row, mask_base,
+    dv, dk, heard, after, k, v, keys, keys_real, gamma, logarithm, pair, queries, gradients, mask_base,
     pair_base, sums_base, length, span_start, start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
-    MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS.
 
@@ -118,11 +92,13 @@ def _climb(
     ahead = larger(ROWS, KIND)
     ones = tl.full([HALF, 16], 1.0, tl.float16)
     ones_here = tl.full([ROWS, 16], 1.0, KIND)
-    for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
-        begin = tl.multiple_of(start + (tl.cdiv(stop - start, ROWS) - 1 - step) * ROWS, ROWS)
+    last = tl.cdiv(stop - start, ROWS) - 1
+    place = slot_place((start - span_start) // ROWS + last, span_start, length, ROWS, PACKED)
+    for step in tl.range(0, last + 1):
+        begin = tl.multiple_of(start + (last - step) * ROWS, ROWS)
         rows = begin + tl.arange(0, ROWS)
-        q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
-        grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, EDGE)
+        q = fetch_tile(queries, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
+        grad = fetch_tile(gradients, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
         high, delta = load_pairs(pair_base, begin, tokens, float("inf"), ROWS, EDGE)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -150,29 +126,30 @@ def _climb(
         after = tl.dot(d_logits, ones_here, after, input_precision="ieee")
         d_scores = score_gradients(u, d_weights, refined, d_logits, ahead, later, pair)
         dk = tl.dot(d_scores, q, dk, input_precision=PRECISION)
-        place = ((begin - span_start) // ROWS).to(tl.int64) * length
-        store_key_pairs(sums_base + 2 * place, keys, tokens, keys_real, heard, later, MASKED)
+        seen = min(tokens, begin + ROWS) if EDGE else tokens
+        store_key_pairs(sums_base + 2 * place, keys, seen, keys_real, heard, later, MASKED)
+        place -= length if PACKED else begin
     return dv, dk, heard, after
 
 
 @triton.jit(do_not_specialize=["section"])
 def weak_climb(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    pairs_ptr, lowest_ptr, heard_ptr, after_ptr, sums_ptr, dv_ptr, dk_ptr,
+    pairs_ptr, head_lowest_ptr, heard_ptr, after_ptr, sums_ptr, dv_ptr, dk_ptr, q_map, grad_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, section, slots, span_start, span_stop, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, sums_plane, span_start, span_stop, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    CHECKED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Adds a span's part to dV and d^T Q; LAST: this span ends the sequence, so the sums begin here."""
     block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful_head(head_lowest_ptr, line, lowest_sum)
         if careful != 0:
             return
     keys = block * KEYS + tl.arange(0, KEYS)
@@ -181,10 +158,12 @@ def weak_climb(
     k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
     v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
     g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
+    queries = (q_map, q_base, batch, head, q_row)
+    gradients = (grad_map, g_base, batch, head, g_row)
     dv_base = states_base(dv_ptr, batch64, head, first64, d_batch, d_head, d_row)
     dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
     row_base = (batch64 * heads + head) * length + first64
-    sums_base = (batch64 * heads + head) * slots * length + first64
+    sums_base = (batch64 * heads + head) * sums_plane + first64
     mask_base = mask_ptr + batch64 * length
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
@@ -205,22 +184,22 @@ def weak_climb(
         dk = load_rows(dk_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True)
     start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
     dv, dk, heard, after = _climb(
-        dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, q_base, q_row, g_base, g_row, mask_base,
+        dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients, mask_base,
         pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
         tail, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION,
+        ROWS, DIM, BLOCK_DIM, True, MASKED, PACKED, DROPS, PRECISION, MAPPED,
     )  # fmt: skip
     dv, dk, heard, after = _climb(
-        dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, q_base, q_row, g_base, g_row, mask_base,
+        dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients, mask_base,
         pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
         full, tail, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, False, MASKED, DROPS, PRECISION,
+        ROWS, DIM, BLOCK_DIM, False, MASKED, PACKED, DROPS, PRECISION, MAPPED,
     )  # fmt: skip
     dv, dk, heard, after = _climb(
-        dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, q_base, q_row, g_base, g_row, mask_base,
+        dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients, mask_base,
         pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
         start, full, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION,
+        ROWS, DIM, BLOCK_DIM, True, MASKED, PACKED, DROPS, PRECISION, MAPPED,
     )  # fmt: skip
     if DROPS:
         # Earlier spans do not see the keys of this one: their sum is complete.
@@ -236,18 +215,18 @@ def weak_climb(
 @triton.jit
 def _query_loop(
     dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
-    k_base, k_row, v_base, v_row, mask_base, sums_base,
+    key_states, value_states, mask_base, sums_base,
     start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
-    MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = q.dtype
     for step in tl.range(0, tl.cdiv(stop - start, KEYS)):
         begin = tl.multiple_of(start + step * KEYS, KEYS)
         local = tl.arange(0, KEYS)
         keys = begin + local
-        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, EDGE)
-        v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, EDGE)
+        k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, EDGE, MAPPED)
+        v = fetch_tile(value_states, begin, tokens, KEYS, DIM, BLOCK_DIM, EDGE, MAPPED)
         keys_real = real_tokens(mask_base, keys, tokens, MASKED)
         past, later = load_pairs(sums_base, begin, stop, 0.0, KEYS, EDGE)
         raw = weak_scores(
@@ -274,14 +253,13 @@ def _query_loop(
 @triton.jit(do_not_specialize=["section"])
 def weak_query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, delta_ptr, lowest_ptr, sums_ptr, dq_ptr, term_pairs_ptr,
+    lse_ptr, delta_ptr, head_lowest_ptr, sums_ptr, dq_ptr, term_pairs_ptr, k_map, v_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
-    heads, group, length, blocks, section, slots, span_start, lowest_blocks, lowest_sum,
+    heads, group, length, blocks, section, sums_plane, span_start, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of the span's rows, and t beside the log-sum-exp."""
     slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
@@ -290,7 +268,7 @@ def weak_query_gradient(
     if row_start >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful_head(head_lowest_ptr, line, lowest_sum)
         if careful != 0:
             return
     rows = row_start + tl.arange(0, ROWS)
@@ -299,8 +277,11 @@ def weak_query_gradient(
     k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
     v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
     g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
+    key_states = (k_map, k_base, batch, head // group, k_row)
+    value_states = (v_map, v_base, batch, head // group, v_row)
     row_base = (batch64 * heads + head) * length + first64
-    sums_base = ((batch64 * heads + head) * slots + slot) * length + first64
+    sums_base = (batch64 * heads + head) * sums_plane + first64
+    sums_base += slot_place(slot, span_start, length, ROWS, PACKED)
     mask_base = mask_ptr + batch64 * length
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
@@ -320,15 +301,15 @@ def weak_query_gradient(
     edge = row_start // KEYS * KEYS
     dq, prior_k, row_terms = _query_loop(
         dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
-        k_base, k_row, v_base, v_row, mask_base, sums_ptr + sums_base * 2,
+        key_states, value_states, mask_base, sums_ptr + sums_base * 2,
         0, edge, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, KEYS, DIM, BLOCK_DIM, False, MASKED, DROPS, PRECISION,
+        ROWS, KEYS, DIM, BLOCK_DIM, False, MASKED, DROPS, PRECISION, MAPPED,
     )  # fmt: skip
     dq, prior_k, row_terms = _query_loop(
         dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
-        k_base, k_row, v_base, v_row, mask_base, sums_ptr + sums_base * 2,
+        key_states, value_states, mask_base, sums_ptr + sums_base * 2,
         edge, min(row_start + ROWS, tokens), tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, KEYS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION,
+        ROWS, KEYS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION, MAPPED,
     )  # fmt: skip
     row_term = tl.sum(tl.sum(row_terms, 0), 0)
     dq = (dq - row_term[None, :] * prior_k) * scale
@@ -339,13 +320,14 @@ def weak_query_gradient(
 
 @triton.jit
 def _prior_loop(
-    dk, k, keys, q_base, q_row, pair_base, start, stop, tokens, score_scale,
+    dk, k, keys, queries, pair_base, start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):  # fmt: skip
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
         begin = tl.multiple_of(start + step * ROWS, ROWS)
         local = tl.arange(0, ROWS)
-        q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
+        q = fetch_tile(queries, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
         high, row_term = load_pairs(pair_base, begin, tokens, float("inf"), ROWS, EDGE)
         raw = weak_scores(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, begin + local, keys, EDGE, False
@@ -357,25 +339,25 @@ def _prior_loop(
 
 @triton.jit(do_not_specialize=["section"])
 def weak_prior_gradient(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, term_pairs_ptr, lowest_ptr, dk_sums_ptr, dk_ptr,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, term_pairs_ptr, head_lowest_ptr, dk_sums_ptr, dk_ptr, q_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, s_batch, s_head, s_row, d_batch, d_head, d_row,
-    heads, group, length, blocks, section, lowest_blocks, lowest_sum, scale, score_scale,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    heads, group, length, blocks, section, lowest_sum, scale, score_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys, from ``dk_sums`` = d^T Q and the rows' t."""
     block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
     if CHECKED:
-        careful = is_careful(lowest_ptr, line, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        careful = is_careful_head(head_lowest_ptr, line, lowest_sum)
         if careful != 0:
             return
     keys = block * KEYS + tl.arange(0, KEYS)
     batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
     q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
+    queries = (q_map, q_base, batch, head, q_row)
     s_base = states_base(dk_sums_ptr, batch64, head, first64, s_batch, s_head, s_row)
     dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
     row_base = (batch64 * heads + head) * length + first64
@@ -384,16 +366,16 @@ def weak_prior_gradient(
     start, full, tail, stop = row_walk(block * KEYS, 0, tokens, tokens, ROWS, KEYS)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     dk = _prior_loop(
-        dk, k, keys, q_base, q_row, term_pairs_ptr + row_base * 2, start, full, tokens, score_scale,
-        ROWS, DIM, BLOCK_DIM, True, PRECISION,
+        dk, k, keys, queries, term_pairs_ptr + row_base * 2, start, full, tokens, score_scale,
+        ROWS, DIM, BLOCK_DIM, True, PRECISION, MAPPED,
     )  # fmt: skip
     dk = _prior_loop(
-        dk, k, keys, q_base, q_row, term_pairs_ptr + row_base * 2, full, tail, tokens, score_scale,
-        ROWS, DIM, BLOCK_DIM, False, PRECISION,
+        dk, k, keys, queries, term_pairs_ptr + row_base * 2, full, tail, tokens, score_scale,
+        ROWS, DIM, BLOCK_DIM, False, PRECISION, MAPPED,
     )  # fmt: skip
     dk = _prior_loop(
-        dk, k, keys, q_base, q_row, term_pairs_ptr + row_base * 2, tail, stop, tokens, score_scale,
-        ROWS, DIM, BLOCK_DIM, True, PRECISION,
+        dk, k, keys, queries, term_pairs_ptr + row_base * 2, tail, stop, tokens, score_scale,
+        ROWS, DIM, BLOCK_DIM, True, PRECISION, MAPPED,
     )  # fmt: skip
     dk = load_rows(s_base, block * KEYS, tokens, s_row, KEYS, DIM, BLOCK_DIM, True) - dk
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)

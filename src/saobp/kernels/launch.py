@@ -58,7 +58,7 @@ def lowest_blocks(problem: Problem) -> int:
 
 
 def copies_tiles(problem: Problem, *states: Tensor) -> bool:
-    """Whether a GPU's copy engine fetches tiles of these states in the forward pass."""
+    """Whether a GPU's copy engine may fetch tiles of these states."""
     return (
         problem.dim == 64
         and problem.dtype != torch.float32

@@ -122,7 +122,10 @@ CASES: dict[str, Callable[[list[str]], list[str]]] = {
         compile_call(launched, "high", torch.bfloat16, 512)
         + compile_call(launched, "low", torch.float16, 300, learned=True, **_padded(300))
     ),
-    "causal": lambda launched: compile_call(launched, "high", torch.bfloat16, 512, is_causal=True),
+    "causal": lambda launched: (
+        compile_call(launched, "high", torch.bfloat16, 512, is_causal=True)
+        + compile_call(launched, "high", torch.bfloat16, 8192, is_causal=True)  # by the copy engine
+    ),
     "short causal": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 128, is_causal=True)
         + compile_call(launched, "low", torch.float16, 100, is_causal=True, learned=True, **_padded(100))
