@@ -30,6 +30,8 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
 """The interpreter multiplies bfloat16 wrongly."""
+DIM = 64 if GPU else 16
+"""Of heads, where it does not matter. A GPU's compiler fails at narrow ones, which calls do not send here."""
 
 
 def by(operator: Any, inputs: AttentionInputs, factor: str = "high", **options: Any) -> Operation:
@@ -56,14 +58,14 @@ def check(inputs: AttentionInputs, factor: str = "high") -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [1, 7, 37, 64, 65, 111, 128])
 def test_lengths(length: int, dtype: torch.dtype) -> None:
-    check(attention_inputs(1, 2, length, 64 if GPU else 16, strength=(0.2, 1.5), dtype=dtype, device=DEVICE))
+    check(attention_inputs(1, 2, length, DIM, strength=(0.2, 1.5), dtype=dtype, device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor", ["low", "high-listing", "low-listing"])
 @pytest.mark.parametrize("length", [37, 100])
 def test_factors(factor: str, length: int, dtype: torch.dtype) -> None:
-    check(attention_inputs(1, 1, length, 16, strength=0.7, dtype=dtype, device=DEVICE), factor)
+    check(attention_inputs(1, 1, length, DIM, strength=0.7, dtype=dtype, device=DEVICE), factor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,13 +74,13 @@ def test_factors(factor: str, length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_padding(side: Any, length: int, factor: str, dtype: torch.dtype) -> None:
     """Three sequences: whole, padded and nothing but padding."""
-    check(attention_inputs(3, 1, length, 16, strength=0.7, padding=side, dtype=dtype, device=DEVICE), factor)
+    check(attention_inputs(3, 1, length, DIM, strength=0.7, padding=side, dtype=dtype, device=DEVICE), factor)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_leaves_a_sentence_alone(side: str) -> None:
     """With 70 tokens of padding beside it, more than a part of the rows, a sentence gives the same output."""
-    inputs = attention_inputs(1, 1, 33, 16, strength=1.0, device=DEVICE)
+    inputs = attention_inputs(1, 1, 33, DIM, strength=1.0, device=DEVICE)
     alone = by(short_causal_refined_attention, inputs)(*inputs.leaves())
     beside = (0, 0, 70, 0) if side == "left" else (0, 0, 0, 70)
     mask = torch.nn.functional.pad(torch.ones(1, 33, dtype=torch.bool, device=DEVICE), beside[2:])
@@ -94,7 +96,7 @@ def test_padding_leaves_a_sentence_alone(side: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [50, 100])
-@pytest.mark.parametrize(("dim", "key_heads"), [(1, 2), (64, 2), (40, 1), (128, 2)])
+@pytest.mark.parametrize(("dim", "key_heads"), [(40 if GPU else 1, 2), (64, 2), (40, 1), (128, 2)])
 def test_head_sizes_and_shared_keys(dim: int, key_heads: int, length: int, dtype: torch.dtype) -> None:
     shapes = {"key_heads": key_heads, "transposed": True, "dtype": dtype, "device": DEVICE}
     check(attention_inputs(1, 2, length, dim, strength=(0.2, 1.0), **shapes))  # type: ignore[arg-type]
@@ -103,21 +105,21 @@ def test_head_sizes_and_shared_keys(dim: int, key_heads: int, length: int, dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strength", [-1.0, 0.0, 3.0])
 def test_trained_strengths_of_either_sign(strength: float, dtype: torch.dtype) -> None:
-    check(attention_inputs(1, 1, 90, 16, strength=strength, dtype=dtype, device=DEVICE))
+    check(attention_inputs(1, 1, 90, DIM, strength=strength, dtype=dtype, device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("collapse", ["sink", "diagonal"])
 @pytest.mark.parametrize(("gap", "strength"), [(5.0, 0.2), (10.0, 0.5), (90.0, 1.0)])
 def test_collapsed_heads(gap: float, strength: float, collapse: Any, dtype: torch.dtype) -> None:
-    inputs = attention_inputs(1, 2, 100, 16, strength=strength, dtype=dtype, device=DEVICE)
+    inputs = attention_inputs(1, 2, 100, DIM, strength=strength, dtype=dtype, device=DEVICE)
     check(collapsed_inputs(inputs, gap, collapse))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_rows_hear_is_not_lost_beside_larger_terms(dtype: torch.dtype) -> None:
     """A sink's key gradient is the sum of terms smaller than the last digit of what they are added to."""
-    inputs = attention_inputs(1, 2, 128, 16, strength=0.2, dtype=dtype, device=DEVICE)
+    inputs = attention_inputs(1, 2, 128, DIM, strength=0.2, dtype=dtype, device=DEVICE)
     check(drifting_inputs(collapsed_inputs(inputs, 7.0), 64 * torch.finfo(dtype).eps))
 
 
@@ -127,7 +129,7 @@ def test_what_rows_hear_is_not_lost_beside_larger_terms(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("length", [50, 128])
 def test_weak_known_strengths(length: int, padding: Any, factor: str) -> None:
     """Messages by parabolas and in float16 belong to bfloat16; in float32 one sees what that costs."""
-    inputs = attention_inputs(2, 2, length, 16, key_heads=1, padding=padding, device=DEVICE)
+    inputs = attention_inputs(2, 2, length, DIM, key_heads=1, padding=padding, device=DEVICE)
     leaves = inputs.leaves()[:3]
     bound = -math.expm1(-0.2 * POTTS[factor][0])
     out = by(short_causal_refined_attention, inputs, factor, bound=bound)(*leaves, inputs.strength)
@@ -175,7 +177,7 @@ def test_it_gives_what_the_sweeps_give(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_sequences_give_what_each_gives_alone(dtype: torch.dtype) -> None:
     bounds = (0, 37, 37, 38, 149)
-    inputs = attention_inputs(1, 2, bounds[-1], 16, strength=0.7, dtype=dtype, device=DEVICE)
+    inputs = attention_inputs(1, 2, bounds[-1], DIM, strength=0.7, dtype=dtype, device=DEVICE)
     cu = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     found = by(short_causal_refined_attention, inputs, cu=cu, longest=111)(*inputs.leaves())
     for start, stop in itertools.pairwise(bounds):
@@ -189,8 +191,8 @@ def test_packed_sequences_give_what_each_gives_alone(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("factor", ["high", "high-listing"])
 def test_no_row_depends_on_later_tokens(factor: str) -> None:
     """Bit for bit, whichever part of the rows the change begins in."""
-    inputs = attention_inputs(1, 1, 128, 16, strength=1.0, dtype=torch.float16, device=DEVICE)
-    others = attention_inputs(1, 1, 128, 16, strength=1.0, dtype=torch.float16, device=DEVICE, seed=1)
+    inputs = attention_inputs(1, 1, 128, DIM, strength=1.0, dtype=torch.float16, device=DEVICE)
+    others = attention_inputs(1, 1, 128, DIM, strength=1.0, dtype=torch.float16, device=DEVICE, seed=1)
     whole = by(short_causal_refined_attention, inputs, factor)(*inputs.leaves())
     for start in (1, 40, 64, 100):
         states = [
@@ -204,7 +206,7 @@ def test_no_row_depends_on_later_tokens(factor: str) -> None:
 
 
 def test_repeats_are_bit_equal_for_any_layout_of_gradients() -> None:
-    inputs = attention_inputs(1, 2, 100, 16, strength=1.0, dtype=torch.float16, device=DEVICE)
+    inputs = attention_inputs(1, 2, 100, DIM, strength=1.0, dtype=torch.float16, device=DEVICE)
     operation = by(short_causal_refined_attention, inputs)
     first = run(operation, inputs)
     gradient = inputs.output_gradient
@@ -217,9 +219,9 @@ def test_repeats_are_bit_equal_for_any_layout_of_gradients() -> None:
 @pytest.mark.parametrize("length", [20, 70])
 @pytest.mark.parametrize("factor", ["high", "low-listing"])
 def test_the_operator_is_sound(factor: str, length: int) -> None:
-    inputs = attention_inputs(1, 2, length, 16, key_heads=1, strength=0.7, device=DEVICE)
+    inputs = attention_inputs(1, 2, length, DIM, key_heads=1, strength=0.7, device=DEVICE)
     sign, hears = POTTS[factor]
-    arguments = (*inputs.leaves(), None, None, None, length, 0.25, 0.0, sign, hears, 0.0)
+    arguments = (*inputs.leaves(), None, None, None, length, DIM**-0.5, 0.0, sign, hears, 0.0)
     torch.library.opcheck(
         short_causal_refined_attention,
         arguments,
@@ -234,7 +236,7 @@ def test_the_operator_is_sound(factor: str, length: int) -> None:
     ("length", "dim", "dtype", "short"),
     [
         (128, 64, torch.float16, True), (1, 128, torch.float16, True), (129, 64, torch.float16, False),
-        (20, 129, torch.float16, False), (20, 64, torch.float32, False),
+        (20, 129, torch.float16, False), (20, 64, torch.float32, False), (100, 16, torch.float16, False),
     ],
 )  # fmt: skip
 def test_calls_that_take_it(length: int, dim: int, dtype: torch.dtype, short: bool) -> None:

@@ -67,7 +67,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             lambda kernel, *rest, launch=launch: (names.append(kernel.__name__), launch(kernel, *rest))[1],
         )
     monkeypatch.setattr(short_hopper_launch, "HOPPER_FROM", 0)
-    monkeypatch.setattr(short_hopper_launch, "PROGRAMS", 2)
+    monkeypatch.setattr(short_hopper_launch, "HEADS_EACH", 2)
     monkeypatch.setattr(short_launch, "_plans", {})
     kept_problem.cache_clear()
     yield names

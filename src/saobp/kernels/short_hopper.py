@@ -28,8 +28,6 @@ DIM = tl.constexpr(64)
 TILE_BYTES = tl.constexpr(2 * 128 * 64)
 COLUMNS = tl.constexpr(8)
 """Of products that only add up."""
-ROUNDS_EARLY = tl.constexpr(True)
-INTERLEAVED = tl.constexpr(True)
 _POWERS = (
     "{ .reg .f32 x, y; fma.rn.f32 x, $2, $4, $6; fma.rn.f32 y, $3, $5, $7;"
     " ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; cvt.rn.f16x2.f32 $0, y, x;"
@@ -71,20 +69,6 @@ def row_sums_of(tile):
     ones = gl.full([tile.shape[1], COLUMNS], 1.0, tile.dtype, right)
     none = gl.full([tile.shape[0], COLUMNS], 0.0, gl.float32, narrow)
     return gl.max(mma_v2(gl.convert_layout(tile, left), ones, none), 1)
-
-
-@gluon.jit
-def turns(lines):
-    """First line of a program, how far the next one is from it, and how many there are.
-
-    INTERLEAVED: programs that run side by side work on neighbours, whose states are neighbours in memory.
-    """
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    each = (lines + programs - 1) // programs
-    if INTERLEAVED:
-        return program, programs, (lines - program + programs - 1) // programs
-    else:
-        return program * each, each * 0 + 1, gl.minimum(each, lines - program * each)
 
 
 @gluon.jit
@@ -150,10 +134,8 @@ def prior_rows(raw, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr):
     fine, coarse = exponentials(raw, score_scale, high[:, None], KIND)
     by_row: tl.constexpr = gl.SliceLayout(1, product_layout(KEYS, gl.num_warps()))
     total = row_sums_of(fine)
-    if ROUNDS_EARLY:
-        # The other sum counts for nothing. But it has the compiler round now: left for later, float32 would stay.
-        total += 0.0 * row_sums_of(coarse)
-    total = gl.convert_layout(total, by_row)
+    # The other sum counts for nothing. But it has the compiler round now: left for later, float32 would stay.
+    total = gl.convert_layout(total + 0.0 * row_sums_of(coarse), by_row)
     return fine, coarse, high, total
 
 
@@ -244,7 +226,9 @@ def short_hopper_forward(
     q_ready, k_ready, v_ready = new_barrier(), new_barrier(), new_barrier()
     fence_async_shared()
 
-    first, step, count = turns(lines)
+    # Programs that run side by side work on neighbours, whose states are neighbours in memory.
+    first, step = gl.program_id(0), gl.num_programs(0)
+    count = (lines - first + step - 1) // step
     batch, head, key_head = place(first, heads, group)
     mbarrier.expect(q_ready, TILE_BYTES)
     mbarrier.expect(k_ready, TILE_BYTES)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,6 @@ def pretrain(
             resume=resume,
         ),
     )
-    if args.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
     tell = above_the_bar(say) if args.process_index == 0 else (lambda _: None)
     start = run.last_good_checkpoint(tell)
     if args.process_index == 0:
@@ -112,13 +111,16 @@ def pretrain(
         )
     penalty = recipe.penalty()
     try:
-        with loss_as_forward(
-            model,
-            objective,
-            precision=recipe.precision,
-            compiled=recipe.compiled,
-            regularizer=penalty,
-            sharded=trainer.is_fsdp_enabled,
+        with (
+            tensor_core_products(args.device),
+            loss_as_forward(
+                model,
+                objective,
+                precision=recipe.precision,
+                compiled=recipe.compiled,
+                regularizer=penalty,
+                sharded=trainer.is_fsdp_enabled,
+            ),
         ):
             trainer.train(None if start is None else str(run.checkpoint_path(start)))
             if trainer.held_out and trainer.last_evaluation != recipe.steps:
@@ -133,6 +135,18 @@ def pretrain(
         run.finish(asdict(result), seconds=result.seconds)
     trainer.accelerator.wait_for_everyone()
     return result
+
+
+@contextmanager
+def tensor_core_products(device: torch.device) -> Iterator[None]:
+    """Meanwhile a GPU multiplies float32 by its tensor cores. The whole process does, so it is put back."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def new_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
