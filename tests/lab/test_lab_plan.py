@@ -79,8 +79,8 @@ def test_only_and_seeds_select() -> None:
     assert all("high-0.2" in one.name for one in [*plan.tuned(), *plan.measured()])
     several = Plan(choose_experiments("gtd"), MINI, 1, "*-low-*, *-original-*")
     assert [one.name for one in several.trained()] == [
-        "bert-mini-original-seed42",
         "bert-mini-low-0.2-seed42",
+        "bert-mini-original-seed42",
     ]
 
 
@@ -178,3 +178,11 @@ def test_the_paper_s_tables_are_there() -> None:
         "original": 0.75, "high": 0.78, "low": 0.78, "elemmul": 0.77
     }  # fmt: skip
     assert paper_values("tasks", "squad", "tiny") == {}
+
+
+def test_patterns_decide_what_is_done_first() -> None:
+    plan = Plan(choose_experiments("gtd"), get_scale("mini"), 2, "*-low-*seed1*,*-high-*,*-original-seed42*")
+    names = [model.name.removeprefix("bert-mini-") for model in plan.trained()]
+    assert names == ["low-0.2-seed1", "high-0.2-seed42", "high-0.2-seed1", "original-seed42"]
+    assert [one.model.name.removeprefix("bert-mini-") for one in plan.tuned()] == names
+    assert [one.model.name.removeprefix("bert-mini-") for one in plan.measured()] == names

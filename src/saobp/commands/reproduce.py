@@ -47,7 +47,9 @@ def reproduce(
     tokens: Annotated[Path | None, typer.Option(help="Folder of token stores, made or used.")] = None,
     runs: Annotated[Path | None, typer.Option(help="Folder of runs; finished ones are reused.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for tables and figures.")] = None,
-    only: Annotated[str, typer.Option(help="Only runs of such names: '*-high-*,*-low-*'.")] = "*",
+    only: Annotated[
+        str, typer.Option(help="Only runs of such names, in this order: '*-high-*,*-low-*'.")
+    ] = "*",
     minutes: Annotated[float | None, typer.Option(help="Begin nothing that would end later.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show what would be done, and stop.")] = False,
     rounded: Annotated[bool, typer.Option("--rounded", help="Keep models in bfloat16.")] = False,

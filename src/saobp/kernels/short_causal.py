@@ -186,21 +186,8 @@ def short_causal_forward(
             tl.store(past_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS), past)
         real_2 = real_tokens(mask_base, ROWS + tl.arange(0, ROWS), tokens, MASKED)
         _, _, refined_2, refined_21, _ = refined_rows(
-            q_2,
-            k_2,
-            k,
-            real_2,
-            real,
-            past,
-            message,
-            score_scale,
-            True,
-            HEARS,
-            CAREFUL,
-            PRECISE,
-            MASKED,
-            PRECISION,
-        )
+            q_2, k_2, k, real_2, real, past, message, score_scale, True, HEARS, CAREFUL, PRECISE, MASKED, PRECISION
+        )  # fmt: skip
         store_output(
             refined_2, refined_21, v_2, v, out_base, ROWS, tokens, o_row, seed, drop_threshold, keep_scale,
             DIM, BLOCK_DIM, True, PRECISE, MASKED, DROPS, PRECISION,

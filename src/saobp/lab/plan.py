@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TypeVar
 
 from saobp.lab.experiments import Experiment
 from saobp.lab.methods import METHODS, Method, method_name
@@ -14,13 +15,20 @@ from saobp.training.recipes import PretrainRecipe
 from saobp.training.runs import RunError, RunFolder
 
 FAMILIES = ("bert", "gpt2")
+Work = TypeVar("Work", "Trained", "Tuned", "Measured")
 SMOKE_SEEDS = 2
 """Unless the command says otherwise."""
 
 
+def named_by(name: str, patterns: str) -> int | None:
+    """The place of the first pattern that fits, of those joined by commas; None where none does."""
+    fits = (place for place, one in enumerate(patterns.split(",")) if fnmatch(name, one.strip()))
+    return next(fits, None)
+
+
 def is_named(name: str, patterns: str) -> bool:
     """Whether one of the patterns, joined by commas, fits: ``"*-seed42,*-high-*"``."""
-    return any(fnmatch(name, pattern.strip()) for pattern in patterns.split(","))
+    return named_by(name, patterns) is not None
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """Experiments at a scale; ``seeds`` in place of each one's own number, ``only`` filters runs by name."""
+    """Experiments at a scale; ``seeds`` in place of each one's own number.
+
+    ``only`` filters work by name: first what its first pattern names, then what the second does.
+    """
 
     experiments: Sequence[Experiment]
     scale: Scale
@@ -109,7 +120,7 @@ class Plan:
     def trained(self) -> list[Trained]:
         """All models, seed after seed, of each seed the main methods first."""
         models = (model for experiment in self.experiments for model in self.models_of(experiment))
-        return sorted(self._kept(models), key=self._order)
+        return self._by_pattern(sorted(self._kept(models), key=self._order))
 
     def tuned(self) -> list[Tuned]:
         """All fine-tuning, seed after seed; of each seed all methods on one task, then on the next."""
@@ -127,7 +138,7 @@ class Plan:
             seed, tier = self._order(one.model)
             return seed, tasks.index(one.task), tier
 
-        return sorted(kept.values(), key=order)
+        return self._by_pattern(sorted(kept.values(), key=order))
 
     def measured(self) -> list[Measured]:
         """All measurements."""
@@ -139,7 +150,10 @@ class Plan:
             for measure in experiment.measures
         ]
         kept = {one.name: one for one in asked if is_named(one.name, self.only)}
-        return sorted(kept.values(), key=lambda one: self._order(one.model))
+        return self._by_pattern(sorted(kept.values(), key=lambda one: self._order(one.model)))
+
+    def _by_pattern(self, work: list[Work]) -> list[Work]:
+        return sorted(work, key=lambda one: named_by(one.name, self.only) or 0)
 
     def _kept(self, models: Iterable[Trained]) -> list[Trained]:
         named: dict[str, Trained] = {}
