@@ -252,5 +252,9 @@ def test_calls_that_take_it(length: int, dim: int, dtype: torch.dtype, short: bo
     with Watch(), torch.no_grad():
         found = saobp.attention(*states, Refinement("high", 0.2), is_causal=True, backend="fused")
     assert ("saobp.short_causal_refined_attention.default" in seen) == short
+    with Watch(), torch.no_grad():
+        seen.clear()
+        saobp.attention(*states, Refinement("high", 0.2), is_causal=True, backend="fused", dropout_p=0.1)
+    assert "saobp.short_causal_refined_attention.default" not in seen
     expected = saobp.attention(*states, Refinement("high", 0.2), is_causal=True, backend="reference")
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)

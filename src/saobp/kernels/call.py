@@ -65,7 +65,7 @@ def fused_attention(
     )  # fmt: skip
     short = is_short(longest, dim, query.dtype)
     if is_causal:
-        whole = short and dim >= LEAST_DIM
+        whole = short and dim >= LEAST_DIM and not dropout_p
         operator = short_causal_refined_attention if whole else causal_refined_attention
         return output_of(operator, arguments, learning=learning)
     if not short:

@@ -17,7 +17,9 @@ FORWARD, BACKWARD = Block(64, 128, stages=1, registers=168), Block(64, 128, stag
 """Rows of a part, and keys of both parts. More warps would not share a part's tiles but each compute them all."""
 
 LEAST_DIM = 33
-"""Smaller heads take the sweeps: with products 16 numbers wide Triton 3.6 made wrong gradients of values on an H200."""
+"""Smaller heads take the sweeps: with products 16 numbers wide Triton 3.6 made wrong gradients of values on an H200.
+
+Calls with dropout take them too, since these kernels' gradients were not seen with it on a GPU in half types."""
 
 _plans: dict[Hashable, Plan] = {}
 
