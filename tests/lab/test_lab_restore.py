@@ -147,3 +147,4 @@ def test_the_command_restores(tmp_path: Path) -> None:
     )
     assert found.exit_code == 0, found.output
     assert "restored 12 runs" in found.output
+    assert "the page:" not in found.output  # none of them has curves to look at

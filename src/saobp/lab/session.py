@@ -16,6 +16,7 @@ from saobp.lab.clock import Deadline
 from saobp.lab.measures import UNDISTURBED
 from saobp.lab.plan import Measured, Plan
 from saobp.lab.pretraining import pretrain_all
+from saobp.lab.restore import RESTORED
 from saobp.lab.scales import Scale
 from saobp.lab.sharing import Say, StageResult
 from saobp.lab.sources import Sources, make_up
@@ -149,12 +150,15 @@ class Session:
         self.write_page()
 
     def write_page(self) -> None:
-        """A page to look at for each family: the claims, and curves and heads of runs that are finished."""
+        """A page to look at for each family: the claims, and curves and heads of runs that have some."""
         from saobp.report.library import MissingPlotlyError
         from saobp.report.reproduction import write_reproduction
 
         runs, scale = self.places.runs, self.plan.scale.name
-        finished = [model for model in self.plan.trained() if RunFolder(model.folder(runs)).is_finished]
+        folders = {model: RunFolder(model.folder(runs)) for model in self.plan.trained()}
+        finished = [
+            model for model, run in folders.items() if run.is_finished and not run.record.get(RESTORED)
+        ]
         for family in dict.fromkeys(model.family for model in finished):
             targets = [one.name for one in self.plan.experiments if getattr(one, family)]
             own = {model.folder(runs): model.method.key for model in finished if model.family == family}
