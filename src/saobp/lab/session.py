@@ -155,10 +155,8 @@ class Session:
         from saobp.report.reproduction import write_reproduction
 
         runs, scale = self.places.runs, self.plan.scale.name
-        folders = {model: RunFolder(model.folder(runs)) for model in self.plan.trained()}
-        finished = [
-            model for model, run in folders.items() if run.is_finished and not run.record.get(RESTORED)
-        ]
+        known = [(model, RunFolder(model.folder(runs))) for model in self.plan.trained()]
+        finished = [model for model, run in known if run.is_finished and not run.record.get(RESTORED)]
         for family in dict.fromkeys(model.family for model in finished):
             targets = [one.name for one in self.plan.experiments if getattr(one, family)]
             own = {model.folder(runs): model.method.key for model in finished if model.family == family}
