@@ -87,6 +87,15 @@ def test_a_run_that_is_there_is_not_restored(tmp_path: Path) -> None:
     assert RESTORED not in RunFolder(PLAN.trained()[0].folder(runs)).record
 
 
+def test_a_run_that_was_begun_is_left_alone(tmp_path: Path) -> None:
+    runs, out, begun = tmp_path / "runs", tmp_path / "results", PLAN.trained()[0]
+    _plant(runs, PLAN)
+    tabulate(PLAN, runs, out)
+    RunFolder(begun.folder(runs)).file("result.json").unlink()
+    assert restore(PLAN, runs, out) == []
+    assert not RunFolder(begun.folder(runs)).is_finished
+
+
 def test_a_record_of_another_budget_is_refused(tmp_path: Path) -> None:
     runs, out = tmp_path / "runs", tmp_path / "results"
     _plant(runs, PLAN)

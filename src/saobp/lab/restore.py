@@ -12,7 +12,7 @@ from typing import Any
 from saobp.lab.plan import Plan, Trained, Tuned
 from saobp.training.files import read_json, write_json
 from saobp.training.finetune.run import summarise
-from saobp.training.runs import RunError, RunFolder
+from saobp.training.runs import RunError
 
 RESTORED = "restored"
 OUTSIDE = ("run", "kind", "result", "recipe")
@@ -20,15 +20,15 @@ OUTSIDE = ("run", "kind", "result", "recipe")
 
 
 def restore(plan: Plan, runs: Path, out: Path) -> list[str]:
-    """Make folders for the plan's runs that only the pages in ``out`` know of; their names."""
+    """Make folders for the plan's runs that only pages in ``out`` know of; their names. What is begun stays."""
     known = recorded_runs(out, plan.scale.name)
     made = []
     for model in plan.trained():
-        if model.name in known and not RunFolder(model.folder(runs)).is_finished:
+        if model.name in known and not model.folder(runs).exists():
             _restore_trained(model, known[model.name], runs)
             made.append(model.name)
     for tuned in plan.tuned():
-        if tuned.name in known and not (tuned.folder(runs) / "result.json").exists():
+        if tuned.name in known and not tuned.folder(runs).exists():
             _restore_tuned(tuned, known[tuned.name], runs)
             made.append(tuned.name)
     return made
