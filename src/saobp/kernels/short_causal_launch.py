@@ -10,7 +10,14 @@ from torch import Tensor
 
 from saobp.kernels import short_causal, short_causal_backward
 from saobp.kernels.problem import Block, Problem, empty_states, given, strides
-from saobp.kernels.short_launch import Plan, all_keys, call_looks, call_numbers, filled_gradients
+from saobp.kernels.short_launch import (
+    Plan,
+    all_keys,
+    backward_plan,
+    call_looks,
+    call_numbers,
+    filled_gradients,
+)
 from saobp.kernels.start import Launch, remembered
 
 FORWARD, BACKWARD = Block(64, 128, stages=1, registers=168), Block(64, 128, stages=1)
@@ -49,12 +56,9 @@ def run_short_causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv with one key head per query head, and the gradient of gamma row by row."""
     numbers = (longest, scale, dropout, sign, hears, bound)
-    looks = (grad.stride(), grad.dtype, *call_looks(query, key, value, strength, mask, cu, seed), *numbers)
-    plan = remembered(
-        _plans,
-        looks,
-        lambda: plan_backward(Problem.of(query, key, mask, cu, *numbers), grad, query, key, value),
-    )
+    plan = backward_plan(
+        _plans, plan_backward, numbers, grad, query, key, value, strength, mask, cu, seed
+    )  # fmt: skip
     return filled_gradients(
         plan, query, key, value, grad, given(mask, strength), given(cu, strength), given(seed, strength),
         strength, past,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -68,16 +68,25 @@ def run_short_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv with one key head per query head, and the gradient of gamma row by row."""
     numbers = (longest, scale, dropout, sign, hears, bound)
-    looks = (grad.stride(), grad.dtype, *call_looks(query, key, value, strength, mask, cu, seed), *numbers)
-    plan = remembered(
-        _plans,
-        looks,
-        lambda: plan_backward(Problem.of(query, key, mask, cu, *numbers), grad, query, key, value),
-    )
+    plan = backward_plan(
+        _plans, plan_backward, numbers, grad, query, key, value, strength, mask, cu, seed
+    )  # fmt: skip
     return filled_gradients(
         plan, query, key, value, grad, given(mask, strength), given(cu, strength), given(seed, strength),
         lse, strength, key_part, anchor,
     )  # fmt: skip
+
+
+def backward_plan(
+    shelf: dict[Hashable, Plan], make: Callable[..., Plan], numbers: tuple[Any, ...],
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
+    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
+) -> Plan:  # fmt: skip
+    """What lies on a shelf for backward calls that look like this one; made where nothing does."""
+    looks = (grad.stride(), grad.dtype, *call_looks(query, key, value, strength, mask, cu, seed), *numbers)
+    return remembered(
+        shelf, looks, lambda: make(Problem.of(query, key, mask, cu, *numbers), grad, query, key, value)
+    )
 
 
 def filled_gradients(plan: Plan, query: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
