@@ -20,7 +20,10 @@ OUTSIDE = ("run", "kind", "result", "recipe")
 
 
 def restore(plan: Plan, runs: Path, out: Path) -> list[str]:
-    """Make folders for the plan's runs that only pages in ``out`` know of; their names. What is begun stays."""
+    """Make folders for runs of the plan that only pages in ``out`` know of, and give their names.
+
+    A run that was begun is left alone.
+    """
     known = recorded_runs(out, plan.scale.name)
     made = []
     for model in plan.trained():
