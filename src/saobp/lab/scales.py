@@ -20,7 +20,7 @@ CHECKPOINT_STEPS = 4000
 class Scale:
     """One size of every experiment.
 
-    recipe, steps: of pretraining; steps None are the recipe's own
+    recipe, steps: of pretraining; steps None are the mini model's, so that all sizes learn from as many tokens
     vocabulary:    learn one of this size instead of taking the family's
     rows, epochs:  of fine-tuning; None for all rows and for the task's own epochs
     texts, length: texts on which heads are measured, and their tokens at most
@@ -41,9 +41,8 @@ class Scale:
 
     def recipe_of(self, family: str, method: str, seed: int, corpus: str | None = None) -> PretrainRecipe:
         """The recipe of one run."""
-        recipe = named_recipe(self.recipe, family, self.size)
-        if self.steps is not None:
-            recipe = with_steps(recipe, self.steps)
+        steps = self.steps or named_recipe(self.recipe, family, "mini").steps
+        recipe = with_steps(named_recipe(self.recipe, family, self.size), steps)
         saving = min(CHECKPOINT_STEPS, recipe.steps // 2) // recipe.log_steps * recipe.log_steps
         chosen = METHODS[method]
         return replace(
