@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saobp.kernels import backward, forward, gradient_parts, sums
+from saobp.kernels.halves import moves
 from saobp.kernels.problem import (
     Block,
     Problem,
@@ -106,7 +107,9 @@ def run_forward(
     mapped = copies_tiles(problem, query, key, value)
     looks = ("forward", mapped, sweep_block, *tensor_looks(query, key, value, strength, mask, cu, seed))
     steps = (_add_sums, _add_output)
-    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, value, mapped, *steps)
+    plan = remembered(
+        problem.plans, looks, plan_forward, problem, query, key, value, strength, mapped, *steps
+    )
     out = query.new_empty_strided(plan.sizes, plan.strides)
     saved = query.new_empty(plan.saved, dtype=torch.uint8)
     plan.series(
@@ -119,7 +122,9 @@ def run_sums(problem: Problem, query: Tensor, key: Tensor, strength: Tensor) -> 
     """Of what the backward pass needs, the part that does not depend on values."""
     mapped = copies_tiles(problem, query)
     looks = ("sums", mapped, sweep_block, *tensor_looks(query, key, None, strength, None, None, None))
-    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, query, mapped, _add_sums)
+    plan = remembered(
+        problem.plans, looks, plan_forward, problem, query, key, query, strength, mapped, _add_sums
+    )
     saved = query.new_empty(plan.saved, dtype=torch.uint8)
     plan.series(query, key, query, strength, strength, strength, strength, query, saved)
     return saved
@@ -131,7 +136,9 @@ def run_output(
     """Refined rows times values, from sums known already; fills in the rest of what the backward pass needs."""
     mapped = copies_tiles(problem, key, value)
     looks = ("output", mapped, sweep_block, *tensor_looks(query, key, value, strength, None, None, None))
-    plan = remembered(problem.plans, looks, plan_forward, problem, query, key, value, mapped, _add_output)
+    plan = remembered(
+        problem.plans, looks, plan_forward, problem, query, key, value, strength, mapped, _add_output
+    )
     out = query.new_empty_strided(plan.sizes, plan.strides)
     plan.series(query, key, value, strength, strength, strength, strength, out, saved)
     return out
@@ -142,7 +149,7 @@ Cut = Callable[[str, int], dict[str, Tiles]]
 
 
 def plan_forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, mapped: bool,
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mapped: bool,
     *steps: Callable[[Series, Problem, dict[str, Any], Cut], None],
 ) -> Plan:  # fmt: skip
     pieces, size = saved_pieces(problem)
@@ -156,6 +163,7 @@ def plan_forward(
 
     for add_step in steps:
         add_step(series, problem, numbers | {"MAPPED": mapped}, cut)
+    series.in_halves(moves(problem, states | {"strength": strength}, {"out": query.dtype}, pieces))
     return Plan(series, problem.states_shape, problem.states_strides, saved=size)
 
 
@@ -206,7 +214,7 @@ def run_backward(
         "backward", sweep_block, grad.stride(), grad.dtype, out.stride(),
         *tensor_looks(query, key, value, strength, mask, cu, seed),
     )  # fmt: skip
-    plan = remembered(problem.plans, looks, plan_backward, problem, grad, query, key, value, out)
+    plan = remembered(problem.plans, looks, plan_backward, problem, grad, query, key, value, strength, out)
     dq, dk, dv = [query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3)]
     dgamma = query.new_empty(problem.rows_shape, dtype=torch.float32)
     scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
@@ -223,7 +231,7 @@ def run_value_gradient(
     """The refined rows' transpose times a gradient."""
     looks = ("value gradient", sweep_block, *tensor_looks(query, key, grad, strength, None, None, None))
     make = partial(plan_backward, only_values=True)
-    plan = remembered(problem.plans, looks, make, problem, grad, query, key, grad, grad)
+    plan = remembered(problem.plans, looks, make, problem, grad, query, key, grad, strength, grad)
     dv = query.new_empty_strided(plan.sizes, plan.strides)
     scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
     plan.series(
@@ -237,7 +245,8 @@ PARTS = 16
 
 
 def plan_backward(
-    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, only_values: bool = False
+    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, out: Tensor,
+    *, only_values: bool = False,
 ) -> Plan:  # fmt: skip
     floats, own, rows = torch.float32, query.dtype, problem.rows_shape
     scratch, size = lay_out("scratch", {
@@ -246,7 +255,8 @@ def plan_backward(
         "heard_grad": (rows, floats), "heard_half": (rows if problem.precise == 0 else (0,), own),
     })  # fmt: skip
     tensors = (*STATES, "grad", "out", "saved", "dq", "dk", "dv", "strength_grad", "scratch")
-    series = Series(query.device, tensors, saved_pieces(problem)[0] | scratch)
+    pieces = saved_pieces(problem)[0] | scratch
+    series = Series(query.device, tensors, pieces)
     add_scaled_gradients(series, problem, grad, out)
     numbers = _numbers(problem, query, key, value) | {"part_row": PARTS}
     numbers |= named_strides("g", problem.states_strides) | named_strides("d", problem.states_strides)
@@ -261,7 +271,9 @@ def plan_backward(
                 sweep, programs, numbers | sizes | {"CAREFUL": careful}, grad="scaled", key_part=key_part
             )
         if only_values:
-            break
+            return Plan(series, problem.states_shape, problem.states_strides, scratch=size)
+    states = {"q": query, "k": key, "v": value, "grad": grad, "out": out, "strength": strength}
+    series.in_halves(moves(problem, states, dict.fromkeys(("dq", "dk", "dv"), own), pieces))
     return Plan(series, problem.states_shape, problem.states_strides, scratch=size)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -132,16 +133,19 @@ class Launch(Prepared):
         self.numbers = tuple(numbers[name] for name in others)
         self.options = {name: numbers[name] for name in OPTIONS if name in numbers}
 
-    def _by_triton(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any, Any] | None:
+    def _by_triton(self, tensors: tuple[Tensor, ...], parts: int = 1) -> tuple[Any, Any, Any] | None:
         maps = [tensors[place] if tiles is None else tiles.of(tensors[place]) for place, tiles in self.maps]
-        binary = self.kernel[(self.programs,)](*tensors, *maps, *self.numbers, **self.options)
+        binary = self.kernel[(self.programs // parts,)](*tensors, *maps, *self.numbers, **self.options)
         return None if binary is None else (binary.run, binary.function, binary.packed_metadata)
 
-    def _at_once(self, ready: tuple[Any, Any, Any], addresses: Sequence[int], stream: int) -> None:
+    def _at_once(
+        self, ready: tuple[Any, Any, Any], addresses: Sequence[int], stream: int, parts: int = 1
+    ) -> None:
         run, function, metadata = ready
         maps = [addresses[at] if tiles is None else tiles.at(addresses[at]) for at, tiles in self.maps]
         run(
-            self.programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *maps, *self.numbers,
+            self.programs // parts, 1, 1, stream, function, metadata, None, None, None,
+            *addresses, *maps, *self.numbers,
         )  # fmt: skip
 
 
@@ -180,9 +184,12 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def view(self, buffer: Tensor) -> Tensor:
-        stop = self.start + math.prod(self.shape) * self.dtype.itemsize
-        return buffer[self.start : stop].view(self.dtype).view(self.shape)
+        return buffer[self.start : self.start + self.bytes].view(self.dtype).view(self.shape)
 
 
 def lay_out(
@@ -214,6 +221,7 @@ class Series(Prepared):
         self.pieces = tuple(pieces.values())
         self._names = (*tensors, *pieces)
         self._starts = [(tensors.index(piece.buffer), piece.start) for piece in self.pieces]
+        self._moves: list[int] = []
 
     def add(
         self, kernel: Any, programs: int, numbers: Mapping[str, Any], tiles: Mapping[str, Tiles] | None = None, /,
@@ -225,16 +233,59 @@ class Series(Prepared):
         self._kernels.append(kernel)
         self.launches.append((Launch(kernel, programs, numbers, self.device, tiles), itemgetter(*places)))
 
+    def in_halves(self, moves: Mapping[str, int]) -> None:
+        """Makes two launches of each, side by side, for half of the programs each (see ``saobp.kernels.halves``).
+
+        moves: bytes from where the first half finds a tensor or piece to where the second does; nothing, no halves
+        """
+        self._moves = [moves.get(name, 0) for name in self._names] if moves else []
+
     def _by_triton(self, tensors: tuple[Tensor, ...]) -> list[Any] | None:
         buffers = dict(zip(self._names, tensors, strict=False))
         every = (*tensors, *[piece.view(buffers[piece.buffer]) for piece in self.pieces])
-        ready = [launch._by_triton(pick(every)) for launch, pick in self.launches]
+        if not self._moves:
+            ready = [launch._by_triton(pick(every)) for launch, pick in self.launches]
+        else:
+            others = tuple(moved(one, move) for one, move in zip(every, self._moves, strict=True))
+            ready = []
+            for launch, pick in self.launches:
+                ready.append(launch._by_triton(pick(every), 2))
+                launch._by_triton(pick(others), 2)
         return None if None in ready else ready
 
     def _at_once(self, ready: list[Any], addresses: list[int], stream: int) -> None:
         addresses += [addresses[buffer] + start for buffer, start in self._starts]
-        for (launch, pick), one in zip(self.launches, ready, strict=True):
-            launch._at_once(one, pick(addresses), stream)
+        if not self._moves:
+            for (launch, pick), one in zip(self.launches, ready, strict=True):
+                launch._at_once(one, pick(addresses), stream)
+            return
+        others = [address + move for address, move in zip(addresses, self._moves, strict=True)]
+        with beside(self.device, stream) as side:
+            for (launch, pick), one in zip(self.launches, ready, strict=True):
+                launch._at_once(one, pick(addresses), side, 2)
+                launch._at_once(one, pick(others), stream, 2)
+
+
+def moved(tensor: Tensor, move: int) -> Tensor:
+    """The number so many bytes behind a tensor's first one: to a kernel, an address."""
+    if tensor.numel() == 0:
+        return tensor
+    return tensor.as_strided((1,), (1,), tensor.storage_offset() + move // tensor.itemsize)
+
+
+@contextmanager
+def beside(device: torch.device, stream: int) -> Iterator[int]:
+    """A second stream, which begins after what the caller's present one holds; that one then waits for it."""
+    present, side = torch.cuda.current_stream(device), side_stream(device, stream)
+    side.wait_stream(present)
+    yield side.cuda_stream
+    present.wait_stream(side)
+
+
+@lru_cache
+def side_stream(device: torch.device, _stream: int) -> torch.cuda.Stream:
+    """The one beside a stream of the caller's: callers with streams of their own do not meet there."""
+    return torch.cuda.Stream(device)
 
 
 def remembered(shelf: dict[Key, Kept], key: Key, make: Callable[..., Kept], *arguments: Any) -> Kept:

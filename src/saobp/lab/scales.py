@@ -20,7 +20,7 @@ CHECKPOINT_STEPS = 4000
 class Scale:
     """One size of every experiment.
 
-    recipe, steps: of pretraining; steps None are the mini model's, so that all sizes learn from as many tokens
+    recipe, steps: of pretraining; steps None are the mini model's: all sizes learn from as many tokens
     vocabulary:    learn one of this size instead of taking the family's
     rows, epochs:  of fine-tuning; None for all rows and for the task's own epochs
     texts, length: texts on which heads are measured, and their tokens at most

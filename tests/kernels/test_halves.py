@@ -1,0 +1,136 @@
+"""Long calls whose halves run side by side give, number by number, what they give whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from saobp.testing.inputs import AttentionInputs, attention_inputs
+
+pytest.importorskip("triton")
+
+from saobp.kernels import halves
+from saobp.kernels.operator import refined_attention
+from saobp.kernels.problem import Problem, kept_problem
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+LENGTH, DIM = (1024, 64) if GPU else (128, 16)
+WEAK = -math.expm1(-0.2)
+HALF = torch.bfloat16 if GPU else torch.float16
+"""The interpreter knows no bfloat16."""
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Has every call cut in two, or none; what was planned before is forgotten."""
+
+    def set_cut(wanted: bool) -> None:
+        monkeypatch.setattr(halves, "HALVED_FROM", 0 if wanted else 1 << 62)
+        kept_problem.cache_clear()
+
+    return set_cut
+
+
+def everything(inputs: AttentionInputs, bound: float) -> list[Tensor]:
+    """Output, what is kept for the backward pass, and all gradients."""
+    length, dim = inputs.query.shape[2:]
+    leaves = [one.clone().requires_grad_() for one in (inputs.query, inputs.key, inputs.value)]
+    strength = inputs.strength.clone().requires_grad_(not bound)
+    numbers = (length, dim**-0.5, 0.0, 1.0, True, bound)
+    out, saved = refined_attention(*leaves, strength, inputs.padding_mask, None, None, *numbers)
+    learned = leaves if bound else [*leaves, strength]
+    return [out.detach(), saved, *torch.autograd.grad(out, learned, inputs.output_gradient)]
+
+
+BATCH = {"batch": 2, "heads": 8, "padding": "right"}
+HEADS = {"batch": 1, "heads": 8, "key_heads": 2, "transposed": True}
+
+
+def check_equal(shape: dict[str, Any], bound: float, cut: Callable[[bool], None]) -> None:
+    inputs = attention_inputs(length=LENGTH, dim=DIM, dtype=HALF, device=DEVICE, **shape)
+    cut(False)
+    whole = everything(inputs, bound)
+    cut(True)
+    for _ in range(3 if GPU else 1):  # the first call compiles, the second launches side by side
+        found = everything(inputs, bound)
+        for one, other in zip(found, whole, strict=True):
+            assert are_same(one, other)
+    numbers = (LENGTH, DIM**-0.5, 0.0, 1.0, True, bound)
+    plans = Problem.of(inputs.query, inputs.key, inputs.padding_mask, None, *numbers).plans
+    assert len(plans) == 2
+    assert all(plan.series._moves for plan in plans.values())
+
+
+@pytest.mark.parametrize("shape", [BATCH, HEADS], ids=["padded batch", "heads in groups"])
+@pytest.mark.usefixtures("weak_way")
+def test_weak_strengths(shape: dict[str, Any], cut: Callable[[bool], None]) -> None:
+    check_equal(shape, WEAK, cut)
+
+
+@pytest.mark.parametrize("shape", [BATCH, HEADS], ids=["padded batch", "heads in groups"])
+def test_learned_strengths(shape: dict[str, Any], cut: Callable[[bool], None]) -> None:
+    check_equal(shape, 0.0, cut)
+
+
+def are_same(one: Tensor, other: Tensor) -> bool:
+    """Byte by byte, so also where both are not a number."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def problem(**changed: Any) -> Problem:
+    usual = Problem(
+        batch=8, sequences=8, heads=16, group=1, length=2048, longest=2048, dim=64, dtype=torch.bfloat16,
+        scale=0.125, dropout=0.0, sign=1.0, hears=True, bound=WEAK, masked=False, packed=False,
+    )  # fmt: skip
+    return replace(usual, **changed)
+
+
+def test_which_calls_are_cut() -> None:
+    assert halves.cut_axis(problem()) == 0
+    assert halves.cut_axis(problem(batch=1, sequences=1, length=8192)) == 1
+    assert halves.cut_axis(problem(batch=1, sequences=1, length=8192, group=8)) == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"length": 1024},
+        {"dropout": 0.1},
+        {"dtype": torch.float32},
+        {"batch": 1, "packed": True, "length": 16384},
+        {"batch": 3, "sequences": 3, "length": 8192},
+        {"batch": 1, "sequences": 1, "length": 8192, "group": 16},
+    ],
+    ids=["few entries", "dropout", "float32", "packed", "odd batch", "one key head"],
+)
+def test_which_calls_are_left_whole(changed: dict[str, Any]) -> None:
+    assert halves.cut_axis(problem(**changed)) is None
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU: streams")
+def test_inside_a_recorded_graph_and_on_another_stream(cut: Callable[[bool], None]) -> None:
+    inputs = attention_inputs(4, 8, 1024, 64, dtype=torch.bfloat16, device=DEVICE)
+    cut(False)
+    whole = everything(inputs, WEAK)
+    cut(True)
+    everything(inputs, WEAK)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = everything(inputs, WEAK)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = everything(inputs, WEAK)
+    graph.replay()
+    torch.cuda.synchronize()
+    for one, other, third in zip(whole, found, recorded, strict=True):
+        assert are_same(one, other)
+        assert are_same(one, third)
