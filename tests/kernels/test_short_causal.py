@@ -30,8 +30,8 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
 """The interpreter multiplies bfloat16 wrongly."""
-DIM = 64 if GPU else 16
-"""Of heads, where it does not matter. A GPU's compiler fails at narrow ones, which calls do not send here."""
+DIM = 16
+"""Of heads, where it does not matter."""
 
 
 def by(operator: Any, inputs: AttentionInputs, factor: str = "high", **options: Any) -> Operation:
@@ -96,7 +96,7 @@ def test_padding_leaves_a_sentence_alone(side: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [50, 100])
-@pytest.mark.parametrize(("dim", "key_heads"), [(40 if GPU else 1, 2), (64, 2), (40, 1), (128, 2)])
+@pytest.mark.parametrize(("dim", "key_heads"), [(1, 2), (32, 2), (64, 2), (40, 1), (128, 2)])
 def test_head_sizes_and_shared_keys(dim: int, key_heads: int, length: int, dtype: torch.dtype) -> None:
     shapes = {"key_heads": key_heads, "transposed": True, "dtype": dtype, "device": DEVICE}
     check(attention_inputs(1, 2, length, dim, strength=(0.2, 1.0), **shapes))  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ def test_the_operator_is_sound(factor: str, length: int) -> None:
     ("length", "dim", "dtype", "short"),
     [
         (128, 64, torch.float16, True), (1, 128, torch.float16, True), (129, 64, torch.float16, False),
-        (20, 129, torch.float16, False), (20, 64, torch.float32, False), (100, 16, torch.float16, False),
+        (20, 129, torch.float16, False), (20, 64, torch.float32, False), (100, 16, torch.float16, True),
     ],
 )  # fmt: skip
 def test_calls_that_take_it(length: int, dim: int, dtype: torch.dtype, short: bool) -> None:
@@ -252,9 +252,5 @@ def test_calls_that_take_it(length: int, dim: int, dtype: torch.dtype, short: bo
     with Watch(), torch.no_grad():
         found = saobp.attention(*states, Refinement("high", 0.2), is_causal=True, backend="fused")
     assert ("saobp.short_causal_refined_attention.default" in seen) == short
-    with Watch(), torch.no_grad():
-        seen.clear()
-        saobp.attention(*states, Refinement("high", 0.2), is_causal=True, backend="fused", dropout_p=0.1)
-    assert "saobp.short_causal_refined_attention.default" not in seen
     expected = saobp.attention(*states, Refinement("high", 0.2), is_causal=True, backend="reference")
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)

@@ -13,7 +13,6 @@ from saobp.kernels.fused import POTTS
 from saobp.kernels.operator import refined_attention
 from saobp.kernels.problem import is_short
 from saobp.kernels.registered import learns, output_of, refuse_tangents
-from saobp.kernels.short_causal_launch import LEAST_DIM
 from saobp.kernels.short_causal_operator import short_causal_refined_attention
 from saobp.kernels.short_operator import short_refined_attention, short_refined_output
 from saobp.refinement import MAX_STRENGTH, Refinement
@@ -65,8 +64,7 @@ def fused_attention(
     )  # fmt: skip
     short = is_short(longest, dim, query.dtype)
     if is_causal:
-        whole = short and dim >= LEAST_DIM and not dropout_p
-        operator = short_causal_refined_attention if whole else causal_refined_attention
+        operator = short_causal_refined_attention if short else causal_refined_attention
         return output_of(operator, arguments, learning=learning)
     if not short:
         return output_of(refined_attention, arguments, learning=learning)

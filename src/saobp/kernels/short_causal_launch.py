@@ -23,10 +23,10 @@ from saobp.kernels.start import Launch, remembered
 FORWARD, BACKWARD = Block(64, 128, stages=1, registers=168), Block(64, 128, stages=1)
 """Rows of a part, and keys of both parts. More warps would not share a part's tiles but each compute them all."""
 
-LEAST_DIM = 33
-"""Smaller heads take the sweeps: with products 16 numbers wide Triton 3.6 made wrong gradients of values on an H200.
+LEAST_WIDTH = 64
+"""Of products over a head's numbers; smaller heads are filled up with zeros.
 
-Calls with dropout take them too, since these kernels' gradients were not seen with it on a GPU in half types."""
+With Triton 3.6 on an H200, gradients of values were wrong where products are 16 numbers wide, and 32 read out of bounds."""
 
 _plans: dict[Hashable, Plan] = {}
 
@@ -69,7 +69,7 @@ def plan_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) ->
     out = empty_states(problem, query)
     block = parts(problem, FORWARD)
     numbers = call_numbers(problem, query, key, value, block) | strides("o", out)
-    numbers |= {"SPLIT": block.rows < block.keys}
+    numbers |= {"SPLIT": block.rows < block.keys, "BLOCK_DIM": width(problem)}
     kernel = short_causal.short_causal_forward
     launch = Launch(kernel, problem.sequences * problem.heads, numbers, query.device)
     return Plan(launch, out.shape, out.stride(), (past_shape(problem),))
@@ -79,10 +79,14 @@ def plan_backward(problem: Problem, grad: Tensor, query: Tensor, key: Tensor, va
     dq = empty_states(problem, query)
     block = parts(problem, BACKWARD)
     numbers = call_numbers(problem, query, key, value, block) | strides("g", grad) | strides("d", dq)
-    numbers |= {"SPLIT": block.rows < block.keys, "scale": problem.scale}
+    numbers |= {"SPLIT": block.rows < block.keys, "BLOCK_DIM": width(problem), "scale": problem.scale}
     kernel = short_causal_backward.short_causal_backward
     launch = Launch(kernel, problem.sequences * problem.heads, numbers, query.device)
     return Plan(launch, dq.shape, dq.stride(), (problem.rows_shape,))
+
+
+def width(problem: Problem) -> int:
+    return max(LEAST_WIDTH, problem.constants["BLOCK_DIM"])
 
 
 def past_shape(problem: Problem) -> tuple[int, ...]:
