@@ -130,6 +130,7 @@ def test_pieces_are_done_once_in_order_and_failures_leave_the_others_going(tmp_p
 
 def test_estimates_guess_before_and_know_after(tmp_path: Path) -> None:
     """A run of the same kind counts as it was, another by its cost."""
+    from saobp.data.writing import unfinished
     from saobp.testing.runs import make_run, write_json
     from saobp.training.runs import environment
 
@@ -151,6 +152,7 @@ def test_estimates_guess_before_and_know_after(tmp_path: Path) -> None:
     tuned, measured = Tuned(plain, "cola"), Measured(plain, "maps")
     measured.file(tmp_path).parent.mkdir(parents=True)
     write_json(measured.file(tmp_path), {**record, "seconds": 7.0})
+    unfinished(measured.file(tmp_path)).write_text("{")  # by another process
     estimates = Estimates(tmp_path)
     assert estimates.later(measured) == pytest.approx(7.35)
     estimates.learn(tuned, 10.0)

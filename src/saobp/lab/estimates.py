@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from saobp.data.writing import is_unfinished
 from saobp.lab.plan import Measured, Trained, Tuned
 from saobp.training.files import read_json
 from saobp.training.runs import JOBS_VARIABLE, RunFolder, environment
@@ -53,6 +54,8 @@ class Estimates:
             name, task = path.parts[-4], path.parts[-3]
             self._learn(("finetune", *_family_and_size(name), task), RunFolder(path.parent).record)
         for path in runs.glob("measured/*/*.json"):
+            if is_unfinished(path):  # another process is writing it
+                continue
             self._learn(("measure", *_family_and_size(path.parent.name), path.stem), read_json(path))
 
     def learn_run(self, run: RunFolder) -> None:
