@@ -218,9 +218,12 @@ def real_tokens(mask_ptr, places, tokens, MASKED: tl.constexpr):
 
 
 @triton.jit
-def head_seed(seed_ptr, row_base):
-    """A seed for one head, from the call's seed and the place of the head's rows in memory."""
-    return _scramble(tl.load(seed_ptr).to(tl.uint32) ^ _scramble(row_base.to(tl.uint32)))
+def head_seed(seed_ptr, row_base, DROPS: tl.constexpr = True):
+    """A seed for one head, from the call's seed and the place of the head's rows in memory; 0 where nothing is dropped."""
+    if DROPS:
+        return _scramble(tl.load(seed_ptr).to(tl.uint32) ^ _scramble(row_base.to(tl.uint32)))
+    else:
+        return tl.zeros([], tl.uint32)
 
 
 @triton.jit
