@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from saobp.kernels import causal_launch
-from saobp.kernels.arithmetic import locate_sorted
 from saobp.kernels.causal_operator import causal_refined_attention
+from saobp.kernels.places import locate_sorted
 from saobp.kernels.problem import Problem, kept_problem
 from saobp.testing.inputs import attention_inputs
 

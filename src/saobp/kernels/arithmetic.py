@@ -1,4 +1,4 @@
-"""Device functions shared by the kernels: messages, loads, the place of a sequence, dropout.
+"""Device functions shared by the kernels: messages, loads, dropout.
 
 Everything is in base-2 logarithms, because the hardware's exponential is 2^x.
 """
@@ -99,42 +99,6 @@ def load_lse(lse_base, low_plane, rows, tokens, PRECISE: tl.constexpr, TAIL: tl.
 
 
 @triton.jit
-def locate(pid, blocks, heads, length, cu_ptr, PACKED: tl.constexpr):
-    """Block, batch, head, first token and number of tokens of the sequence that a program works on."""
-    block = pid % blocks
-    head = (pid // blocks) % heads
-    sequence = pid // blocks // heads
-    if PACKED:
-        first = tl.load(cu_ptr + sequence)
-        tokens = tl.load(cu_ptr + sequence + 1) - first
-        return block, sequence * 0, head, first, tokens
-    return block, sequence, head, sequence * 0, length
-
-
-@triton.jit
-def locate_sorted(blocks, section, heads, length, cu_ptr, PACKED: tl.constexpr):
-    """As ``locate``, and which line (head of a sequence), where work per block falls with the block's number.
-
-    Lines are taken in sections of so many, all first blocks of a section before all second ones: programs that
-    run side by side are equally long, and a section's last ones are short. A line's states stay in the cache.
-    """
-    pid = tl.program_id(0)
-    part = pid // (section * blocks)
-    lines = tl.minimum(section, tl.num_programs(0) // blocks - part * section)
-    place = pid - part * section * blocks
-    block, line = place // lines, part * section + place % lines
-    _, batch, head, first, tokens = locate(line, 1, heads, length, cu_ptr, PACKED)
-    return block, batch, head, first, tokens, line
-
-
-@triton.jit
-def states_base(ptr, batch, head, first, batch_stride, head_stride, row_stride):
-    """Where the states of a head of a sequence begin; offsets may pass 2^31."""
-    place = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
-    return ptr + place + first.to(tl.int64) * row_stride
-
-
-@triton.jit
 def load_rows(
     base,
     start,
@@ -159,27 +123,18 @@ def load_rows(
 
 
 @triton.jit
-def fetch_rows(
-    tensor_map, base, batch, head, start, tokens, stride,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
-    """As ``load_rows``. MAPPED: the GPU's copy engine fetches the tile, which spares registers; it adds zeros by itself."""
-    if MAPPED:
-        return tl.reshape(tensor_map.load([batch, head, start, 0]), [ROWS, BLOCK_DIM])
-    else:
-        return load_rows(base, start, tokens, stride, ROWS, DIM, BLOCK_DIM, TAIL)
-
-
-@triton.jit
 def fetch_tile(
     states, start, tokens,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """As ``fetch_rows``, of states that come as one: their map, where they begin, sequence, head and row stride."""
+    """As ``load_rows``, of ``states_of``. MAPPED: the GPU's copy engine fetches the tile, which spares registers; it adds
+    zeros by itself.
+    """
     tensor_map, base, batch, head, stride = states
-    return fetch_rows(
-        tensor_map, base, batch, head, start, tokens, stride, ROWS, DIM, BLOCK_DIM, TAIL, MAPPED
-    )
+    if MAPPED:
+        return tl.reshape(tensor_map.load([batch, head, start, 0]), [ROWS, BLOCK_DIM])
+    else:
+        return load_rows(base, start, tokens, stride, ROWS, DIM, BLOCK_DIM, TAIL)
 
 
 @triton.jit
@@ -218,9 +173,12 @@ def real_tokens(mask_ptr, places, tokens, MASKED: tl.constexpr):
 
 
 @triton.jit
-def head_seed(seed_ptr, row_base):
-    """A seed for one head, from the call's seed and the place of the head's rows in memory."""
-    return _scramble(tl.load(seed_ptr).to(tl.uint32) ^ _scramble(row_base.to(tl.uint32)))
+def head_seed(seed_ptr, row_base, DROPS: tl.constexpr):
+    """A seed for one head, from the call's seed and the place of the head's rows in memory; 0 where nothing is dropped."""
+    if DROPS:
+        return _scramble(tl.load(seed_ptr).to(tl.uint32) ^ _scramble(row_base.to(tl.uint32)))
+    else:
+        return tl.zeros([], tl.uint32)
 
 
 @triton.jit

@@ -32,9 +32,7 @@ from saobp.kernels.arithmetic import (
     load_lse,
     load_rows,
     load_vector,
-    locate,
     real_tokens,
-    states_base,
     store_rows,
 )
 from saobp.kernels.forward import add_row_sums, is_careful
@@ -47,6 +45,7 @@ from saobp.kernels.gradient_parts import (
     spoken_pair,
 )
 from saobp.kernels.pairs import boosted, multiply, multiply_add, pair_message
+from saobp.kernels.places import locate, row_bases, states_base
 
 
 @triton.jit
@@ -70,17 +69,13 @@ def value_gradient(
         if careful != (1 if CAREFUL else 0):
             return
     keys = block * KEYS + tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     pair = pair_message(message, KIND)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
@@ -126,7 +121,7 @@ def value_gradient(
         dv *= key_part[:, None]
         heard_grad *= key_part
     dv = tl.where(keys_real[:, None], dv, 0.0)
-    dv_base = states_base(dv_ptr, batch64, head, first64, d_batch, d_head, d_row)
+    dv_base = states_base(dv_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     heard_grad += tl.sum(v.to(tl.float32) * dv, 1)
@@ -158,18 +153,14 @@ def query_gradient(
         if careful != (1 if CAREFUL else 0):
             return
     rows = block * ROWS + tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     gamma = message[0]
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
@@ -256,7 +247,7 @@ def query_gradient(
         tl.store(strength_grad_ptr + row_base + rows, strength_grad, mask=rows < tokens)
     tl.store(row_term_ptr + row_base + rows, row_term, mask=rows < tokens)
     dq = (dq - row_term[:, None] * prior_k) * scale
-    dq_base = states_base(dq_ptr, batch64, head, first64, d_batch, d_head, d_row)
+    dq_base = states_base(dq_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dq_base, block * ROWS, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
 
 
@@ -281,18 +272,14 @@ def key_gradient(
         if careful != (1 if CAREFUL else 0):
             return
     keys = block * KEYS + tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     gamma = message[0]
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
@@ -335,5 +322,5 @@ def key_gradient(
             d_scores = d_logits + gamma * d_message - a * row_term[None, :]
         dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION)
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)
-    dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
+    dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)

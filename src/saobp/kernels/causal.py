@@ -23,15 +23,14 @@ from saobp.kernels.arithmetic import (
     load_lse,
     load_rows,
     load_vector,
-    locate_sorted,
     log2_message,
     real_tokens,
     relative,
-    states_base,
     store_rows,
 )
-from saobp.kernels.causal_places import row_walk, slot_place
+from saobp.kernels.causal_places import key_walk, row_walk, slot_place
 from saobp.kernels.pairs import pair_logarithm, powers, short_log2, sums_by_thread
+from saobp.kernels.places import head_base, locate_sorted, mask_base_of, states_base, states_of
 from saobp.kernels.sums import as_reference, raw_scores, with_maximum, write_lse
 
 
@@ -129,11 +128,9 @@ def causal_row_sums(
     if block * ROWS >= tokens:
         return
     rows = block * ROWS + tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    key_states = (k_map, k_base, batch, head // group, k_row)
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    key_states = states_of(k_map, k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    mask_base = mask_base_of(mask_ptr, batch, length)
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     edge = block * ROWS // KEYS * KEYS
     stop = min(block * ROWS + ROWS, tokens)
@@ -171,7 +168,7 @@ def causal_row_sums(
             raw = causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION)
             top, total = with_maximum(top, total, raw, score_scale)
         reference = as_reference(top, score_scale, PRECISE)
-    lse_base = lse_ptr + (batch64 * heads + head) * length + first64
+    lse_base = head_base(lse_ptr, batch, head, first, heads, length)
     write_lse(lse_base, low_plane, rows, tokens, reference, total, PRECISE)
 
 
@@ -215,31 +212,24 @@ def earlier_messages(
     if block * KEYS >= tokens:
         return
     keys = block * KEYS + tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    row_base = (batch64 * heads + head) * length + first64
-    past_base = past_ptr + (batch64 * heads + head) * sums_plane + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    row_base = head_base(0, batch, head, first, heads, length)
+    past_base = head_base(past_ptr, batch, head, first, heads, sums_plane)
+    mask_base = mask_base_of(mask_ptr, batch, length)
     lse_base = lse_ptr + row_base
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     # Rows of earlier spans have seen only keys before the span.
     heard, lost = load_heard(heard_ptr + row_base, low_plane, keys, min(span_start, tokens), PRECISE)
-    start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
-    heard, lost = _add_earlier(
-        heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
-        start, full, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PACKED, PRECISION,
-    )  # fmt: skip
-    heard, lost = _add_earlier(
-        heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
-        full, tail, tokens, score_scale, ROWS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PACKED, PRECISION,
-    )  # fmt: skip
-    heard, lost = _add_earlier(
-        heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
-        tail, stop, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PACKED, PRECISION,
-    )  # fmt: skip
+    walk = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
+    for leg in tl.static_range(3):
+        heard, lost = _add_earlier(
+            heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
+            walk[leg], walk[leg + 1], tokens, score_scale,
+            ROWS, DIM, BLOCK_DIM, leg != 1, PRECISE, MASKED, PACKED, PRECISION,
+        )  # fmt: skip
     store_heard(heard_ptr + row_base, low_plane, keys, tokens, keys_real, heard, lost, PRECISE)
 
 
@@ -336,38 +326,31 @@ def causal_output(
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     rows = row_start + tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    row_base = (batch64 * heads + head) * length + first64
-    past_base = past_ptr + (batch64 * heads + head) * sums_plane + first64
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    row_base = head_base(0, batch, head, first, heads, length)
+    past_base = head_base(past_ptr, batch, head, first, heads, sums_plane)
     past_base += slot_place(slot, span_start, length, ROWS, PACKED)
-    mask_base = mask_ptr + batch64 * length
+    mask_base = mask_base_of(mask_ptr, batch, length)
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    edge = row_start // KEYS * KEYS
-    total, top, out = _add_output(
-        total, top, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
-        0, edge, tokens, score_scale, message, seed, drop_threshold, keep_scale,
-        ROWS, KEYS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
-    )  # fmt: skip
-    total, top, out = _add_output(
-        total, top, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
-        edge, min(row_start + ROWS, tokens), tokens, score_scale, message, seed, drop_threshold, keep_scale,
-        ROWS, KEYS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
-    )  # fmt: skip
+    for EDGE in tl.static_range(2):
+        start, stop = key_walk(row_start, tokens, ROWS, KEYS, EDGE)
+        total, top, out = _add_output(
+            total, top, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
+            start, stop, tokens, score_scale, message, seed, drop_threshold, keep_scale,
+            ROWS, KEYS, DIM, BLOCK_DIM, EDGE, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+        )  # fmt: skip
     visible = (high < float("inf")) & (total > 0)
     out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
-    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
     store_rows(out_base, row_start, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
     # In full float32 the normaliser has two parts, as the log-sum-exp does.
     summed = tl.log2(total)

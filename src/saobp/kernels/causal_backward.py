@@ -28,10 +28,8 @@ from saobp.kernels.arithmetic import (
     load_lse,
     load_rows,
     load_vector,
-    locate_sorted,
     real_tokens,
     relative,
-    states_base,
     store_rows,
 )
 from saobp.kernels.causal import (
@@ -45,9 +43,10 @@ from saobp.kernels.causal import (
     spoken,
     store_heard,
 )
-from saobp.kernels.causal_places import row_walk, slot_place
+from saobp.kernels.causal_places import key_walk, row_walk, slot_place
 from saobp.kernels.causal_rows import is_careful_head
 from saobp.kernels.pairs import rounded, widened
+from saobp.kernels.places import head_base, locate_sorted, mask_base_of, states_base
 
 
 @triton.jit
@@ -125,19 +124,16 @@ def causal_value_gradient(
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     keys = block * KEYS + tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    dv_base = states_base(dv_ptr, batch64, head, first64, d_batch, d_head, d_row)
-    row_base = (batch64 * heads + head) * length + first64
-    sums_base = (batch64 * heads + head) * sums_plane + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    dv_base = states_base(dv_ptr, batch, head, first, d_batch, d_head, d_row)
+    row_base = head_base(0, batch, head, first, heads, length)
+    sums_base = head_base(0, batch, head, first, heads, sums_plane)
+    mask_base = mask_base_of(mask_ptr, batch, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
@@ -147,25 +143,15 @@ def causal_value_gradient(
     if not LAST:
         own = load_vector(own_ptr + row_base, keys, tokens, 0.0, True)
         dv = load_rows(dv_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True).to(tl.float32)
-    start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
-    dv, own, heard, lost = _climb(
-        dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
-        lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
-        later_ptr + sums_base, length, span_start, tail, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
-    )  # fmt: skip
-    dv, own, heard, lost = _climb(
-        dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
-        lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
-        later_ptr + sums_base, length, span_start, full, tail, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
-    )  # fmt: skip
-    dv, own, heard, lost = _climb(
-        dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
-        lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
-        later_ptr + sums_base, length, span_start, start, full, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
-    )  # fmt: skip
+    walk = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
+    for leg in tl.static_range(2, -1, -1):
+        dv, own, heard, lost = _climb(
+            dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
+            lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
+            later_ptr + sums_base, length, span_start,
+            walk[leg], walk[leg + 1], tokens, score_scale, seed, drop_threshold, keep_scale,
+            ROWS, DIM, BLOCK_DIM, leg != 1, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
+        )  # fmt: skip
     dv = tl.where(keys_real[:, None], dv, 0.0)
     store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
     if HEARS:
@@ -237,19 +223,16 @@ def causal_query_gradient(
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     rows = row_start + tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    row_base = (batch64 * heads + head) * length + first64
-    sums_base = (batch64 * heads + head) * sums_plane + first64
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    row_base = head_base(0, batch, head, first, heads, length)
+    sums_base = head_base(0, batch, head, first, heads, sums_plane)
     sums_base += slot_place(slot, span_start, length, ROWS, PACKED)
-    mask_base = mask_ptr + batch64 * length
+    mask_base = mask_base_of(mask_ptr, batch, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, row_start, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
@@ -260,21 +243,16 @@ def causal_query_gradient(
     prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     strength_grad = tl.zeros([ROWS], tl.float32)
     row_term = tl.zeros([ROWS], tl.float32)
-    edge = row_start // KEYS * KEYS
-    dq, prior_k, strength_grad, row_term = _query_loop(
-        dq, prior_k, strength_grad, row_term, q, grad, high, low, belief, part, delta, rows, rows_real, message,
-        k_base, k_row, v_base, v_row, mask_base, past_ptr + sums_base, later_ptr + sums_base,
-        0, edge, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, KEYS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
-    )  # fmt: skip
-    dq, prior_k, strength_grad, row_term = _query_loop(
-        dq, prior_k, strength_grad, row_term, q, grad, high, low, belief, part, delta, rows, rows_real, message,
-        k_base, k_row, v_base, v_row, mask_base, past_ptr + sums_base, later_ptr + sums_base,
-        edge, min(row_start + ROWS, tokens), tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, KEYS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
-    )  # fmt: skip
+    for EDGE in tl.static_range(2):
+        start, stop = key_walk(row_start, tokens, ROWS, KEYS, EDGE)
+        dq, prior_k, strength_grad, row_term = _query_loop(
+            dq, prior_k, strength_grad, row_term, q, grad, high, low, belief, part, delta, rows, rows_real, message,
+            k_base, k_row, v_base, v_row, mask_base, past_ptr + sums_base, later_ptr + sums_base,
+            start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+            ROWS, KEYS, DIM, BLOCK_DIM, EDGE, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+        )  # fmt: skip
     dq = (dq - row_term[:, None] * prior_k) * scale
-    dq_base = states_base(dq_ptr, batch64, head, first64, d_batch, d_head, d_row)
+    dq_base = states_base(dq_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dq_base, row_start, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
     tl.store(strength_grad_ptr + row_base + rows, strength_grad, mask=rows < tokens)
 
@@ -349,44 +327,31 @@ def causal_key_gradient(
             return
     TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     keys = block * KEYS + tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
-    row_base = (batch64 * heads + head) * length + first64
-    sums_base = (batch64 * heads + head) * sums_plane + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
+    row_base = head_base(0, batch, head, first, heads, length)
+    sums_base = head_base(0, batch, head, first, heads, sums_plane)
+    mask_base = mask_base_of(mask_ptr, batch, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     if not LAST:
         dk = load_rows(dk_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True).to(tl.float32)
-    start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
-    dk = _key_loop(
-        dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
-        belief_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base, past_ptr + sums_base,
-        later_ptr + sums_base, length, span_start, start, full, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
-    )  # fmt: skip
-    dk = _key_loop(
-        dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
-        belief_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base, past_ptr + sums_base,
-        later_ptr + sums_base, length, span_start, full, tail, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, False, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
-    )  # fmt: skip
-    dk = _key_loop(
-        dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
-        belief_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base, past_ptr + sums_base,
-        later_ptr + sums_base, length, span_start, tail, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
-    )  # fmt: skip
+    walk = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
+    for leg in tl.static_range(3):
+        dk = _key_loop(
+            dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
+            belief_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base, past_ptr + sums_base,
+            later_ptr + sums_base, length, span_start,
+            walk[leg], walk[leg + 1], tokens, score_scale, seed, drop_threshold, keep_scale,
+            ROWS, DIM, BLOCK_DIM, leg != 1, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
+        )  # fmt: skip
     # Earlier spans do not see the keys of this one: their sum is complete.
     if block * KEYS >= span_start:
         dk *= scale

@@ -17,14 +17,13 @@ from saobp.kernels.arithmetic import (
     kept,
     load_rows,
     load_vector,
-    locate_sorted,
     real_tokens,
-    states_base,
     store_rows,
 )
 from saobp.kernels.causal import smaller
-from saobp.kernels.causal_places import row_walk, slot_place
+from saobp.kernels.causal_places import key_walk, row_walk, slot_place
 from saobp.kernels.pairs import pair_logarithm, rounded, short_log2, widened
+from saobp.kernels.places import head_base, locate_sorted, mask_base_of, states_base, states_of
 
 
 @triton.jit
@@ -186,31 +185,23 @@ def weak_messages(
     if block * KEYS >= tokens:
         return
     keys = block * KEYS + tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    queries = (q_map, q_base, batch, head, q_row)
-    row_base = (batch64 * heads + head) * length + first64
-    past_base = past_ptr + (batch64 * heads + head) * sums_plane + first64
-    mask_base = mask_ptr + batch64 * length
+    queries = states_of(q_map, q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    row_base = head_base(0, batch, head, first, heads, length)
+    past_base = head_base(past_ptr, batch, head, first, heads, sums_plane)
+    mask_base = mask_base_of(mask_ptr, batch, length)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     logarithm = pair_logarithm(head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2))
     # Rows of earlier spans have seen only keys before the span.
     heard = load_vector(heard_ptr + row_base, keys, min(span_start, tokens), 0.0, True)
-    start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
-    heard = _add_weak(
-        heard, k, keys, keys_real, logarithm, queries, mask_base, lse_ptr + row_base, past_base, length, span_start,
-        start, full, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, MASKED, PACKED, PRECISION, MAPPED,
-    )  # fmt: skip
-    heard = _add_weak(
-        heard, k, keys, keys_real, logarithm, queries, mask_base, lse_ptr + row_base, past_base, length, span_start,
-        full, tail, tokens, score_scale, ROWS, DIM, BLOCK_DIM, False, MASKED, PACKED, PRECISION, MAPPED,
-    )  # fmt: skip
-    heard = _add_weak(
-        heard, k, keys, keys_real, logarithm, queries, mask_base, lse_ptr + row_base, past_base, length, span_start,
-        tail, stop, tokens, score_scale, ROWS, DIM, BLOCK_DIM, True, MASKED, PACKED, PRECISION, MAPPED,
-    )  # fmt: skip
+    walk = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
+    for leg in tl.static_range(3):
+        heard = _add_weak(
+            heard, k, keys, keys_real, logarithm, queries, mask_base, lse_ptr + row_base, past_base, length, span_start,
+            walk[leg], walk[leg + 1], tokens, score_scale,
+            ROWS, DIM, BLOCK_DIM, leg != 1, MASKED, PACKED, PRECISION, MAPPED,
+        )  # fmt: skip
     store_sums(heard_ptr + row_base, keys, tokens, keys_real, heard, MASKED)
 
 
@@ -262,42 +253,33 @@ def weak_output(
         tl.store(lowest_ptr + lowest_place, 1.0)
         return
     rows = row_start + tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    key_states = (k_map, k_base, batch, head // group, k_row)
-    value_states = (v_map, v_base, batch, head // group, v_row)
-    row_base = (batch64 * heads + head) * length + first64
-    past_base = past_ptr + (batch64 * heads + head) * sums_plane + first64
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    key_states = states_of(k_map, k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    value_states = states_of(v_map, v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    row_base = head_base(0, batch, head, first, heads, length)
+    past_base = head_base(past_ptr, batch, head, first, heads, sums_plane)
     past_base += slot_place(slot, span_start, length, ROWS, PACKED)
-    mask_base = mask_ptr + batch64 * length
+    mask_base = mask_base_of(mask_ptr, batch, length)
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
     triangle = weak_triangle(logarithm, ROWS, True)
     high = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     totals = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
     out = tl.zeros([BLOCK_DIM, ROWS], tl.float32)
-    edge = row_start // KEYS * KEYS
-    totals, out = _add_output(
-        totals, out, q, high, rows, rows_real, key_states, value_states, mask_base, past_base,
-        0, edge, tokens, score_scale, logarithm, triangle, seed, drop_threshold,
-        KEYS, DIM, BLOCK_DIM, False, MASKED, DROPS, PRECISION, MAPPED,
-    )  # fmt: skip
-    totals, out = _add_output(
-        totals, out, q, high, rows, rows_real, key_states, value_states, mask_base, past_base,
-        edge, min(row_start + ROWS, tokens), tokens, score_scale, logarithm, triangle, seed, drop_threshold,
-        KEYS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION, MAPPED,
-    )  # fmt: skip
+    for EDGE in tl.static_range(2):
+        start, stop = key_walk(row_start, tokens, ROWS, KEYS, EDGE)
+        totals, out = _add_output(
+            totals, out, q, high, rows, rows_real, key_states, value_states, mask_base, past_base,
+            start, stop, tokens, score_scale, logarithm, triangle, seed, drop_threshold,
+            KEYS, DIM, BLOCK_DIM, EDGE, MASKED, DROPS, PRECISION, MAPPED,
+        )  # fmt: skip
     total = tl.sum(tl.sum(totals, 0), 0)
     visible = (high < float("inf")) & (total > 0)
     out *= tl.where(visible, keep_scale / total, 0.0)[None, :]
-    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
     store_rows(out_base, row_start, tokens, o_row, tl.trans(out), ROWS, DIM, BLOCK_DIM)
     tl.store(
         belief_ptr + row_base + rows, tl.where(visible, tl.log2(total), float("inf")), mask=rows < tokens

@@ -25,13 +25,11 @@ from saobp.kernels.arithmetic import (
     kept,
     load_rows,
     load_vector,
-    locate_sorted,
     real_tokens,
-    states_base,
     store_rows,
 )
 from saobp.kernels.causal import larger
-from saobp.kernels.causal_places import row_walk, slot_place
+from saobp.kernels.causal_places import key_walk, row_walk, slot_place
 from saobp.kernels.causal_rows import is_careful_head
 from saobp.kernels.causal_weak import (
     add_rows,
@@ -49,6 +47,7 @@ from saobp.kernels.causal_weak import (
     weak_triangle,
 )
 from saobp.kernels.pairs import boosted, multiply, multiply_add, pair_logarithm, pair_message, rounded
+from saobp.kernels.places import head_base, locate_sorted, mask_base_of, row_bases, states_base, states_of
 
 
 @triton.jit
@@ -153,24 +152,19 @@ def weak_climb(
         if careful != 0:
             return
     keys = block * KEYS + tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    queries = (q_map, q_base, batch, head, q_row)
-    gradients = (grad_map, g_base, batch, head, g_row)
-    dv_base = states_base(dv_ptr, batch64, head, first64, d_batch, d_head, d_row)
-    dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
-    row_base = (batch64 * heads + head) * length + first64
-    sums_base = (batch64 * heads + head) * sums_plane + first64
-    mask_base = mask_ptr + batch64 * length
+    queries = states_of(q_map, q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    gradients = states_of(grad_map, grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    dv_base = states_base(dv_ptr, batch, head, first, d_batch, d_head, d_row)
+    dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
+    row_base = head_base(0, batch, head, first, heads, length)
+    sums_base = head_base(0, batch, head, first, heads, sums_plane)
+    mask_base = mask_base_of(mask_ptr, batch, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
     pair = pair_message(message, k_ptr.dtype.element_ty)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
@@ -182,25 +176,14 @@ def weak_climb(
         after += load_vector(after_ptr + row_base, keys, tokens, 0.0, True)[:, None]
         dv = load_rows(dv_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True)
         dk = load_rows(dk_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True)
-    start, full, tail, stop = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
-    dv, dk, heard, after = _climb(
-        dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients, mask_base,
-        pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
-        tail, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, MASKED, PACKED, DROPS, PRECISION, MAPPED,
-    )  # fmt: skip
-    dv, dk, heard, after = _climb(
-        dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients, mask_base,
-        pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
-        full, tail, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, False, MASKED, PACKED, DROPS, PRECISION, MAPPED,
-    )  # fmt: skip
-    dv, dk, heard, after = _climb(
-        dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients, mask_base,
-        pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
-        start, full, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, DIM, BLOCK_DIM, True, MASKED, PACKED, DROPS, PRECISION, MAPPED,
-    )  # fmt: skip
+    walk = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
+    for leg in tl.static_range(2, -1, -1):
+        dv, dk, heard, after = _climb(
+            dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients, mask_base,
+            pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
+            walk[leg], walk[leg + 1], tokens, score_scale, seed, drop_threshold, keep_scale,
+            ROWS, DIM, BLOCK_DIM, leg != 1, MASKED, PACKED, DROPS, PRECISION, MAPPED,
+        )  # fmt: skip
     if DROPS:
         # Earlier spans do not see the keys of this one: their sum is complete.
         dv *= tl.where(block * KEYS >= span_start, keep_scale, 1.0)
@@ -272,24 +255,19 @@ def weak_query_gradient(
         if careful != 0:
             return
     rows = row_start + tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    key_states = (k_map, k_base, batch, head // group, k_row)
-    value_states = (v_map, v_base, batch, head // group, v_row)
-    row_base = (batch64 * heads + head) * length + first64
-    sums_base = (batch64 * heads + head) * sums_plane + first64
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    key_states = states_of(k_map, k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    value_states = states_of(v_map, v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    row_base = head_base(0, batch, head, first, heads, length)
+    sums_base = head_base(0, batch, head, first, heads, sums_plane)
     sums_base += slot_place(slot, span_start, length, ROWS, PACKED)
-    mask_base = mask_ptr + batch64 * length
+    mask_base = mask_base_of(mask_ptr, batch, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
     pair = pair_message(message, q_ptr.dtype.element_ty)
     triangle = weak_triangle(logarithm, ROWS, True)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, row_start, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     high = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
@@ -298,22 +276,17 @@ def weak_query_gradient(
     dq = tl.zeros([BLOCK_DIM, ROWS], tl.float32)
     prior_k = tl.zeros([BLOCK_DIM, ROWS], tl.float32)
     row_terms = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
-    edge = row_start // KEYS * KEYS
-    dq, prior_k, row_terms = _query_loop(
-        dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
-        key_states, value_states, mask_base, sums_ptr + sums_base * 2,
-        0, edge, tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, KEYS, DIM, BLOCK_DIM, False, MASKED, DROPS, PRECISION, MAPPED,
-    )  # fmt: skip
-    dq, prior_k, row_terms = _query_loop(
-        dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
-        key_states, value_states, mask_base, sums_ptr + sums_base * 2,
-        edge, min(row_start + ROWS, tokens), tokens, score_scale, seed, drop_threshold, keep_scale,
-        ROWS, KEYS, DIM, BLOCK_DIM, True, MASKED, DROPS, PRECISION, MAPPED,
-    )  # fmt: skip
+    for EDGE in tl.static_range(2):
+        start, stop = key_walk(row_start, tokens, ROWS, KEYS, EDGE)
+        dq, prior_k, row_terms = _query_loop(
+            dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
+            key_states, value_states, mask_base, sums_ptr + sums_base * 2,
+            start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+            ROWS, KEYS, DIM, BLOCK_DIM, EDGE, MASKED, DROPS, PRECISION, MAPPED,
+        )  # fmt: skip
     row_term = tl.sum(tl.sum(row_terms, 0), 0)
     dq = (dq - row_term[None, :] * prior_k) * scale
-    dq_base = states_base(dq_ptr, batch64, head, first64, d_batch, d_head, d_row)
+    dq_base = states_base(dq_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dq_base, row_start, tokens, d_row, tl.trans(dq), ROWS, DIM, BLOCK_DIM)
     store_pairs(term_pairs_ptr + row_base * 2, rows, tokens, high, row_term)
 
@@ -354,29 +327,20 @@ def weak_prior_gradient(
         if careful != 0:
             return
     keys = block * KEYS + tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    queries = (q_map, q_base, batch, head, q_row)
-    s_base = states_base(dk_sums_ptr, batch64, head, first64, s_batch, s_head, s_row)
-    dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
-    row_base = (batch64 * heads + head) * length + first64
+    queries = states_of(q_map, q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    s_base = states_base(dk_sums_ptr, batch, head, first, s_batch, s_head, s_row)
+    dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
-    keys_real = real_tokens(mask_ptr + batch64 * length, keys, tokens, MASKED)
-    start, full, tail, stop = row_walk(block * KEYS, 0, tokens, tokens, ROWS, KEYS)
+    keys_real = real_tokens(mask_base, keys, tokens, MASKED)
+    walk = row_walk(block * KEYS, 0, tokens, tokens, ROWS, KEYS)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
-    dk = _prior_loop(
-        dk, k, keys, queries, term_pairs_ptr + row_base * 2, start, full, tokens, score_scale,
-        ROWS, DIM, BLOCK_DIM, True, PRECISION, MAPPED,
-    )  # fmt: skip
-    dk = _prior_loop(
-        dk, k, keys, queries, term_pairs_ptr + row_base * 2, full, tail, tokens, score_scale,
-        ROWS, DIM, BLOCK_DIM, False, PRECISION, MAPPED,
-    )  # fmt: skip
-    dk = _prior_loop(
-        dk, k, keys, queries, term_pairs_ptr + row_base * 2, tail, stop, tokens, score_scale,
-        ROWS, DIM, BLOCK_DIM, True, PRECISION, MAPPED,
-    )  # fmt: skip
+    for leg in tl.static_range(3):
+        dk = _prior_loop(
+            dk, k, keys, queries, term_pairs_ptr + row_base * 2, walk[leg], walk[leg + 1], tokens, score_scale,
+            ROWS, DIM, BLOCK_DIM, leg != 1, PRECISION, MAPPED,
+        )  # fmt: skip
     dk = load_rows(s_base, block * KEYS, tokens, s_row, KEYS, DIM, BLOCK_DIM, True) - dk
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)
     store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)

@@ -24,13 +24,12 @@ from saobp.kernels.arithmetic import (
     load_lse,
     load_rows,
     load_vector,
-    locate,
     real_tokens,
     relative,
-    states_base,
     store_rows,
 )
 from saobp.kernels.elemmul_centres import count_real, load_centre, power_below, usual_weight, with_digits_of
+from saobp.kernels.places import locate, row_bases, states_base, tile_walk
 from saobp.kernels.sums import raw_scores
 
 FLOOR = tl.constexpr(2.0**-103)
@@ -95,12 +94,10 @@ def gathered_values(
     if block * KEYS >= tokens:
         return
     keys = block * KEYS + tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     out = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     total = tl.zeros([KEYS], tl.float32)
@@ -110,23 +107,18 @@ def gathered_values(
         top = tl.maximum(power_below(usual), NOTHING)
     else:
         top = tl.full([KEYS], 1.0, tl.float32)
-    full = tokens // ROWS * ROWS
-    out, total, top = _gather_loop(
-        out, total, top, usual, k, q_base, q_row, v_base, v_row, mask_base, lse_ptr + row_base, low_plane,
-        0, full, tokens, score_scale,
-        ROWS, DIM, BLOCK_DIM, False, ANCHORED, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
-    out, total, top = _gather_loop(
-        out, total, top, usual, k, q_base, q_row, v_base, v_row, mask_base, lse_ptr + row_base, low_plane,
-        full, tokens, tokens, score_scale,
-        ROWS, DIM, BLOCK_DIM, True, ANCHORED, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
+    walk = tile_walk(tokens, ROWS)
+    for TAIL in tl.static_range(2):
+        out, total, top = _gather_loop(
+            out, total, top, usual, k, q_base, q_row, v_base, v_row, mask_base, lse_ptr + row_base, low_plane,
+            walk[TAIL], walk[TAIL + 1], tokens, score_scale, ROWS, DIM, BLOCK_DIM, TAIL, ANCHORED, PRECISE, MASKED, PRECISION,
+        )  # fmt: skip
     counts = real_tokens(mask_base, keys, tokens, MASKED) & (total > NOTHING)
     inverse = 1.0 / tl.where(counts, total, 1.0)
     unusual = (total - count_real(level_ptr, blocks) * usual) * inverse
     out = out * (top * inverse)[:, None] - unusual[:, None] * load_centre(centre_ptr, blocks, BLOCK_DIM)
     out = tl.where(counts[:, None], out, 0.0)
-    gathered_base = states_base(gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
+    gathered_base = states_base(gathered_ptr, batch, head, first, m_batch, m_head, m_row)
     store_rows(gathered_base, block * KEYS, tokens, m_row, out, KEYS, DIM, BLOCK_DIM)
     tl.store(received_ptr + row_base + keys, tl.where(counts, total, 0.0), mask=keys < tokens)
 
@@ -171,32 +163,25 @@ def elemmul_output(
     if block * ROWS >= tokens:
         return
     rows = block * ROWS + tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    gathered_base = states_base(gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    gathered_base = states_base(gathered_ptr, batch, head, first, m_batch, m_head, m_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], NOTHING if ANCHORED else 1.0, tl.float32)
-    full = tokens // KEYS * KEYS
-    out, total, top = _output_loop(
-        out, total, top, q, high, low, k_base, k_row, gathered_base, m_row, mask_base, received_ptr + row_base,
-        0, full, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, False, ANCHORED, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
-    out, total, top = _output_loop(
-        out, total, top, q, high, low, k_base, k_row, gathered_base, m_row, mask_base, received_ptr + row_base,
-        full, tokens, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, True, ANCHORED, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
+    walk = tile_walk(tokens, KEYS)
+    for TAIL in tl.static_range(2):
+        out, total, top = _output_loop(
+            out, total, top, q, high, low, k_base, k_row, gathered_base, m_row, mask_base, received_ptr + row_base,
+            walk[TAIL], walk[TAIL + 1], tokens, score_scale, KEYS, DIM, BLOCK_DIM, TAIL, ANCHORED, PRECISE, MASKED, PRECISION,
+        )  # fmt: skip
     visible = total > 0
     total = tl.where(visible, total, 1.0)
     out = out / total[:, None] + load_centre(centre_ptr, blocks, BLOCK_DIM)
     out = tl.where(visible[:, None], out, 0.0)
-    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
     tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total / top, 0.0), mask=rows < tokens)

@@ -30,14 +30,13 @@ from saobp.kernels.arithmetic import (
     load_lse,
     load_rows,
     load_vector,
-    locate,
     real_tokens,
     relative,
-    states_base,
     store_rows,
 )
 from saobp.kernels.elemmul import FLOOR
 from saobp.kernels.elemmul_centres import load_centre, usual_weight, with_digits_of
+from saobp.kernels.places import head_base, locate, row_bases, states_base, tile_walk
 from saobp.kernels.sums import raw_scores
 
 STRETCH = tl.constexpr(2.0**14)
@@ -54,11 +53,10 @@ def row_terms(
     """dO . (O - c) and g . V of a block of rows, in float32."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    o_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    row_base = (batch64 * heads + head) * length + first64
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    o_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    row_base = head_base(0, batch, head, first, heads, length)
     grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
     out = load_rows(o_base, block * ROWS, tokens, o_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
     v = load_rows(v_base, block * ROWS, tokens, v_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
@@ -109,11 +107,10 @@ def gathered_gradient(
     if block * KEYS >= tokens:
         return
     keys = block * KEYS + tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    row_base = (batch64 * heads + head) * length + first64
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    row_base = head_base(0, batch, head, first, heads, length)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     received = load_vector(received_ptr + row_base, keys, tokens, 0.0, True)
     usual = usual_weight(k, q_centre_ptr, level_ptr, blocks, score_scale, BLOCK_DIM)
@@ -123,17 +120,13 @@ def gathered_gradient(
     d_gathered = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     key_delta = tl.zeros([KEYS], tl.float32)
     mass = tl.zeros([KEYS], tl.float32)
-    full = tokens // ROWS * ROWS
-    d_gathered, key_delta, mass = _gathered_loop(
-        d_gathered, key_delta, mass, k, stretched, usual, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
-        inverse_ptr + row_base, delta_ptr + row_base, 0, full, tokens, score_scale,
-        ROWS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
-    d_gathered, key_delta, mass = _gathered_loop(
-        d_gathered, key_delta, mass, k, stretched, usual, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
-        inverse_ptr + row_base, delta_ptr + row_base, full, tokens, tokens, score_scale,
-        ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
+    walk = tile_walk(tokens, ROWS)
+    for TAIL in tl.static_range(2):
+        d_gathered, key_delta, mass = _gathered_loop(
+            d_gathered, key_delta, mass, k, stretched, usual, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
+            inverse_ptr + row_base, delta_ptr + row_base,
+            walk[TAIL], walk[TAIL + 1], tokens, score_scale, ROWS, DIM, BLOCK_DIM, TAIL, PRECISE, MASKED, PRECISION,
+        )  # fmt: skip
     counts = received > 0
     mass = tl.where(counts, mass * received, 0.0)
     d_centre = load_centre(d_centre_ptr, blocks, BLOCK_DIM)
@@ -142,7 +135,7 @@ def gathered_gradient(
     key_delta = key_delta * received + tl.sum(
         (d_gathered.to(tl.float32) + mass[:, None] * d_centre) * load_centre(centre_ptr, blocks, BLOCK_DIM), 1
     )
-    d_base = states_base(d_gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
+    d_base = states_base(d_gathered_ptr, batch, head, first, m_batch, m_head, m_row)
     store_rows(d_base, block * KEYS, tokens, m_row, d_gathered, KEYS, DIM, BLOCK_DIM)
     tl.store(key_delta_ptr + row_base + keys, tl.where(counts, key_delta, 0.0), mask=keys < tokens)
     tl.store(mass_ptr + row_base + keys, mass, mask=keys < tokens)
@@ -219,17 +212,15 @@ def row_gradients(
     if block * ROWS >= tokens:
         return
     rows = block * ROWS + tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    gathered_base = states_base(gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
-    d_base = states_base(d_gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
-    dq_base = states_base(dq_ptr, batch64, head, first64, d_batch, d_head, d_row)
-    dv_base = states_base(dv_ptr, batch64, head, first64, d_batch, d_head, d_row)
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    gathered_base = states_base(gathered_ptr, batch, head, first, m_batch, m_head, m_row)
+    d_base = states_base(d_gathered_ptr, batch, head, first, m_batch, m_head, m_row)
+    dq_base = states_base(dq_ptr, batch, head, first, d_batch, d_head, d_row)
+    dv_base = states_base(dv_ptr, batch, head, first, d_batch, d_head, d_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * ROWS, tokens, v_row, ROWS, DIM, BLOCK_DIM, True)
@@ -238,24 +229,19 @@ def row_gradients(
     inverse = load_vector(inverse_ptr + row_base, rows, tokens, 0.0, True)
     delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
     offset = load_vector(offset_ptr + row_base, rows, tokens, 0.0, True)
-    full = tokens // KEYS * KEYS
+    walk = tile_walk(tokens, KEYS)
 
     prior_delta = tl.zeros([ROWS], tl.float32)
     prior_sum = tl.zeros([ROWS], tl.float32)
     shares = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    out, prior_delta, prior_sum, shares = _row_loop(
-        out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
-        k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
-        inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, 0, full, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, False, False, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
-    out, prior_delta, prior_sum, shares = _row_loop(
-        out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
-        k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
-        inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, full, tokens, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, True, False, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
+    for TAIL in tl.static_range(2):
+        out, prior_delta, prior_sum, shares = _row_loop(
+            out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
+            k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
+            inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base,
+            walk[TAIL], walk[TAIL + 1], tokens, score_scale, KEYS, DIM, BLOCK_DIM, TAIL, False, PRECISE, MASKED, PRECISION,
+        )  # fmt: skip
     out += shares[:, None] * load_centre(d_centre_ptr, blocks, BLOCK_DIM)
     out = tl.where(rows_real[:, None], out, 0.0)
     store_rows(dv_base, block * ROWS, tokens, d_row, out, ROWS, DIM, BLOCK_DIM)
@@ -263,18 +249,13 @@ def row_gradients(
     tl.store(prior_delta_ptr + row_base + rows, prior_delta, mask=rows < tokens)
 
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    out, prior_delta, prior_sum, shares = _row_loop(
-        out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
-        k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
-        inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, 0, full, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, False, True, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
-    out, prior_delta, prior_sum, shares = _row_loop(
-        out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
-        k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
-        inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, full, tokens, tokens, score_scale,
-        KEYS, DIM, BLOCK_DIM, True, True, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
+    for TAIL in tl.static_range(2):
+        out, prior_delta, prior_sum, shares = _row_loop(
+            out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
+            k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
+            inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base,
+            walk[TAIL], walk[TAIL + 1], tokens, score_scale, KEYS, DIM, BLOCK_DIM, TAIL, True, PRECISE, MASKED, PRECISION,
+        )  # fmt: skip
     store_rows(dq_base, block * ROWS, tokens, d_row, out * scale, ROWS, DIM, BLOCK_DIM)
 
 
@@ -326,15 +307,13 @@ def elemmul_key_gradient(
     if block * KEYS >= tokens:
         return
     keys = block * KEYS + tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    gathered_base = states_base(gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
-    d_base = states_base(d_gathered_ptr, batch64, head, first64, m_batch, m_head, m_row)
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    gathered_base = states_base(gathered_ptr, batch, head, first, m_batch, m_head, m_row)
+    d_base = states_base(d_gathered_ptr, batch, head, first, m_batch, m_head, m_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     gathered = load_rows(gathered_base, block * KEYS, tokens, m_row, KEYS, DIM, BLOCK_DIM, True)
     d_gathered = load_rows(d_base, block * KEYS, tokens, m_row, KEYS, DIM, BLOCK_DIM, True)
@@ -344,19 +323,14 @@ def elemmul_key_gradient(
     mass = load_vector(mass_ptr + row_base, keys, tokens, 0.0, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
-    full = tokens // ROWS * ROWS
-    dk = _key_loop(
-        dk, k, gathered, d_gathered, received, inverse_received, key_delta, mass,
-        q_base, q_row, v_base, v_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
-        inverse_ptr + row_base, delta_ptr + row_base, offset_ptr + row_base, prior_delta_ptr + row_base, 0, full, tokens, score_scale,
-        ROWS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
-    dk = _key_loop(
-        dk, k, gathered, d_gathered, received, inverse_received, key_delta, mass,
-        q_base, q_row, v_base, v_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
-        inverse_ptr + row_base, delta_ptr + row_base, offset_ptr + row_base, prior_delta_ptr + row_base, full, tokens, tokens, score_scale,
-        ROWS, DIM, BLOCK_DIM, True, PRECISE, MASKED, PRECISION,
-    )  # fmt: skip
+    walk = tile_walk(tokens, ROWS)
+    for TAIL in tl.static_range(2):
+        dk = _key_loop(
+            dk, k, gathered, d_gathered, received, inverse_received, key_delta, mass,
+            q_base, q_row, v_base, v_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
+            inverse_ptr + row_base, delta_ptr + row_base, offset_ptr + row_base, prior_delta_ptr + row_base,
+            walk[TAIL], walk[TAIL + 1], tokens, score_scale, ROWS, DIM, BLOCK_DIM, TAIL, PRECISE, MASKED, PRECISION,
+        )  # fmt: skip
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)
-    dk_base = states_base(dk_ptr, batch64, head, first64, d_batch, d_head, d_row)
+    dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saobp.kernels.arithmetic import load_lse, load_rows, load_vector, locate, real_tokens, states_base
+from saobp.kernels.arithmetic import load_lse, load_rows, load_vector, real_tokens
+from saobp.kernels.places import head_base, locate, mask_base_of, states_base
 
 
 @triton.jit
@@ -27,11 +28,10 @@ def value_centres(
 ):  # fmt: skip
     """Means over a head's real rows in float32: values, queries and, in ``level``, log-sum-exp; then how many they are."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    lse_base = lse_ptr + (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    lse_base = head_base(lse_ptr, batch, head, first, heads, length)
+    mask_base = mask_base_of(mask_ptr, batch, length)
     values = tl.zeros([BLOCK_DIM], tl.float32)
     queries = tl.zeros([BLOCK_DIM], tl.float32)
     level = tl.zeros([ROWS], tl.float32)
@@ -66,10 +66,9 @@ def gradient_centres(
 ):  # fmt: skip
     """Mean of all rows of a head's dO, and the mean of log2(1 / z) over its real rows."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    inverse_base = inverse_ptr + (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    inverse_base = head_base(inverse_ptr, batch, head, first, heads, length)
+    mask_base = mask_base_of(mask_ptr, batch, length)
     total = tl.zeros([BLOCK_DIM], tl.float32)
     level = tl.zeros([ROWS], tl.float32)
     count = tl.zeros([ROWS], tl.int32)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.arithmetic import (
-    fetch_rows,
+    fetch_tile,
     head_message,
     head_seed,
     inverse_message,
@@ -18,13 +18,12 @@ from saobp.kernels.arithmetic import (
     load_lse,
     load_rows,
     load_vector,
-    locate,
     real_tokens,
     relative,
-    states_base,
     store_rows,
 )
 from saobp.kernels.pairs import boosted, multiply, pair_message
+from saobp.kernels.places import locate, row_bases, states_base, states_of
 from saobp.kernels.sums import raw_scores
 
 
@@ -98,17 +97,13 @@ def refined_output(
     PART: tl.constexpr = 64 if SPLIT else ROWS
     begin = block * ROWS
     rows = begin + tl.arange(0, PART)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    key_states = states_of(k_map, k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    value_states = states_of(v_map, v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     KIND: tl.constexpr = v_ptr.dtype.element_ty
     pair = pair_message(message, KIND)
     ones = tl.full([KEYS, 16], 1.0, KIND)
@@ -126,12 +121,8 @@ def refined_output(
         out_2 = tl.zeros([PART, BLOCK_DIM], tl.float32)
     for start in tl.range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
-        k = fetch_rows(
-            k_map, k_base, batch, head // group, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL, MAPPED
-        )
-        v = fetch_rows(
-            v_map, v_base, batch, head // group, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL, MAPPED
-        )
+        k = fetch_tile(key_states, start, tokens, KEYS, DIM, BLOCK_DIM, TAIL, MAPPED)
+        v = fetch_tile(value_states, start, tokens, KEYS, DIM, BLOCK_DIM, TAIL, MAPPED)
         real = real_tokens(mask_base, keys, tokens, MASKED)
         weight = real
         if HEARS:
@@ -191,19 +182,15 @@ def careful_output(
         return
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     anchor = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -229,7 +216,7 @@ def careful_output(
         top = raised
     visible = (high < float("inf")) & (total > 0)
     out *= tl.where(visible, keep_scale / total, 0.0)[:, None]
-    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
     tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)
     tl.store(anchor_ptr + row_base + rows, anchor, mask=rows < tokens)

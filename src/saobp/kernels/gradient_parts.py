@@ -9,12 +9,11 @@ from saobp.kernels.arithmetic import (
     inverse_message,
     load_rows,
     load_vector,
-    locate,
     relative,
-    states_base,
     store_rows,
 )
 from saobp.kernels.pairs import multiply
+from saobp.kernels.places import head_base, locate, states_base
 
 
 @triton.jit
@@ -28,10 +27,9 @@ def row_products(
     sees one key, where O is V, gets a difference of exactly 0; a plain sum would leave the rounding of a long one.
     """
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    o_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
-    delta_base = delta_ptr + (batch64 * heads + head) * length + first64
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    o_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    delta_base = head_base(delta_ptr, batch, head, first, heads, length)
     # 64 rows at once are what the sweeps of half types multiply; in float32 any number goes in the same order.
     PART: tl.constexpr = 16 if grad_ptr.dtype.element_ty == tl.float32 or BLOCK_DIM > 128 else 64
     places = tl.arange(0, PART)
@@ -57,11 +55,10 @@ def scaled_gradients(
     """
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    o_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
-    s_base = states_base(scaled_ptr, batch64, head, first64, s_batch, s_head, s_row)
-    row_base = (batch64 * heads + head) * length + first64
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    o_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    s_base = states_base(scaled_ptr, batch, head, first, s_batch, s_head, s_row)
+    row_base = head_base(0, batch, head, first, heads, length)
     grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     out = load_rows(o_base, block * ROWS, tokens, o_row, ROWS, DIM, BLOCK_DIM, True)
     inverse = tl.load(inverse_ptr + row_base + rows, mask=rows < tokens, other=0.0)

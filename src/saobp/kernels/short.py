@@ -17,14 +17,13 @@ from saobp.kernels.arithmetic import (
     load_lse,
     load_rows,
     load_vector,
-    locate,
     log2_message,
     real_tokens,
-    states_base,
     store_rows,
 )
 from saobp.kernels.forward import add_row_sums
 from saobp.kernels.pairs import boosted, multiply, pair_message
+from saobp.kernels.places import locate, row_bases, states_base
 
 
 @triton.jit
@@ -49,13 +48,12 @@ def short_forward(
     """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS; SAVES what the backward pass needs."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
-    row_base = (batch64 * heads + head) * length + first64
-    real = real_tokens(mask_ptr + batch64 * length, places, tokens, MASKED)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    real = real_tokens(mask_base, places, tokens, MASKED)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     q = load_rows(q_base, 0, tokens, q_row, KEYS, DIM, BLOCK_DIM, TAIL)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
@@ -119,7 +117,7 @@ def short_forward(
     totals = add_row_sums(tl.zeros([KEYS, 16], tl.float32), refined, tl.full([KEYS, 16], 1.0, KIND), PRECISE)
     inverse = keep_scale * inverse_or_zero(tl.max(totals, 1), TAIL or MASKED)
     if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+        seed = head_seed(seed_ptr, row_base, DROPS)
         refined = tl.where(kept(seed, places[:, None], places[None, :], drop_threshold), refined, 0.0)
     out = tl.dot(refined, v, input_precision=PRECISION) * inverse[:, None]
     store_rows(out_base, 0, tokens, o_row, out, KEYS, DIM, BLOCK_DIM)
@@ -144,14 +142,13 @@ def short_backward(
     """
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, KEYS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    d_offset = batch64 * d_batch + head.to(tl.int64) * d_head + first64 * d_row
-    row_base = (batch64 * heads + head) * length + first64
-    real = real_tokens(mask_ptr + batch64 * length, places, tokens, MASKED)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    d_base = states_base(0, batch, head, first, d_batch, d_head, d_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    real = real_tokens(mask_base, places, tokens, MASKED)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     gamma = message[0]
     q = load_rows(q_base, 0, tokens, q_row, KEYS, DIM, BLOCK_DIM, TAIL)
@@ -182,13 +179,13 @@ def short_backward(
 
     d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
     if DROPS:
-        keep = kept(head_seed(seed_ptr, row_base), places[:, None], places[None, :], drop_threshold)
+        keep = kept(head_seed(seed_ptr, row_base, DROPS), places[:, None], places[None, :], drop_threshold)
         d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
         dropped = tl.where(keep, refined * keep_scale, 0.0).to(grad.dtype)
     else:
         dropped = refined.to(grad.dtype)
     dv = tl.dot(tl.trans(dropped), grad, input_precision=PRECISION)
-    store_rows(dv_ptr + d_offset, 0, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
+    store_rows(dv_ptr + d_base, 0, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
 
     d_logits = refined * (d_rows - tl.sum(refined * d_rows, 1)[:, None])
     if HEARS:
@@ -202,6 +199,6 @@ def short_backward(
     d_scores = d_logits + gamma * (d_message - a * strength_grad[:, None])
     rounded = d_scores.to(k.dtype)
     dq = tl.dot(rounded, k, input_precision=PRECISION) * scale
-    store_rows(dq_ptr + d_offset, 0, tokens, d_row, dq, KEYS, DIM, BLOCK_DIM)
+    store_rows(dq_ptr + d_base, 0, tokens, d_row, dq, KEYS, DIM, BLOCK_DIM)
     dk = tl.dot(tl.trans(rounded), q, input_precision=PRECISION) * scale
-    store_rows(dk_ptr + d_offset, 0, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)
+    store_rows(dk_ptr + d_base, 0, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)

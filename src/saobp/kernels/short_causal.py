@@ -15,16 +15,15 @@ from saobp.kernels.arithmetic import (
     head_seed,
     kept,
     load_rows,
-    locate,
     log2_message,
     real_tokens,
     relative,
-    states_base,
     store_rows,
 )
 from saobp.kernels.causal import causal_scores, larger
 from saobp.kernels.forward import add_row_sums
 from saobp.kernels.pairs import pair_logarithm, rounded, short_log2
+from saobp.kernels.places import locate, row_bases, states_base
 from saobp.kernels.short import inverse_or_zero
 from saobp.kernels.sums import as_reference
 
@@ -154,17 +153,13 @@ def short_causal_forward(
     What the first part's keys hear from its rows goes to ``past``: the backward pass begins with the second part.
     """
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
     k = load_rows(k_base, 0, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
     v = load_rows(v_base, 0, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)

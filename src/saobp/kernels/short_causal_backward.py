@@ -14,14 +14,13 @@ from saobp.kernels.arithmetic import (
     head_seed,
     kept,
     load_rows,
-    locate,
     real_tokens,
-    states_base,
     store_rows,
 )
 from saobp.kernels.causal import smaller
 from saobp.kernels.causal_backward import message_gradient
 from saobp.kernels.pairs import rounded
+from saobp.kernels.places import locate, row_bases, states_base
 from saobp.kernels.short import inverse_or_zero
 from saobp.kernels.short_causal import refined_rows
 from saobp.kernels.short_weak import fetch_ahead
@@ -150,18 +149,14 @@ def short_causal_backward(
     """dQ, dK and dV of one head, and the gradient of its gamma row by row; parts of rows as in ``short_causal``."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     rows = tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    g_base = states_base(grad_ptr, batch64, head, first64, g_batch, g_head, g_row)
-    d_offset = batch64 * d_batch + head.to(tl.int64) * d_head + first64 * d_row
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    d_base = states_base(0, batch, head, first, d_batch, d_head, d_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     k = load_rows(k_base, 0, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
     v = load_rows(v_base, 0, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
     real = real_tokens(mask_base, rows, tokens, MASKED)
@@ -182,7 +177,7 @@ def short_causal_backward(
         own_real = real_tokens(mask_base, ROWS + rows, tokens, MASKED)
         dk, dv, later = part_gradients(
             dk, dv, later, past, q, own_k, own_v, grad, k, v, own_real, real, ROWS, tokens, message,
-            dq_ptr + d_offset, dk_ptr + d_offset, dv_ptr + d_offset, d_row, strength_grad_ptr + row_base,
+            dq_ptr + d_base, dk_ptr + d_base, dv_ptr + d_base, d_row, strength_grad_ptr + row_base,
             scale, score_scale, seed, drop_threshold, keep_scale,
             DIM, BLOCK_DIM, True, HEARS, CAREFUL, PRECISE, MASKED, DROPS, PRECISION,
         )  # fmt: skip
@@ -190,7 +185,7 @@ def short_causal_backward(
     grad = load_rows(g_base, 0, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
     part_gradients(
         dk, dv, later, past, q, k, v, grad, k, v, real, real, 0, tokens, message,
-        dq_ptr + d_offset, dk_ptr + d_offset, dv_ptr + d_offset, d_row, strength_grad_ptr + row_base,
+        dq_ptr + d_base, dk_ptr + d_base, dv_ptr + d_base, d_row, strength_grad_ptr + row_base,
         scale, score_scale, seed, drop_threshold, keep_scale,
         DIM, BLOCK_DIM, False, HEARS, CAREFUL, PRECISE, MASKED, DROPS, PRECISION,
     )  # fmt: skip

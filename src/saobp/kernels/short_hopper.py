@@ -298,7 +298,7 @@ def short_hopper_forward(
             factor = keep_scale * inverse_or_zero(row_sums_of(refined), GAPS)
             if DROPS:
                 rows = part * ROWS + gl.arange(0, ROWS, by_row)
-                seed = head_seed(seed_ptr, row_base)
+                seed = head_seed(seed_ptr, row_base, DROPS)
                 refined = gl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
             out.slice(part * ROWS, ROWS).store(times_values(refined, v, factor).to(KIND))
         fence_async_shared()

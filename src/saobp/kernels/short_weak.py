@@ -18,13 +18,12 @@ from saobp.kernels.arithmetic import (
     head_seed,
     kept,
     load_rows,
-    locate,
     real_tokens,
-    states_base,
     store_rows,
 )
 from saobp.kernels.forward import add_row_sums
 from saobp.kernels.pairs import boosted, multiply, pair_logarithm, rounded
+from saobp.kernels.places import locate, row_bases, states_base
 
 COLUMNS = tl.constexpr(8)
 """Of products that only add up: so narrow ones take their second factor from registers."""
@@ -190,13 +189,11 @@ def short_weak_forward(
     KIND: tl.constexpr = v_ptr.dtype.element_ty
     places = tl.arange(0, KEYS)
     rows = tl.arange(0, ROWS)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    v_base = states_base(v_ptr, batch64, head // group, first64, v_batch, v_head, v_row)
-    out_base = states_base(out_ptr, batch64, head, first64, o_batch, o_head, o_row)
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     score_scale += 0.0 * message[0]  # so it stays in a register; an argument would be fetched for every entry
     bound = real_or(mask_base, places, tokens, float("inf"), float("-inf"), MASKED)
@@ -240,9 +237,7 @@ def short_weak_forward(
         if SAVES:
             tl.store(key_part_ptr + row_base + places, weight, mask=places < tokens)
     weight = weight.to(KIND)
-    seed = tl.zeros([], tl.uint32)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base)
+    seed = head_seed(seed_ptr, row_base, DROPS)
     store_refined(
         refined, weight, v, out_base, 0, tokens, o_row, seed, drop_threshold, keep_scale,
         DIM, BLOCK_DIM, HEARS, DROPS, GAPS, PRECISION,

@@ -14,17 +14,16 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.arithmetic import (
-    fetch_rows,
+    fetch_tile,
     head_message,
     load_lse,
     load_rows,
-    locate,
     log2_message,
     real_tokens,
     relative,
-    states_base,
 )
 from saobp.kernels.pairs import pair_logarithm, powers, short_log2, short_sums, sums_by_thread
+from saobp.kernels.places import head_base, locate, mask_base_of, row_bases, states_base, states_of
 
 
 @triton.jit
@@ -118,11 +117,10 @@ def row_sums(
     PART: tl.constexpr = 64 if SPLIT else ROWS
     begin = block * ROWS
     rows = begin + tl.arange(0, PART)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    mask_base = mask_ptr + batch64 * length
-    lse_base = lse_ptr + (batch64 * heads + head) * length + first64
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    mask_base = mask_base_of(mask_ptr, batch, length)
+    lse_base = head_base(lse_ptr, batch, head, first, heads, length)
 
     # A score of the first tile serves as reference for the whole row: no running maximum is needed.
     real = real_tokens(mask_base, tl.arange(0, KEYS), tokens, MASKED)
@@ -206,11 +204,9 @@ def column_messages(
     PART: tl.constexpr = 64 if SPLIT else KEYS
     begin = block * KEYS
     keys = begin + tl.arange(0, PART)
-    batch64, first64 = batch.to(tl.int64), first.to(tl.int64)
-    q_base = states_base(q_ptr, batch64, head, first64, q_batch, q_head, q_row)
-    k_base = states_base(k_ptr, batch64, head // group, first64, k_batch, k_head, k_row)
-    row_base = (batch64 * heads + head) * length + first64
-    mask_base = mask_ptr + batch64 * length
+    queries = states_of(q_map, q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
     COLUMNS: tl.constexpr = 8 if PRECISE == 0 else 1
@@ -225,7 +221,7 @@ def column_messages(
         lse_ptr + row_base, low_plane, mask_base, 0, tokens, ROWS, TAIL, PRECISE, MASKED
     )
     for start in tl.range(0, tokens, ROWS):
-        q = fetch_rows(q_map, q_base, batch, head, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL, MAPPED)
+        q = fetch_tile(queries, start, tokens, ROWS, DIM, BLOCK_DIM, TAIL, MAPPED)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if SPLIT:
             raw_2 = tl.dot(k_2, tl.trans(q), input_precision=PRECISION)
@@ -255,7 +251,7 @@ def key_weights(
     peaks = tl.load(peak_ptr + pid // blocks * blocks + places, mask=places < blocks, other=float("-inf"))
     peak = tl.max(peaks, 0)
     keys = block * KEYS + tl.arange(0, KEYS)
-    base = (batch.to(tl.int64) * heads + head) * length + first
+    base = head_base(0, batch, head, first, heads, length)
     heard = tl.load(heard_ptr + base + keys, mask=keys < tokens, other=float("-inf"))
     heard -= tl.where(peak == float("-inf"), 0.0, peak)
     tl.store(heard_ptr + base + keys, heard, mask=keys < tokens)
