@@ -90,9 +90,9 @@ def similarity(rows: Tensor) -> Tensor:
 class Alike(torch.autograd.Function):
     """A A^T, whose gradient is one product with a symmetric matrix.
 
-    Left to autograd it is the sum of two products, one of them transposed. Inductor then fuses that sum with
-    the gradient of softmax into a kernel that stores its sums and loads them again without a barrier (PyTorch
-    issue 190519): in one of the sizes it may choose, other threads load them, at times too early.
+    Left to autograd it is the sum of two products, one of them transposed. Inductor fuses that sum with the
+    gradient of softmax into a kernel that stores it and loads it again without a barrier (PyTorch's pull
+    request 190519 has more): in one of the sizes it may choose, threads load what others are still to store.
     """
 
     generate_vmap_rule = True
