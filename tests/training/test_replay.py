@@ -99,10 +99,64 @@ def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:
     ]
 
 
+@pytest.mark.parametrize("factor", [1e4, 0.5, float("nan")])
+def test_wrong_gradients_of_a_recording_end_it(factor: float) -> None:
+    """Spoilt from the third replay on, found at the fourth; right gradients go on, and it is said once."""
+    line, said = Line(), list[str]()
+    replays = 0
+
+    def record(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+        loss, again = line.record(compute)
+        gradient = line.slope.grad
+        assert gradient is not None
+
+        def spoilt() -> None:
+            nonlocal replays
+            replays += 1
+            again()
+            gradient.mul_(factor if replays > 2 else 1.0)
+
+        return loss, spoilt
+
+    step = ReplayedStep(line.compute, line.parameters, said.append, record, slowly=line.compute)
+    for number, batch in enumerate(batches(PLAIN_STEPS + 8)):
+        line.slope.grad = None
+        assert step(batch).item() == 4.0 * (1 + number**2)
+        assert line.slope.grad is not None
+        if number != PLAIN_STEPS + 2:
+            assert line.slope.grad.item() == 4 * (1 + number**2)
+    assert replays == 4
+    assert len(said) == 1
+    assert "Gradients of the recorded step are wrong" in said[0]
+    assert "at replay 4" in said[0]
+
+
+def test_a_recording_that_agrees_is_compared_ever_more_rarely() -> None:
+    line, said, compared = Line(), list[str](), list[float]()
+
+    def slowly(batch: Batch) -> Tensor:
+        compared.append(batch["x"][1].item() - PLAIN_STEPS + 1)
+        return line.compute(batch)
+
+    step = ReplayedStep(line.compute, line.parameters, said.append, line.record, slowly=slowly)
+    for number, batch in enumerate(batches(PLAIN_STEPS + 20)):
+        line.slope.grad = None
+        assert step(batch).item() == 4.0 * (1 + number**2)
+        assert line.slope.grad is not None
+        assert line.slope.grad.item() == 4 * (1 + number**2)
+    assert compared == [1, 2, 4, 8, 16]
+    assert not said
+
+
 @on_gpu
 @pytest.mark.parametrize(
     ("family", "refinement", "regularizer"),
-    [("bert", "high:learned", None), ("bert", None, "eigen"), ("gpt2", "high:0.2,future=paper", None)],
+    [
+        ("bert", "high:learned", None),
+        ("bert", "elemmul-prior", None),
+        ("bert", None, "eigen"),
+        ("gpt2", "high:0.2,future=paper", None),
+    ],
 )
 def test_a_run_learns_the_same_by_replay(
     tmp_path: Path,

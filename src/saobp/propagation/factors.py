@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -72,12 +72,43 @@ class Similarity(Factor):
         self.prior = prior
 
     def log_messages(self, beliefs: Tensor, strength: Tensor) -> Tensor:  # noqa: ARG002
-        return torch.log(floored(beliefs @ beliefs.transpose(-1, -2)))
+        return torch.log(floored(similarity(beliefs)))
 
     def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
         graph.require_square(beliefs, "ElemMul compares every row with every other")
         alike = self.log_messages(beliefs, strength)
         return alike + log_prior if self.prior else alike
+
+
+def similarity(rows: Tensor) -> Tensor:
+    """A A^T for rows A; the compiler takes no function with a forward-mode derivative of its own."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return rows @ rows.transpose(-1, -2)
+    return Alike.apply(rows)
+
+
+class Alike(torch.autograd.Function):
+    """A A^T, whose gradient is one product with a symmetric matrix.
+
+    Left to autograd it is the sum of two products, one of them transposed. Inductor fuses that sum with the
+    gradient of softmax into a kernel that stores it and loads it again without a barrier (PyTorch's pull
+    request 190519 has more): in one of the sizes it may choose, threads load what others are still to store.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor) -> Tensor:
+        return rows @ rows.transpose(-1, -2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (rows,) = ctx.saved_tensors
+        return (gradient + gradient.transpose(-1, -2)) @ rows
 
 
 def floored(values: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ record graphs by itself, but what it then does in Python takes 2 ms a step, half
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from saobp.training.stream import Batch
 
 PLAIN_STEPS = 3
 """Steps before the recording, which compile and make work spaces."""
+MOST_APART = 0.25
+"""How far gradients may be apart, relative to their norm, where only roundings differ."""
 
 
 class Recording(NamedTuple):
@@ -47,12 +50,27 @@ def record_on_gpu(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], o
     return loss, graph.replay
 
 
+def distance(gradients: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> float:
+    """Norm of the difference over the norm of the right ones, all parameters together; none counts as zero.
+
+    Infinite where something is not a number.
+    """
+    pairs = [(one, other) for one, other in zip(gradients, right, strict=True) if one is not other]
+    apart = [(0 if one is None else one) - (0 if other is None else other) for one, other in pairs]
+    norms = nn.utils.get_total_norm([torch.as_tensor(difference) for difference in apart])
+    ratio = (norms / nn.utils.get_total_norm([other for other in right if other is not None])).item()
+    return ratio if math.isfinite(ratio) else math.inf
+
+
 class ReplayedStep:
     """Computes plainly a few times, then records and replays; what cannot be recorded is computed plainly.
 
     compute: gradients of a batch into the parameters, which have none; returns the loss. Gradients are in the
     same place after every replay, so those of the step before are gone: they cannot be summed over steps.
     A batch of another shape than the recorded one is computed plainly too.
+    slowly: the same without compiler and recording, if there is no dropout. Replays 1, 2, 4, 8 and so on are
+    compared with it, because wrong gradients look like a method that does not train; where they are apart, it
+    takes over.
     """
 
     def __init__(
@@ -61,10 +79,14 @@ class ReplayedStep:
         parameters: Sequence[nn.Parameter],
         say: Callable[[str], object],
         record: Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], object]]] = record_on_gpu,
+        *,
+        slowly: Callable[[Batch], Tensor] | None = None,
     ) -> None:
         self.compute, self.parameters, self.say, self.record = compute, parameters, say, record
+        self.slowly = slowly
         self._recording: Recording | None = None
         self._plain_steps: float = PLAIN_STEPS
+        self._replays = 0
 
     def __call__(self, batch: Batch) -> Tensor:
         """The loss of a batch; afterwards the parameters have its gradients."""
@@ -80,9 +102,39 @@ class ReplayedStep:
         for name, tensor in held.items():
             tensor.copy_(batch[name])
         replay()
+        self._replays += 1
+        is_power_of_two = self._replays & (self._replays - 1) == 0
+        if self.slowly is not None and is_power_of_two:
+            return self._compared(batch, self.slowly, loss, gradients)
+        self._give(gradients)
+        return loss.clone()
+
+    def _give(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
-        return loss.clone()
+
+    def _compared(
+        self, batch: Batch, slowly: Callable[[Batch], Tensor], loss: Tensor, gradients: list[Tensor | None]
+    ) -> Tensor:
+        """The loss of a batch that was replayed, and its gradients, if another way to them agrees."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        try:
+            other = slowly(batch)
+        except torch.OutOfMemoryError:
+            self.slowly = None
+            self._give(gradients)
+            return loss.clone()
+        apart = distance(gradients, [parameter.grad for parameter in self.parameters])
+        if apart <= MOST_APART:
+            self._give(gradients)
+            return loss.clone()
+        self.compute, self._recording, self._plain_steps = slowly, None, float("inf")
+        self.say(
+            f"Gradients of the recorded step are wrong (apart by {apart:.2g} of their norm at replay "
+            f"{self._replays}), so the run goes on without recording and compiler."
+        )
+        return other
 
     def _try_to_record(self, batch: Batch) -> None:
         held = {name: tensor.clone() for name, tensor in batch.items()}

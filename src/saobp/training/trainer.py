@@ -226,7 +226,17 @@ class PretrainTrainer(Trainer):
             model.zero_grad = forget  # type: ignore[method-assign]
         alone = self.args.world_size == self.recipe.accumulation == 1
         if alone and self.recipe.compiled and self.args.device.type == "cuda":
-            self._replayed = ReplayedStep(lambda batch: self._loss(model, batch), learning, self.say)
+
+            def uncompiled(batch: Batch) -> Tensor:
+                with torch.compiler.set_stance("force_eager"):
+                    return self._loss(model, batch)
+
+            self._replayed = ReplayedStep(
+                lambda batch: self._loss(model, batch),
+                learning,
+                self.say,
+                slowly=None if self.recipe.dropout else uncompiled,
+            )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:  # noqa: ARG002
         """A checkpoint that is whole or absent; where it cannot be written, training goes on.
