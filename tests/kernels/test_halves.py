@@ -15,7 +15,7 @@ from saobp.testing.inputs import AttentionInputs, attention_inputs
 
 pytest.importorskip("triton")
 
-from saobp.kernels import halves
+from saobp.kernels import halves, start
 from saobp.kernels.operator import refined_attention
 from saobp.kernels.problem import Problem, kept_problem
 
@@ -112,6 +112,28 @@ def test_which_calls_are_cut() -> None:
 )
 def test_which_calls_are_left_whole(changed: dict[str, Any]) -> None:
     assert halves.cut_axis(problem(**changed)) is None
+
+
+class Told:
+    """A stream that notes for whom it waits."""
+
+    def __init__(self, number: int, waits: list[tuple[int, int]]) -> None:
+        self.cuda_stream, self._waits = number, waits
+
+    def wait_stream(self, other: Told) -> None:
+        self._waits.append((self.cuda_stream, other.cuda_stream))
+
+
+def test_a_launch_that_fails_leaves_no_stream_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers go back to the present stream's allocator while the side stream may still fill them."""
+    waits: list[tuple[int, int]] = []
+    present, side = Told(1, waits), Told(2, waits)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: present)
+    monkeypatch.setattr(start, "side_stream", lambda *_: side)
+    halves_begun = start.beside(torch.device("cuda", 0), 1)
+    assert halves_begun.__enter__() == 2
+    assert not halves_begun.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert waits == [(2, 1), (1, 2)]
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU: streams")

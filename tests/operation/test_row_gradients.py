@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +79,20 @@ def test_similarities_keep_forward_mode_derivatives_and_vmap(factor: str) -> Non
     forwards = torch.func.jvp(operation, (query,), (torch.ones_like(query),))[1]
     jacobian = torch.func.jacrev(operation)(query)
     torch.testing.assert_close(forwards, jacobian.flatten(4).sum(-1))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("learning", [False, True])
+def test_a_trace_of_similarities_can_be_saved(learning: bool, tmp_path: Path) -> None:
+    """Tracing keeps a function with its own gradient as a call into Python, which no file takes."""
+    states = [one.detach().requires_grad_(learning) for one in attention_inputs(2, 2, 4, 3).leaves()[:3]]
+
+    def operation(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return saobp.attention(query, key, value, "elemmul-prior")
+
+    torch.jit.trace(operation, states).save(str(tmp_path / "traced.pt"))
+    found = torch.jit.load(str(tmp_path / "traced.pt"))(*states)
+    torch.testing.assert_close(found, operation(*states))
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 8.0])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from saobp.testing.training import small_recipe, train_small
 from saobp.training import replay
-from saobp.training.replay import PLAIN_STEPS, Batch, ReplayedStep
+from saobp.training.replay import PLAIN_STEPS, Batch, ReplayedStep, distance
 from saobp.training.runs import RunFolder
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="recording needs a GPU")
@@ -146,6 +146,32 @@ def test_a_recording_that_agrees_is_compared_ever_more_rarely() -> None:
         assert line.slope.grad.item() == 4 * (1 + number**2)
     assert compared == [1, 2, 4, 8, 16]
     assert not said
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_a_run_that_diverged_does_not_blame_the_recording(value: float) -> None:
+    """Both ways give the same then, which says nothing against the replay."""
+    line, said, slow_steps = Line(), list[str](), 0
+
+    def slowly(batch: Batch) -> Tensor:
+        nonlocal slow_steps
+        slow_steps += 1
+        return line.compute(batch)
+
+    step = ReplayedStep(line.compute, line.parameters, said.append, line.record, slowly=slowly)
+    for number, batch in enumerate(batches(PLAIN_STEPS + 20)):
+        if number == PLAIN_STEPS + 2:
+            line.slope.data.fill_(value)
+        line.slope.grad = None
+        step(batch)
+    assert not said
+    assert slow_steps == 5
+
+
+def test_gradients_where_there_should_be_none_are_infinitely_apart() -> None:
+    assert distance([torch.ones(2)], [torch.zeros(2)]) == float("inf")
+    assert distance([torch.ones(2)], [None]) == float("inf")
+    assert distance([None], [None]) == 0
 
 
 @on_gpu

@@ -275,11 +275,16 @@ def moved(tensor: Tensor, move: int) -> Tensor:
 
 @contextmanager
 def beside(device: torch.device, stream: int) -> Iterator[int]:
-    """A second stream, which begins after what the caller's present one holds; that one then waits for it."""
+    """A second stream, which begins after what the caller's present one holds; that one then waits for it.
+
+    Also where a launch fails or is interrupted: memory that the second one still fills goes back to the first.
+    """
     present, side = torch.cuda.current_stream(device), side_stream(device, stream)
     side.wait_stream(present)
-    yield side.cuda_stream
-    present.wait_stream(side)
+    try:
+        yield side.cuda_stream
+    finally:
+        present.wait_stream(side)
 
 
 @lru_cache

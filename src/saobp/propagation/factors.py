@@ -81,8 +81,12 @@ class Similarity(Factor):
 
 
 def similarity(rows: Tensor) -> Tensor:
-    """A A^T for rows A; the compiler takes no function with a forward-mode derivative of its own."""
-    if torch.autograd.forward_ad._current_level >= 0:
+    """A A^T for rows A.
+
+    The compiler takes no function with a forward-mode derivative of its own; a trace with any function of
+    this kind cannot be saved.
+    """
+    if torch.autograd.forward_ad._current_level >= 0 or torch.jit.is_tracing():
         return rows @ rows.transpose(-1, -2)
     return Alike.apply(rows)
 

@@ -53,13 +53,15 @@ def record_on_gpu(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], o
 def distance(gradients: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> float:
     """Norm of the difference over the norm of the right ones, all parameters together; none counts as zero.
 
-    Infinite where something is not a number.
+    Infinite where something is not a number, but 0 where the right ones are not: they tell nothing then.
     """
     pairs = [(one, other) for one, other in zip(gradients, right, strict=True) if one is not other]
     apart = [(0 if one is None else one) - (0 if other is None else other) for one, other in pairs]
-    norms = nn.utils.get_total_norm([torch.as_tensor(difference) for difference in apart])
-    ratio = (norms / nn.utils.get_total_norm([other for other in right if other is not None])).item()
-    return ratio if math.isfinite(ratio) else math.inf
+    norm = nn.utils.get_total_norm([torch.as_tensor(difference) for difference in apart]).item()
+    own = nn.utils.get_total_norm([other for other in right if other is not None]).item()
+    if norm == 0 or not math.isfinite(own):
+        return 0.0
+    return norm / own if own and math.isfinite(norm) else math.inf
 
 
 class ReplayedStep:
