@@ -148,6 +148,33 @@ def test_a_recording_that_agrees_is_compared_ever_more_rarely() -> None:
     assert not said
 
 
+def test_a_comparison_that_fails_is_said_once_and_changes_nothing() -> None:
+    line, said = Line(), list[str]()
+
+    def slowly(_: Batch) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    step = ReplayedStep(line.compute, line.parameters, said.append, line.record, slowly=slowly)
+    for number, batch in enumerate(batches(PLAIN_STEPS + 9)):
+        assert step(batch).item() == 4.0 * (1 + number**2)
+        assert line.slope.grad is not None
+        assert line.slope.grad.item() == 4.0 * (1 + number**2)
+        line.slope.grad = None
+    assert said == ["The recorded step cannot be compared with the uncompiled one (CUDA out of memory.)."]
+    assert not step.distrusts
+
+
+def test_a_step_told_to_go_slowly_records_nothing() -> None:
+    line, other = Line(), Line()
+    step = ReplayedStep(line.compute, line.parameters, print, line.record, slowly=other.compute)
+    assert not step.distrusts
+    step.go_slowly()
+    assert step.distrusts
+    for batch in batches(PLAIN_STEPS + 3):
+        step(batch)
+    assert (line.computed, other.computed) == (0, PLAIN_STEPS + 3)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_a_run_that_diverged_does_not_blame_the_recording(value: float) -> None:
     """Both ways give the same then, which says nothing against the replay."""

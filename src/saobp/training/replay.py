@@ -64,6 +64,10 @@ def distance(gradients: Sequence[Tensor | None], right: Sequence[Tensor | None])
     return norm / own if own and math.isfinite(norm) else math.inf
 
 
+def first_line(problem: Exception) -> str:
+    return str(problem).strip().partition("\n")[0]
+
+
 class ReplayedStep:
     """Computes plainly a few times, then records and replays; what cannot be recorded is computed plainly.
 
@@ -89,6 +93,16 @@ class ReplayedStep:
         self._recording: Recording | None = None
         self._plain_steps: float = PLAIN_STEPS
         self._replays = 0
+
+    @property
+    def distrusts(self) -> bool:
+        """Whether gradients of the recorded step were wrong."""
+        return self.slowly is not None and self.compute is self.slowly
+
+    def go_slowly(self) -> None:
+        """From now on without recording and compiler."""
+        if self.slowly is not None:
+            self.compute, self._recording, self._plain_steps = self.slowly, None, float("inf")
 
     def __call__(self, batch: Batch) -> Tensor:
         """The loss of a batch; afterwards the parameters have its gradients."""
@@ -123,15 +137,16 @@ class ReplayedStep:
             parameter.grad = None
         try:
             other = slowly(batch)
-        except torch.OutOfMemoryError:
-            self.slowly = None
-            self._give(gradients)
-            return loss.clone()
-        apart = distance(gradients, [parameter.grad for parameter in self.parameters])
+            apart = distance(gradients, [parameter.grad for parameter in self.parameters])
+        except RuntimeError as problem:  # memory, most likely
+            self.slowly, apart = None, 0.0
+            self.say(f"The recorded step cannot be compared with the uncompiled one ({first_line(problem)}).")
         if apart <= MOST_APART:
             self._give(gradients)
+            if loss.is_cuda:
+                torch.cuda.empty_cache()  # what only the comparison needed
             return loss.clone()
-        self.compute, self._recording, self._plain_steps = slowly, None, float("inf")
+        self.go_slowly()
         self.say(
             f"Gradients of the recorded step are wrong (apart by {apart:.2g} of their norm at replay "
             f"{self._replays}), so the run goes on without recording and compiler."
@@ -148,7 +163,7 @@ class ReplayedStep:
             self._plain_steps = float("inf")
             for parameter in self.parameters:
                 parameter.grad = None
-            why = str(problem).strip().partition("\n")[0]
+            why = first_line(problem)
             self.say(f"The step cannot be recorded ({why}), so its kernels are launched one by one.")
         else:
             self._recording = Recording(held, loss, [one.grad for one in self.parameters], replay)

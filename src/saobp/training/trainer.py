@@ -194,12 +194,14 @@ class PretrainTrainer(Trainer):
             self.run.log_metrics({"step": step, **{k: v for k, v in logs.items() if k != "epoch"}})
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        seconds = 0.0
+        before: dict[str, Any] = {"seconds": 0.0}
         if resume_from_checkpoint is not None:
-            seconds = read_json(Path(resume_from_checkpoint, CLOCK))["seconds"]
-        self.clock = Clock(seconds)
+            before = read_json(Path(resume_from_checkpoint, CLOCK))
+        self.clock = Clock(before["seconds"])
         if not self.is_fsdp_enabled:
             self._prepare_step()
+        if self._replayed is not None and before.get("uncompiled"):
+            self._replayed.go_slowly()
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -288,7 +290,8 @@ class PretrainTrainer(Trainer):
             self._save_rng_state(str(folder))
             if self.is_world_process_zero():
                 self.state.save_to_json(str(folder / "trainer_state.json"))
-                write_json(folder / CLOCK, {"seconds": self.clock.seconds})
+                uncompiled = self._replayed is not None and self._replayed.distrusts
+                write_json(folder / CLOCK, {"seconds": self.clock.seconds, "uncompiled": uncompiled})
         except (OSError, RuntimeError, SafetensorError) as error:
             problem = error
         if self.args.world_size == 1:
