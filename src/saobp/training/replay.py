@@ -18,7 +18,9 @@ from saobp.training.stream import Batch
 PLAIN_STEPS = 3
 """Steps before the recording, which compile and make work spaces."""
 MOST_APART = 0.25
-"""How far gradients may be apart, relative to their norm, where only roundings differ."""
+"""How far gradients may be apart, relative to their norm, where only roundings differ.
+
+In the first steps of BERT-mini, plain, with High and ElemMul with prior, bfloat16 is 0.007 from float32."""
 
 
 class Recording(NamedTuple):
