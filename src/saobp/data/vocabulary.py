@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from saobp.data.writing import reason
+from saobp.data.writing import first_line, reason
 
 PADDING, UNKNOWN, START, SEPARATOR, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 END_OF_TEXT = "<|endoftext|>"
@@ -38,10 +38,9 @@ def load_tokenizer(name: str | Path, data_dir: str | Path | None = None) -> PreT
     except Exception as problem:
         files = {"bert": BERT_FILE, "gpt2": " and ".join(GPT2_FILES)}.get(str(name))
         looked = "" if files is None or local is None else f" {local} does not hold {files}, and"
-        reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise ValueError(
             f"no tokenizer {str(name)!r}:{looked} it is no folder with a tokenizer and the hub could not "
-            f"give it ({reason})"
+            f"give it ({first_line(problem)})"
         ) from problem
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(

@@ -110,6 +110,11 @@ def reason(problem: BaseException) -> str:
     return words
 
 
+def first_line(problem: BaseException) -> str:
+    """What a library says of a problem, without what follows it; its kind where it says nothing."""
+    return str(problem).strip().partition("\n")[0] or type(problem).__name__
+
+
 def _files_are_limited() -> bool:
     return resource is not None and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
 

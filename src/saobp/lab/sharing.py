@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from saobp.data.writing import first_line
 from saobp.lab.clock import Deadline, TimeIsUpError
 
 try:
@@ -119,7 +120,7 @@ def _do(
                 result.left.append(piece.name)
                 say(f"{piece.name} was stopped because the time is up")
             except Exception as problem:
-                result.failed[piece.name] = str(problem).split("\n")[0] or type(problem).__name__
+                result.failed[piece.name] = first_line(problem)
                 say(f"{piece.name} failed: {result.failed[piece.name]}")
                 if not isinstance(problem, (ValueError, OSError)):
                     say(traceback.format_exc())

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from saobp.data.writing import first_line
 from saobp.training.stream import Batch
 
 PLAIN_STEPS = 3
@@ -64,10 +65,6 @@ def distance(gradients: Sequence[Tensor | None], right: Sequence[Tensor | None])
     if norm == 0 or not math.isfinite(own):
         return 0.0
     return norm / own if own and math.isfinite(norm) else math.inf
-
-
-def first_line(problem: Exception) -> str:
-    return str(problem).strip().partition("\n")[0]
 
 
 class ReplayedStep:

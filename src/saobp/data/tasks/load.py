@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from saobp.data.tasks.catalogue import TaskSpec, get_task
 from saobp.data.tasks.checks import WrongRowsError, check_overlap, check_rows
+from saobp.data.writing import first_line
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,7 @@ def _read(path: Path) -> pa.Table:
     try:
         return pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as problem:
-        raise WrongRowsError(
-            f"{path} cannot be read as a parquet file: {str(problem).splitlines()[0]}"
-        ) from None
+        raise WrongRowsError(f"{path} cannot be read as a parquet file: {first_line(problem)}") from None
 
 
 def _table_checksum(table: pa.Table) -> str:
