@@ -234,29 +234,23 @@ def row_gradients(
     prior_delta = tl.zeros([ROWS], tl.float32)
     prior_sum = tl.zeros([ROWS], tl.float32)
     shares = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    for TAIL in tl.static_range(2):
-        out, prior_delta, prior_sum, shares = _row_loop(
-            out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
-            k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
-            inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base,
-            walk[TAIL], walk[TAIL + 1], tokens, score_scale, KEYS, DIM, BLOCK_DIM, TAIL, False, PRECISE, MASKED, PRECISION,
-        )  # fmt: skip
-    out += shares[:, None] * load_centre(d_centre_ptr, blocks, BLOCK_DIM)
-    out = tl.where(rows_real[:, None], out, 0.0)
-    store_rows(dv_base, block * ROWS, tokens, d_row, out, ROWS, DIM, BLOCK_DIM)
-    prior_delta /= tl.where(prior_sum > 0, prior_sum, 1.0)
-    tl.store(prior_delta_ptr + row_base + rows, prior_delta, mask=rows < tokens)
-
-    out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    for TAIL in tl.static_range(2):
-        out, prior_delta, prior_sum, shares = _row_loop(
-            out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
-            k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
-            inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base,
-            walk[TAIL], walk[TAIL + 1], tokens, score_scale, KEYS, DIM, BLOCK_DIM, TAIL, True, PRECISE, MASKED, PRECISION,
-        )  # fmt: skip
-    store_rows(dq_base, block * ROWS, tokens, d_row, out * scale, ROWS, DIM, BLOCK_DIM)
+    for SECOND in tl.static_range(2):
+        out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+        for TAIL in tl.static_range(2):
+            out, prior_delta, prior_sum, shares = _row_loop(
+                out, prior_delta, prior_sum, shares, q, v, grad, high, low, inverse, delta, offset, rows_real,
+                k_base, k_row, gathered_base, d_base, m_row, mask_base, received_ptr + row_base,
+                inverse_received_ptr + row_base, key_delta_ptr + row_base, mass_ptr + row_base, walk[TAIL], walk[TAIL + 1],
+                tokens, score_scale, KEYS, DIM, BLOCK_DIM, TAIL, SECOND, PRECISE, MASKED, PRECISION,
+            )  # fmt: skip
+        if SECOND:
+            store_rows(dq_base, block * ROWS, tokens, d_row, out * scale, ROWS, DIM, BLOCK_DIM)
+        else:
+            out += shares[:, None] * load_centre(d_centre_ptr, blocks, BLOCK_DIM)
+            out = tl.where(rows_real[:, None], out, 0.0)
+            store_rows(dv_base, block * ROWS, tokens, d_row, out, ROWS, DIM, BLOCK_DIM)
+            prior_delta /= tl.where(prior_sum > 0, prior_sum, 1.0)
+            tl.store(prior_delta_ptr + row_base + rows, prior_delta, mask=rows < tokens)
 
 
 @triton.jit

@@ -38,22 +38,22 @@ def cut_axis(problem: Problem) -> int | None:
 
 
 def moves(
-    problem: Problem, given: Mapping[str, Tensor], filled: Mapping[str, torch.dtype], pieces: Mapping[str, Piece]
+    problem: Problem, strength: Tensor, given: Mapping[str, Tensor], filled: Mapping[str, torch.dtype],
+    pieces: Mapping[str, Piece],
 ) -> dict[str, int]:  # fmt: skip
     """Bytes from the first to the second half's part of each tensor and piece; nothing for a call that is left whole.
 
-    given:  the call's strength and states ``[batch, heads, length, dim]``, by the names that kernels have for them
+    given:  the call's states ``[batch, heads, length, dim]``, by the names that kernels have for them
     filled: types of states that the call makes, likewise
     """
     axis = cut_axis(problem)
     if axis is None:
         return {}
     count = (problem.batch, problem.heads)[axis] // 2
-    states = {name: one for name, one in given.items() if name != "strength"}
-    found = {name: count * one.stride(axis) * one.itemsize for name, one in states.items()}
+    found = {name: count * one.stride(axis) * one.itemsize for name, one in given.items()}
     if axis == 1:
         found |= {name: found[name] // problem.group for name in ("k", "v")}
-        found["strength"] = count * given["strength"].itemsize
+        found["strength"] = count * strength.itemsize
     elif problem.masked:
         found["mask"] = count * problem.length
     found |= {name: piece.bytes // 2 for name, piece in pieces.items()}

@@ -163,7 +163,7 @@ def plan_forward(
 
     for add_step in steps:
         add_step(series, problem, numbers | {"MAPPED": mapped}, cut)
-    series.in_halves(moves(problem, states | {"strength": strength}, {"out": query.dtype}, pieces))
+    series.in_halves(moves(problem, strength, states, {"out": query.dtype}, pieces))
     return Plan(series, problem.states_shape, problem.states_strides, saved=size)
 
 
@@ -271,9 +271,10 @@ def plan_backward(
                 sweep, programs, numbers | sizes | {"CAREFUL": careful}, grad="scaled", key_part=key_part
             )
         if only_values:
-            return Plan(series, problem.states_shape, problem.states_strides, scratch=size)
-    states = {"q": query, "k": key, "v": value, "grad": grad, "out": out, "strength": strength}
-    series.in_halves(moves(problem, states, dict.fromkeys(("dq", "dk", "dv"), own), pieces))
+            break
+    if not only_values:
+        states = {"q": query, "k": key, "v": value, "grad": grad, "out": out}
+        series.in_halves(moves(problem, strength, states, dict.fromkeys(("dq", "dk", "dv"), own), pieces))
     return Plan(series, problem.states_shape, problem.states_strides, scratch=size)
 
 

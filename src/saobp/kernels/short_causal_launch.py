@@ -24,7 +24,7 @@ FORWARD, BACKWARD = Block(64, 128, stages=1, registers=168), Block(64, 128, stag
 """Rows of a part, and keys of both parts. More warps would not share a part's tiles but each compute them all."""
 
 LEAST_WIDTH = 64
-"""Of products over a head's numbers; smaller heads are filled up with zeros.
+"""Smaller heads are filled up with zeros.
 
 With Triton 3.6 on an H200, gradients of values were wrong where products are 16 numbers wide, and 32 read out of bounds."""
 
@@ -86,6 +86,7 @@ def plan_backward(problem: Problem, grad: Tensor, query: Tensor, key: Tensor, va
 
 
 def width(problem: Problem) -> int:
+    """Of products over a head's numbers."""
     return max(LEAST_WIDTH, problem.constants["BLOCK_DIM"])
 
 

@@ -29,6 +29,7 @@ from saobp.training.stream import Batch, Rows, Share, TrainingStream, health_bat
 from saobp.training.trackers import trackers
 
 CLOCK = "clock.json"
+"""In a checkpoint: seconds of training so far, and whether the run goes on without the compiler."""
 
 
 def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingArguments:
