@@ -137,7 +137,7 @@ def test_cpu_rows_and_threads() -> None:
 
 def test_commands_need_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for command in ("attention", "model"):
+    for command in ("attention", "counters", "model"):
         said = CliRunner().invoke(app, ["bench", command, "--out", str(tmp_path)])
         assert said.exit_code == 1
         assert said.stdout.strip().splitlines() == [
@@ -164,3 +164,16 @@ def test_unknown_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said = CliRunner().invoke(app, ["bench", "model", "--sizes", "mini,huge"])
     assert said.exit_code == 2
     assert "huge" in said.output
+
+
+def test_counters_say_what_they_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = CliRunner().invoke(app, ["bench", "counters", "--out", str(tmp_path)])
+    assert said.exit_code == 1
+    assert said.stdout.strip() == (
+        "No counters: counters are read by NVIDIA's profiler ncu, which is not on the path"
+    )
+    said = CliRunner().invoke(app, ["bench", "counters", "--lengths", "128,long"])
+    assert said.exit_code == 2
+    assert "'long' is no length" in said.output

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from saobp.benchmarking import machine as facts
 from saobp.benchmarking.attention import fastest, growth
+from saobp.benchmarking.counters import COUNTERS, REGISTERS, TIME, kernel_rows, launches
 from saobp.benchmarking.machine import commit, machine
 from saobp.benchmarking.table import Table, milliseconds, ratio, spread, text
 from saobp.benchmarking.timing import Failure, Timing, in_turn, wall_clock
@@ -145,3 +146,28 @@ def test_a_copy_inside_another_repository_does_not_take_its_commit(
     assert re.fullmatch(r"[0-9a-f]{7,}", commit())
     (tmp_path / "machine.py").write_text("changed")
     assert commit().endswith("with uncommitted changes")
+
+
+def test_counters_are_read_by_kernel_and_call() -> None:
+    columns = ["ID", "Kernel Name", TIME, REGISTERS, *COUNTERS.values()]
+    cudnn = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7"
+    readings = [
+        ["", "", "ns", "register/thread", *["%"] * len(COUNTERS)],
+        ["0", "row_sums", "3,000", "128", "40", *["10"] * 6],
+        ["1", "row_sums", "1,000", "128", "80", *["10"] * 6],
+        ["2", "key_weights", "50", "21", "0", *["10"] * 6],
+        ["3", cudnn, "1,500", "168", "51.5", *["10"] * 6],
+        ["4", "causal_row_sums", "2,000", "72", "43", *["10"] * 6],
+        ["5", "void cudnn::convert_dq<1>(const void *, int)", "700", "30", "0", *["10"] * 6],
+    ]
+    table = "\n".join(",".join(f'"{cell}"' for cell in line) for line in [columns, *readings])
+    rows = list(kernel_rows(launches(f"==PROF== Connected\n{table}\n"), (128,)))
+    assert [(row["attention"], row["by"], row["kernel"], row["launches"]) for row in rows] == [
+        ("bidirectional", "saobp", "row_sums", 2),
+        ("bidirectional", "cuDNN", "flash_fprop", 1),
+        ("causal", "saobp", "causal_row_sums", 1),
+        ("causal", "cuDNN", "cudnn::convert_dq", 1),
+    ]
+    assert rows[0]["microseconds"] == pytest.approx(4.0)
+    assert rows[0]["tensor cores"] == pytest.approx(50.0)  # the longer launch counts more
+    assert rows[0]["registers"] == 128

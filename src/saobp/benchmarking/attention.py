@@ -83,22 +83,22 @@ def _time_all(
     budget: float,
 ) -> dict[str, Result]:
     strength = torch.full((shape[1],), STRENGTH, device=device)
-    versions: dict[str, Attend] = {"fused": partial(_refined, "fused", causal, strength)}
+    versions: dict[str, Attend] = {"fused": partial(attend_refined, "fused", causal, strength)}
     versions["fused again"] = versions["fused"]
     for name, backend in SDPA.items() if device == "cuda" else {"default": None}.items():
-        versions[f"sdpa {name}"] = partial(_sdpa, backend, causal)
+        versions[f"sdpa {name}"] = partial(attend_plain, backend, causal)
     if _fits(shape, direction, device):
-        versions["eager"] = partial(_refined, "reference", causal, strength)
+        versions["eager"] = partial(attend_refined, "reference", causal, strength)
         if compiled:
             torch._dynamo.reset()
             versions["compiled"] = torch.compile(
-                partial(_refined, "reference", causal, strength), dynamic=False
+                partial(attend_refined, "reference", causal, strength), dynamic=False
             )
-    states = _states(shape, dtype, device)
+    states = states_and_gradient(shape, dtype, device)
     calls: dict[str, Call] = {}
     failed: dict[str, Result] = {}
     for name, attend in versions.items():
-        call = _call(attend, states, direction)
+        call = one_call(attend, states, direction)
         try:
             replayed = device == "cuda" and shape[2] <= REPLAYED
             calls[name] = captured(call) if replayed else call
@@ -153,14 +153,14 @@ def training_memory(
     for causal in (False, True):
         extra: dict[int, float] = {}
         for length in lengths:
-            states = _states((1, heads, length, DIM), dtype, "cuda")
+            states = states_and_gradient((1, heads, length, DIM), dtype, "cuda")
             strength = torch.full((heads,), STRENGTH, device="cuda")
             peaks: dict[str, float | str] = {}
-            versions: dict[str, Attend] = {"fused": partial(_refined, "fused", causal, strength)}
-            versions["sdpa"] = partial(_sdpa, SDPBackend.FLASH_ATTENTION, causal)
+            versions: dict[str, Attend] = {"fused": partial(attend_refined, "fused", causal, strength)}
+            versions["sdpa"] = partial(attend_plain, SDPBackend.FLASH_ATTENTION, causal)
             for name, attend in versions.items():
                 try:
-                    peaks[name] = _peak(_call(attend, states, "forward + backward"))
+                    peaks[name] = _peak(one_call(attend, states, "forward + backward"))
                 except Exception as error:
                     peaks[name] = Failure.of(error).reason
             fused, sdpa = peaks["fused"], peaks["sdpa"]
@@ -203,20 +203,22 @@ def _peak(call: Call) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def _refined(backend: Backend, causal: bool, strength: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_refined(
+    backend: Backend, causal: bool, strength: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
     return saobp.attention(
         q, k, v, REFINEMENT, is_causal=causal, backend=backend, strength=strength, strongest=STRENGTH
     )
 
 
-def _sdpa(backend: SDPBackend | None, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_plain(backend: SDPBackend | None, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if backend is None:
         return scaled_dot_product_attention(q, k, v, is_causal=causal)
     with sdpa_kernel(backend):
         return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def _states(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
+def states_and_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
     """Query, key, value and the output's gradient, strided as models pass them."""
     batch, heads, length, dim = shape
     random = torch.Generator(device).manual_seed(0)
@@ -224,7 +226,7 @@ def _states(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Ten
     return [make().transpose(1, 2) for _ in range(4)]
 
 
-def _call(attend: Attend, states: list[Tensor], direction: str) -> Call:
+def one_call(attend: Attend, states: list[Tensor], direction: str) -> Call:
     *inputs, gradient = states
 
     def forward() -> Tensor:

@@ -34,8 +34,8 @@ def attention(out: Out = _RESULTS, quick: Quick = False, lengths: Listed = "", m
     """The fused operation against PyTorch's attention and the reference, by length."""
     from saobp.benchmarking.attention import COMPILED, LENGTHS, attention_speed, training_memory
 
+    chosen = _numbers(lengths) or LENGTHS
     _require_cuda()
-    chosen = tuple(int(n) for n in lengths.split(",")) if lengths else LENGTHS
     if quick and not lengths:
         chosen = (128, 512, 2048, 8192, 16384)
     table = attention_speed(
@@ -54,6 +54,22 @@ def attention(out: Out = _RESULTS, quick: Quick = False, lengths: Listed = "", m
         extra = training_memory(lengths=[n for n in chosen if n >= 512] or chosen)
         extra.show(Console(width=160))
         extra.write(out)
+
+
+@bench.command()
+def counters(out: Out = _RESULTS, lengths: Listed = "") -> None:
+    """What limits each kernel, from the GPU's own counters; needs NVIDIA's profiler ncu."""
+    from saobp.benchmarking.counters import LENGTHS, attention_counters
+
+    chosen = _numbers(lengths) or LENGTHS
+    _require_cuda()
+    try:
+        table = attention_counters(chosen)
+    except RuntimeError as problem:
+        _say(f"No counters: {problem}")
+        raise typer.Exit(1) from None
+    table.show(Console(width=220))
+    table.write(out)
 
 
 @bench.command()
@@ -112,6 +128,17 @@ def cpu(
     table.draw(
         out / f"{table.name}.png", "version", ["over original"], ["batch"], "times as long as original"
     )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Lengths that the user lists, none if nothing is listed."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in parts:
+        if not part.isdecimal() or int(part) == 0:
+            raise typer.BadParameter(
+                f"{part!r} is no length: give whole numbers joined by commas, as 128,2048"
+            )
+    return tuple(int(part) for part in parts)
 
 
 def _chosen(name: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
