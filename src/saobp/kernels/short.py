@@ -156,6 +156,11 @@ def short_backward(
     v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
     grad = load_rows(g_base, 0, tokens, g_row, KEYS, DIM, BLOCK_DIM, TAIL)
     high, _ = load_lse(lse_ptr + row_base, 0, places, tokens, PRECISE, TAIL)
+    if CAREFUL:
+        heard = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), True)
+        anchor = load_vector(anchor_ptr + row_base, places, tokens, 0.0, True)
+    elif HEARS:
+        weight = load_vector(key_part_ptr + row_base, places, tokens, 0.0, TAIL)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if TAIL or MASKED:
         scores = tl.where(real[None, :], scores, float("-inf"))
@@ -167,26 +172,24 @@ def short_backward(
         inverse = tl.where(real[:, None], inverse, 1.0)
     u = a * inverse
     if CAREFUL:
-        heard = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), True)
-        anchor = load_vector(anchor_ptr + row_base, places, tokens, 0.0, True)
         refined = inverse * tl.exp2(scores + heard[None, :] - anchor[:, None])
     elif HEARS:
-        weight = load_vector(key_part_ptr + row_base, places, tokens, 0.0, TAIL)
         refined = u * weight[None, :]
     else:
         refined = u
     refined *= inverse_or_zero(tl.sum(refined, 1), TAIL or MASKED)[:, None]
 
-    d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
     if DROPS:
         keep = kept(head_seed(seed_ptr, row_base, DROPS), places[:, None], places[None, :], drop_threshold)
-        d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
         dropped = tl.where(keep, refined * keep_scale, 0.0).to(grad.dtype)
     else:
         dropped = refined.to(grad.dtype)
     dv = tl.dot(tl.trans(dropped), grad, input_precision=PRECISION)
     store_rows(dv_ptr + d_base, 0, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
 
+    d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    if DROPS:
+        d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
     d_logits = refined * (d_rows - tl.sum(refined * d_rows, 1)[:, None])
     if HEARS:
         d_message = u * (d_logits - tl.sum(d_logits, 0)[None, :])

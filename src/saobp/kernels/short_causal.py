@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saobp.kernels.ahead import fetch_for_later
 from saobp.kernels.arithmetic import (
     head_message,
     head_seed,
@@ -160,6 +161,10 @@ def short_causal_forward(
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     seed = head_seed(seed_ptr, row_base, DROPS)
+    ALL: tl.constexpr = 2 * ROWS if SPLIT else ROWS
+    fetch_for_later(q_ptr, q_batch, q_head, q_row, heads, 1, length, ALL, PACKED)
+    fetch_for_later(k_ptr, k_batch, k_head, k_row, heads, group, length, ALL, PACKED)
+    fetch_for_later(v_ptr, v_batch, v_head, v_row, heads, group, length, ALL, PACKED)
     q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
     k = load_rows(k_base, 0, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
     v = load_rows(v_base, 0, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saobp.kernels.ahead import fetch_ahead
 from saobp.kernels.arithmetic import (
     head_message,
     head_seed,
@@ -23,7 +24,6 @@ from saobp.kernels.pairs import rounded
 from saobp.kernels.places import locate, row_bases, states_base
 from saobp.kernels.short import inverse_or_zero
 from saobp.kernels.short_causal import refined_rows
-from saobp.kernels.short_weak import fetch_ahead
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saobp.kernels.ahead import fetch_ahead, fetch_for_later
 from saobp.kernels.arithmetic import (
     INTERPRETED,
     _hardware_inverse,
@@ -27,22 +28,6 @@ from saobp.kernels.places import locate, row_bases, states_base
 
 COLUMNS = tl.constexpr(8)
 """Of products that only add up: so narrow ones take their second factor from registers."""
-AHEAD = tl.constexpr(132)
-"""Programs from this one to the one for which it brings queries and keys near: as many as an H200 has multiprocessors.
-
-On an H200 that took 2048 heads from 0.058 to 0.0555 ms; twice or three times as far was slower than nothing."""
-
-
-@triton.jit
-def fetch_ahead(base, tokens, stride, ROWS: tl.constexpr):
-    """Asks for 64 numbers of each row, a line of the cache, to be brought there from memory."""
-    if not INTERPRETED:
-        places = tl.arange(0, ROWS)
-        addresses = (base + places * stride).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p prefetch.global.L2 [$1]; mov.b32 $0, $2; }", "=r,l,r,r",
-            [addresses, places, tokens], tl.int32, False, 1,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -200,13 +185,8 @@ def short_weak_forward(
     fetch_ahead(v_base, tokens, v_row, KEYS)
     if BLOCK_DIM > 64:
         fetch_ahead(v_base + 64, tokens, v_row, KEYS)
-    if not PACKED:
-        _, batch_2, head_2, first_2, _ = locate(tl.program_id(0) + AHEAD, 1, heads, length, cu_ptr, PACKED)
-        real_2 = tl.where(tl.program_id(0) + AHEAD < tl.num_programs(0), tokens, 0)
-        fetch_ahead(states_base(q_ptr, batch_2, head_2, first_2, q_batch, q_head, q_row), real_2, q_row, KEYS)
-        fetch_ahead(
-            states_base(k_ptr, batch_2, head_2 // group, first_2, k_batch, k_head, k_row), real_2, k_row, KEYS
-        )
+    fetch_for_later(q_ptr, q_batch, q_head, q_row, heads, 1, length, KEYS, PACKED)
+    fetch_for_later(k_ptr, k_batch, k_head, k_row, heads, group, length, KEYS, PACKED)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
     q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
     says = real_or(mask_base, rows, tokens, 1.0, 0.0, MASKED)
