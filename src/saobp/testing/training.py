@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -98,10 +99,13 @@ def forked(work: Callable[[], object]) -> BaseProcess:
     return process
 
 
-def in_processes(count: int, work: Callable[[], object], *, sharded: str | None = None) -> None:
+def in_processes(
+    count: int, work: Callable[[], object], *, sharded: str | None = None, seconds: float = 120.0
+) -> None:
     """Run ``work`` in so many processes that find each other as in a distributed launch on CPUs.
 
-    sharded: the kind of state dict of FSDP 2, which then divides the model.
+    sharded: the kind of state dict of FSDP 2, which then divides the model. One that has not ended after so
+    many seconds has failed, as has one that ends with an error.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -135,13 +139,14 @@ def in_processes(count: int, work: Callable[[], object], *, sharded: str | None 
         return run
 
     processes = [forked(member(rank)) for rank in range(count)]
+    end = time.monotonic() + seconds
     for process in processes:
-        process.join(120)
+        process.join(max(0.0, end - time.monotonic()))
     codes = [process.exitcode for process in processes]
     for process in processes:
         if process.is_alive():
             process.kill()
-    if any(codes):
+    if any(code != 0 for code in codes):
         raise RuntimeError(f"the processes ended with {codes}")
 
 
