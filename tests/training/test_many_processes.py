@@ -158,6 +158,25 @@ def test_all_processes_refuse_what_the_first_refuses(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["other.txt"]
 
 
+@pytest.mark.parametrize("file", ["recipe.json", "metrics.jsonl"])
+def test_all_processes_say_what_the_first_cannot_read(tmp_path: Path, file: str) -> None:
+    run = tmp_path / "run"
+    if file == "metrics.jsonl":
+        RunFolder.start(run, "pretrain", small_recipe().to_dict(), seed=42)
+    run.mkdir(exist_ok=True)
+    (run / file).write_text("{ cut short\n{}\n")
+
+    def resumed() -> None:
+        try:
+            train_small(small_recipe(), run, resume=True)
+        except ValueError as problem:
+            (tmp_path / os.environ["RANK"]).write_text(str(problem))
+
+    in_processes(2, resumed)
+    for rank in "01":
+        assert file in (tmp_path / rank).read_text()
+
+
 def test_a_batch_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="choose a batch size that 3 divides"):
         train_small(small_recipe(accumulation=3), tmp_path)
