@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import fsdp_utils
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -22,7 +24,7 @@ import saobp
 from saobp.testing.training import in_processes, prose, small_recipe, train_small
 from saobp.training import trainer
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.runs import RunFolder
+from saobp.training.runs import RunError, RunFolder
 from saobp.transformers import strength_parameters
 
 
@@ -134,6 +136,39 @@ def killed_after_checkpoint(recipe: PretrainRecipe, folder: Path) -> None:
 
     trainer.PretrainTrainer._save_checkpoint = save  # type: ignore[method-assign]
     train_small(recipe, folder)
+
+
+def test_a_full_disk_costs_a_divided_run_a_checkpoint_or_ends_it(tmp_path: Path) -> None:
+    """Where each process writes its part the run goes on; gathered by one, it ends without waiting."""
+    recipe = small_recipe(steps=4)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def train(name: str, module: Any, function: str) -> None:
+        rank = os.environ["RANK"]
+        if rank == "0":
+            setattr(module, function, full)
+        said: list[str] = []
+        try:
+            train_small(recipe, tmp_path / name, say=said.append)
+        except RunError as problem:
+            said.append(str(problem))
+            raise
+        finally:
+            (tmp_path / f"{name}-{rank}").write_text("\n".join(said))
+
+    in_processes(2, lambda: train("parts", filesystem, "_write_item"), sharded="SHARDED_STATE_DICT")
+    assert (tmp_path / "parts-0").read_text() == (
+        "The checkpoint of step 2 could not be written (the disk is full); there is none before it, and the "
+        "run goes on."
+    )
+    with pytest.raises(RuntimeError, match=r"\[1, 1\]"):
+        in_processes(2, lambda: train("one", fsdp_utils.torch, "save"), sharded="FULL_STATE_DICT")
+    assert (tmp_path / "one-0").read_text() == (
+        "the checkpoint of step 2 could not be written (the disk is full), which ends a run that divides its "
+        "model: mend that, then go on by --resume"
+    )
 
 
 def test_what_fsdp_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

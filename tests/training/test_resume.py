@@ -152,6 +152,22 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert RunFolder(tmp_path).is_finished
 
 
+def test_a_resumed_run_knows_of_the_checkpoint_it_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    forked(lambda: stop_after_checkpoint(small_recipe(steps=6), tmp_path, 2)).join()
+    monkeypatch.setattr(trainer.PretrainTrainer, "_save_rng_state", full)
+    said: list[str] = []
+    train_small(small_recipe(steps=6), tmp_path, resume=True, say=said.append)
+    assert said == [
+        "The checkpoint of step 4 could not be written (the disk is full); the last good "
+        "one is of step 2, and the run goes on."
+    ]
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small_recipe(steps=4)
     with monkeypatch.context() as broken:

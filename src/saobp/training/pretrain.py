@@ -121,6 +121,7 @@ def pretrain(
                 sharded=trainer.is_fsdp_enabled,
             ),
         ):
+            trainer.last_checkpoint = start
             trainer.train(None if start is None else str(run.checkpoint_path(start)))
             if trainer.held_out and trainer.last_evaluation != recipe.steps:
                 trainer.evaluate()
