@@ -255,3 +255,12 @@ def test_the_command_explains_itself() -> None:
     wrong = CliRunner().invoke(app, ["reproduce", "gtd", "--stage", "dance"])
     assert wrong.exit_code == 1
     assert "unknown stage 'dance'" in wrong.output
+
+
+def test_a_distributed_launch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes would take different runs, and each wait for the other in its own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused = CliRunner().invoke(app, ["reproduce", "gtd", "--runs", str(tmp_path / "runs")])
+    assert refused.exit_code == 1
+    assert "leave accelerate launch out" in refused.output
+    assert not (tmp_path / "runs").exists()
