@@ -401,6 +401,20 @@ def test_a_reproduction_shows_its_claims(tmp_path: Path, kind: str, columns: lis
     assert f":root {{ {own}}}" in page.read_text()
 
 
+def test_a_page_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    run, page = make_run(tmp_path / "run"), tmp_path / "page.html"
+    page.write_text("the old page")
+    monkeypatch.setattr("saobp.data.writing.to_disk", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_report([run], page)
+    assert page.read_text() == "the old page"
+
+
 def test_cards_name_the_regularizer(tmp_path: Path) -> None:
     run = make_run(tmp_path / "entropy")
     recipe = json.loads((run / "recipe.json").read_text())

@@ -11,11 +11,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from saobp.data.writing import write_atomically
 from saobp.lab.drawing import brief, dots, save_figure
 from saobp.lab.experiments import Experiment
 from saobp.lab.methods import METHODS
 from saobp.lab.scales import Scale
 from saobp.lab.statistics import Gain, Spread, Status, answer_status, claim_status, paired_gain, spread
+from saobp.training.files import write_json
 
 SMOKE = (
     "**Smoke run: tiny models on made-up or little text. The numbers only show that the code runs; "
@@ -192,7 +194,7 @@ class Page:
         tail = [_missing(missing)] if missing else []
         tail += [made_on(records), f"The record of every run: [{name}-runs.json]({name}-runs.json)."]
         page = folder / f"{name}.md"
-        page.write_text("\n\n".join([*head, *self.blocks, *tail]) + "\n", encoding="utf-8")
+        write_atomically(page, "\n\n".join([*head, *self.blocks, *tail]) + "\n")
         outcome = {
             "target": self.experiment.name,
             "kind": self.experiment.kind,
@@ -202,9 +204,9 @@ class Page:
             "missing": list(missing),
             "claims": [asdict(claim) for claim in self.claims],
         }
-        (folder / f"{name}.json").write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / f"{name}.json", outcome)
         lines = ",\n".join(json.dumps(record) for record in records)
-        (folder / f"{name}-runs.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        write_atomically(folder / f"{name}-runs.json", f"[\n{lines}\n]\n")
         return [page]
 
     def _claim_table(self) -> list[str]:
