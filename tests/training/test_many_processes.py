@@ -39,6 +39,19 @@ def test_two_processes_learn_as_one_does(tmp_path: Path, family: str, accumulati
     check_same_curve(one, two)
 
 
+def test_processes_drop_different_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = trainer.PretrainTrainer.training_step
+
+    def step(self: trainer.PretrainTrainer, *rest: Any) -> torch.Tensor:
+        torch.save(torch.get_rng_state(), tmp_path / f"{os.environ['RANK']}.pt")
+        return original(self, *rest)
+
+    monkeypatch.setattr(trainer.PretrainTrainer, "training_step", step)
+    in_processes(2, lambda: train_small(small_recipe(steps=3, dropout=0.1), tmp_path / "run"))
+    states = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert not torch.equal(*states)
+
+
 def check_same_curve(one: RunFolder, two: RunFolder) -> None:
     """Numbers of two processes are those of one but for the order of sums.
 

@@ -204,6 +204,8 @@ class PretrainTrainer(Trainer):
             self._prepare_step()
         if self._replayed is not None and before.get("uncompiled"):
             self._replayed.go_slowly()
+        if self.args.process_index:  # all made the same model, but each has its own rows to drop parts of
+            torch.manual_seed(self.recipe.seed + self.args.process_index)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
