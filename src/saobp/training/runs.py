@@ -48,6 +48,8 @@ from saobp.training.files import (
 KINDS = ("pretrain", "finetune", "evaluate")
 JOBS_VARIABLE = "SAOBP_JOBS"
 """Set for processes that share a machine: how many there are."""
+_WHOLE_PATH = re.compile(r"(?<![^=,])[~/][^=,]*")
+"""At the beginning of a word, of an option's value, or of a further part of a list."""
 KEPT_CHECKPOINTS = 2
 """One to go on from and one to fall back on."""
 
@@ -281,8 +283,8 @@ def command_line() -> str:
 
 
 def without_folders(words: Iterable[str]) -> str:
-    """A command line that names no place of the machine: of a whole path only the last part."""
-    return shlex.join(re.sub(r"(^|=)[~/].*/", r"\1", word) for word in words)
+    """A command line that names no place of the machine: of every whole path only the last part."""
+    return shlex.join(re.sub(_WHOLE_PATH, lambda path: Path(path[0]).name, word) for word in words)
 
 
 def _now() -> str:
