@@ -159,8 +159,11 @@ def test_cpu_command_writes_page_data_and_picture(monkeypatch: pytest.MonkeyPatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cpu.csv", "cpu.md", "cpu.png"]
 
 
-def test_unknown_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_sizes_and_wrong_lengths_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     said = CliRunner().invoke(app, ["bench", "model", "--sizes", "mini,huge"])
     assert said.exit_code == 2
     assert "huge" in said.output
+    wrong = CliRunner().invoke(app, ["bench", "attention", "--lengths", "128,many"])
+    assert wrong.exit_code == 2
+    assert "lengths are whole numbers" in " ".join(wrong.output.split())

@@ -34,8 +34,11 @@ def attention(out: Out = _RESULTS, quick: Quick = False, lengths: Listed = "", m
     """The fused operation against PyTorch's attention and the reference, by length."""
     from saobp.benchmarking.attention import COMPILED, LENGTHS, attention_speed, training_memory
 
+    try:
+        chosen = tuple(int(n) for n in lengths.split(",")) if lengths else LENGTHS
+    except ValueError:
+        raise typer.BadParameter(f"lengths are whole numbers joined by commas, not {lengths!r}") from None
     _require_cuda()
-    chosen = tuple(int(n) for n in lengths.split(",")) if lengths else LENGTHS
     if quick and not lengths:
         chosen = (128, 512, 2048, 8192, 16384)
     table = attention_speed(
