@@ -35,7 +35,8 @@ HEADERS = (
 )
 PAPER_S = (2, 4, 5)
 """Columns that are left out where the paper has no numbers."""
-
+LISTED = 12
+"""Runs that are missing and named; more are counted."""
 
 ANSWERS: dict[Status, str] = {"reproduces": "yes", "does not reproduce": "no", "not shown": "no gain shown"}
 """What the status of a question's claim is called."""
@@ -282,6 +283,6 @@ def _counted(found: Counter[str]) -> str:
     return ", ".join(f"{name} ({count})" for name, count in found.most_common()) or "nothing"
 
 
-def _missing(names: Sequence[str], shown: int = 12) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return f"Not run: {', '.join(names[:shown])}{more}."
+def _missing(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"Not run: {', '.join(names[:LISTED])}{more}."

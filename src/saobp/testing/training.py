@@ -28,17 +28,16 @@ from saobp.training.recipes import PretrainRecipe, tiny
 WORDS = "the cat dog house river stone walks runs sleeps over under near with a blue green old young and then"
 
 
-def prose(paragraphs: int = 40, words: int = 60, seed: int = 0) -> str:
+def prose(paragraphs: int = 40, seed: int = 0) -> str:
     """Text that nobody wrote, in paragraphs."""
     drawn = random.Random(seed)
-    return "\n\n".join(" ".join(drawn.choices(WORDS.split(), k=words)) + "." for _ in range(paragraphs))
+    return "\n\n".join(" ".join(drawn.choices(WORDS.split(), k=60)) + "." for _ in range(paragraphs))
 
 
-def small_tokenizer(family: str = "bert", size: int = 60) -> PreTrainedTokenizerFast:
+def small_tokenizer(family: str = "bert") -> PreTrainedTokenizerFast:
     """Learned from :func:`prose`."""
-    return train_vocabulary(
-        [prose()], size if family != "gpt2" else max(size, 300), "wordpiece" if family != "gpt2" else "bpe"
-    )
+    size, kind = (300, "bpe") if family == "gpt2" else (60, "wordpiece")
+    return train_vocabulary([prose()], size, kind)
 
 
 class RandomRows:

@@ -213,8 +213,8 @@ class RunFolder:
         names = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else []
         return sorted(int(path.name.removeprefix("step-")) for path in names)
 
-    def drop_old_checkpoints(self, keep: int = KEPT_CHECKPOINTS) -> None:
-        for step in self.checkpoint_steps()[: -keep or None]:
+    def drop_old_checkpoints(self) -> None:
+        for step in self.checkpoint_steps()[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(self.checkpoint_path(step), ignore_errors=True)
 
     def last_good_checkpoint(self, say: Callable[[str], object] = warnings.warn) -> int | None:
