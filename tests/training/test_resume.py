@@ -168,6 +168,20 @@ def test_a_resumed_run_knows_of_the_checkpoint_it_came_from(
     ]
 
 
+def test_one_process_at_a_time_works_on_a_run(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    first = forked(lambda: train_small(small_recipe(steps=10**6, warmup_steps=1), run.path))
+    while not run.metrics():
+        time.sleep(0.01)
+    with pytest.raises(RunError, match="another process is at work on the run in"):
+        train_small(small_recipe(steps=10**6, warmup_steps=1), run.path, resume=True)
+    first.kill()
+    first.join()
+    assert run.record["status"] == "running"
+    with pytest.raises(RunError, match="another steps"):
+        train_small(small_recipe(steps=4), run.path, resume=True)
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small_recipe(steps=4)
     with monkeypatch.context() as broken:

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.benchmarking.machine import commit, processor, version
 from saobp.data.vocabulary import save_tokenizer
-from saobp.data.writing import clear_unfinished, is_unfinished, reason
+from saobp.data.writing import clear_unfinished, is_unfinished, reason, take_folder
 from saobp.training.files import (
     append_line,
     flaw,
@@ -52,6 +52,8 @@ _WHOLE_PATH = re.compile(r"(?<![^=,])[~/][^=,]*")
 """At the beginning of a word, of an option's value, or of a further part of a list."""
 KEPT_CHECKPOINTS = 2
 """One to go on from and one to fall back on."""
+_TAKEN: dict[Path, int] = {}
+"""Folders of the runs that this process works on."""
 
 
 class RunError(ValueError):
@@ -85,8 +87,8 @@ class RunFolder:
 
         recipe: every resolved field, ready for JSON; data: name to sha256; held_out: the share of the data
         that is not trained on. Refuses with one sentence a finished run, an unfinished one without
-        ``resume``, a changed recipe or changed data. A folder that was never a run, or does not exist, starts
-        afresh, also with ``resume``.
+        ``resume``, one that another process works on, a changed recipe or changed data. A folder that was
+        never a run, or does not exist, starts afresh, also with ``resume``.
         """
         if kind not in KINDS:
             raise ValueError(f"a run is one of {', '.join(KINDS)}, not {kind!r}")
@@ -94,11 +96,12 @@ class RunFolder:
         asked = {"kind": kind, **recipe}
         data = dict(data or {})
         run.check_free(resume)
-        clear_unfinished(run.path)
-        clear_unfinished(run.checkpoints)
         if run.file("recipe.json").exists():
             run._check_continuation(asked, data, held_out)
         run.path.mkdir(parents=True, exist_ok=True)
+        run._take()
+        clear_unfinished(run.path)
+        clear_unfinished(run.checkpoints)
         write_json(run.file("recipe.json"), asked)
         started = run.record.get("started", _now())
         run._write_record(
@@ -127,6 +130,23 @@ class RunFolder:
                 raise RunError(f"{self.path} holds an unfinished run: add --resume, or name another folder")
         elif self.path.is_file() or (self.path.exists() and not all(map(is_unfinished, self.path.iterdir()))):
             raise RunError(f"{self.path} is not empty and holds no run: name another folder")
+
+    def _take(self) -> None:
+        """Keep other processes out until the run has ended, or this process has."""
+        key = self.path.resolve()
+        if key in _TAKEN:
+            return
+        taken = take_folder(self.path)
+        if taken is None:
+            raise RunError(
+                f"another process is at work on the run in {self.path}: wait for it, or name another folder"
+            )
+        _TAKEN[key] = taken
+
+    def _let_go(self) -> None:
+        taken = _TAKEN.pop(self.path.resolve(), None)
+        if taken is not None:
+            os.close(taken)
 
     def _check_continuation(
         self, asked: Mapping[str, Any], data: Mapping[str, str], held_out: float | None
@@ -249,11 +269,13 @@ class RunFolder:
         self._update_record(status="finished", finished=_now(), seconds=seconds)
         write_json(self.file("result.json"), result)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
+        self._let_go()
 
     def fail(self, seconds: float | None = None) -> None:
         """Note that the run stopped before its end; it can be resumed."""
         known = {} if seconds is None else {"seconds": seconds}
         self._update_record(status="failed", finished=_now(), **known)
+        self._let_go()
 
     def _update_record(self, **changes: Any) -> None:
         self._write_record(**{**self.record, **changes})
