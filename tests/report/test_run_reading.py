@@ -92,6 +92,17 @@ def test_a_fine_tuning_run_has_a_curve_for_each_seed(tmp_path: Path) -> None:
     assert run.problems == []
 
 
+def test_one_seed_has_no_spread(tmp_path: Path) -> None:
+    folder = make_finetune(tmp_path / "sst2")
+    for seed in (43, 44):
+        shutil.rmtree(folder / f"seed-{seed}")
+    result = json.loads((folder / "result.json").read_text())
+    result |= {"seeds": {"42": result["seeds"]["42"]}, "best": {"mean": 87.0, "std": 0.0}}
+    write_json(folder / "result.json", result)
+    (run,) = read_runs([folder])
+    assert "Best accuracy on sst2, one seed: 87.00." in summary(run)
+
+
 def test_names_tell_runs_apart(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name / "run", steps=50) for name in ("a", "b")]
     assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
