@@ -109,6 +109,8 @@ def pretrain(
             "Accelerate divides models on accelerators only: here every process keeps the whole model (DDP)."
         )
     penalty = recipe.penalty()
+    if penalty is not None and penalty.sums_over_texts:
+        penalty.weight *= args.world_size * recipe.accumulation  # losses of parts are averaged
     try:
         with (
             tensor_core_products(args.device),
