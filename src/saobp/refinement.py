@@ -168,6 +168,8 @@ def _checked_strength(strength: Any) -> Strength:
     if isinstance(strength, list | tuple):
         if not strength:
             raise ValueError("strength is an empty list: give one entry per attention layer")
+        if any(isinstance(entry, list | tuple) and not entry for entry in strength):
+            raise ValueError("strength has an empty list for a layer: give one entry per head")
         return tuple(
             tuple(_checked_number(s) for s in entry)
             if isinstance(entry, list | tuple)

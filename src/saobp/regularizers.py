@@ -35,6 +35,9 @@ class Regularizer(nn.Module, ABC):
     :meth:`attach` before the optimizer is built, give the optimizer ``parameters()``, save ``state_dict()``.
     """
 
+    sums_over_texts: bool = False
+    """Whether a batch computed in parts has the whole penalty as the sum of theirs, not as their mean."""
+
     def __init__(self, weight: float) -> None:
         super().__init__()
         if not (math.isfinite(weight) and weight >= 0):
@@ -92,6 +95,7 @@ class EntropyReg(Regularizer):
                 raise ValueError(f"{name} is a share of the largest entropy, from 0 to 1, not {value}")
         self.margin, self.threshold, self.learned = margin, threshold, learned
         self.reduction, self.longest = reduction, longest
+        self.sums_over_texts = reduction == "released"
         self.threshold_bias = nn.ParameterList()
         self._calls: list[AttentionCall] = []
         self._watcher: Watcher | None = None

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from saobp.benchmarking.tokenise import tokenise_speed
 from saobp.cli import app
 from saobp.commands.tokenize import obtain_tokenizer
-from saobp.data import TokenStore, load_tokenizer, prepare_corpora, train_vocabulary
+from saobp.data import TokenStore, encoder, load_tokenizer, prepare_corpora, train_vocabulary
 from saobp.testing.training import prose
 
 TEXT = "The fox sees a lazy dog, and runs. " * 40
@@ -34,6 +34,28 @@ def test_corpora_are_tokenised_and_told(data_dir: Path, tmp_path: Path) -> None:
     stores = [TokenStore.open(folder) for folder in sorted((tmp_path / "out").glob("[!.]*-????????"))]
     assert [store.description.corpus for store in stores] == ["one", "two"]
     stores[0].check_tokenizer(tokenizer)
+
+
+def test_a_tokenising_process_that_dies_is_one_sentence(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "dies.py"
+    program.write_text("import pickle, sys; pickle.load(sys.stdin.buffer); sys.exit(3)")
+    monkeypatch.setattr(encoder, "__file__", str(program))
+    arguments = [
+        "tokenize",
+        "one",
+        "--tokenizer",
+        "train:60",
+        "--data-dir",
+        str(data_dir),
+        "--processes",
+        "2",
+    ]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "a tokenising process ended early (exit code 3)" in " ".join(done.output.split())
+    assert not list((tmp_path / "out").glob("one-*"))
 
 
 def test_training_takes_up_the_vocabulary_that_was_learned(

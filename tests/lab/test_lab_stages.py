@@ -159,13 +159,25 @@ def test_a_packed_archive_is_whole_or_left_out(trained: Path, tmp_path: Path) ->
         unpack(tmp_path / "home", tmp_path)
 
 
+def test_data_are_made_up_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr("saobp.lab.sources.write_rows", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_up(tmp_path / "data")
+    assert not list(tmp_path.iterdir())
+    assert (make_up(tmp_path / "data") / "made-up" / "part00.parquet").exists()
+
+
 def test_what_is_finished_is_packed_meanwhile(trained: Path, tmp_path: Path) -> None:
     runs, out = tmp_path / "runs", tmp_path / "packed"
     with kept_packed(runs, out, say=quiet, every=0.01):
         shutil.copytree(trained / "bert-tiny-high-0.2-seed42", runs / "first")
         while not list(out.glob("*.tar.xz")):
             time.sleep(0.01)
-    assert "first/result.json" in unpack(out, tmp_path / "home", quiet)
+    shutil.copytree(out, out / "a copy below")
+    said: list[str] = []
+    assert "first/result.json" in unpack(out, tmp_path / "home", said.append)
+    assert not said
 
 
 def test_a_finished_run_without_its_model_is_not_repeated_and_said_to_lack_it(
@@ -255,3 +267,12 @@ def test_the_command_explains_itself() -> None:
     wrong = CliRunner().invoke(app, ["reproduce", "gtd", "--stage", "dance"])
     assert wrong.exit_code == 1
     assert "unknown stage 'dance'" in wrong.output
+
+
+def test_a_distributed_launch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes would take different runs, and each wait for the other in its own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused = CliRunner().invoke(app, ["reproduce", "gtd", "--runs", str(tmp_path / "runs")])
+    assert refused.exit_code == 1
+    assert "leave accelerate launch out" in refused.output
+    assert not (tmp_path / "runs").exists()

@@ -15,9 +15,10 @@ from typer.testing import CliRunner, Result
 
 import saobp
 from saobp.cli import app
-from saobp.metrics.sources import example_model
+from saobp.metrics.sources import example_model, load_model
 from saobp.testing.models import tiny_model
 from saobp.testing.planted import PLANTED_VERDICTS, planted_model
+from saobp.testing.tasks import save_tiny_bert
 
 HOSTILE = '<script>alert("x")</script> & <b>words</b> that are [red]text[/red] only {{ 7 * 7 }}'
 
@@ -188,3 +189,16 @@ def test_planted_heads_get_the_verdict_they_must(method: str) -> None:
     paths = 0.9 + 0.81 + 0.729
     assert gtd[:3] == pytest.approx([paths**2 / (1 + paths**2)] * 3, abs=2e-3)
     assert gtd[4] == pytest.approx(2 / 3, abs=0.06)
+
+
+def test_a_refined_model_of_the_hub_is_measured_as_refined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the hub's cache, as after a download."""
+    cached, revision = tmp_path / "models--someone--refined", "a" * 40
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(revision)
+    save_tiny_bert(cached / "snapshots" / revision, "high:2")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model, _ = load_model("someone/refined")
+    assert model.config._attn_implementation == "saobp"

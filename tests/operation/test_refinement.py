@@ -109,6 +109,7 @@ def test_parse_says_what_is_wrong(text: str, sentence: str) -> None:
         ({"factor": None}, "unknown factor None: choose one of"),
         ({"strength": "strong"}, "strength must be a number, a list, 'auto' or 'learned', not 'strong'"),
         ({"strength": []}, "strength is an empty list: give one entry per attention layer"),
+        ({"strength": [0.1, []]}, "strength has an empty list for a layer: give one entry per head"),
         ({"strength": True}, "a strength must be a number, not True of type bool"),
         ({"strength": None}, "a strength must be a number, not None of type NoneType"),
         ({"strength": [0.1, "x"]}, "a strength must be a number, not 'x' of type str"),

@@ -1,6 +1,8 @@
-"""The tools that other tests lean on: poisoned memory, input makers, error budgets."""
+"""The tools that other tests lean on: poisoned memory, input makers, error budgets, processes."""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn import functional
 import saobp
 from saobp.testing.budget import Operation, assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs, padding_mask
+from saobp.testing.training import in_processes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HIGH = saobp.Refinement("high")
@@ -137,3 +140,8 @@ def test_budget_catches_wrong_arithmetic(dtype: torch.dtype) -> None:
         AssertionError, match=r"output has shape \(2, 1, 48, 16\) instead of \(2, 2, 48, 16\)"
     ):
         assert_within_budget(lambda q, k, v, s: sound(q, k, v, s)[:, :1], inputs, HIGH, gradients=False)
+
+
+def test_processes_that_do_not_end_have_failed() -> None:
+    with pytest.raises(RuntimeError, match=r"\[None, None\]"):
+        in_processes(2, lambda: time.sleep(60), seconds=0.2)

@@ -95,6 +95,16 @@ def test_bad_input_gets_a_sentence(
 
 
 @pytest.mark.usefixtures("few_texts")
+def test_folders_of_others_are_not_replaced(tmp_path: Path) -> None:
+    mine = tmp_path / "text" / "thesis.tex"
+    mine.parent.mkdir()
+    mine.touch()
+    with pytest.raises(ValueError, match="text is there and of no quickstart: name another folder by --out"):
+        run(tmp_path)
+    assert mine.exists()
+
+
+@pytest.mark.usefixtures("few_texts")
 def test_a_slow_machine_takes_fewer_steps(tmp_path: Path) -> None:
     recipe = story.recipe_of(1000)
     texts = story.prepare(TEXTS, tmp_path / "text", recipe.length, lambda *_: None)

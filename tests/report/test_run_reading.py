@@ -92,6 +92,17 @@ def test_a_fine_tuning_run_has_a_curve_for_each_seed(tmp_path: Path) -> None:
     assert run.problems == []
 
 
+def test_one_seed_has_no_spread(tmp_path: Path) -> None:
+    folder = make_finetune(tmp_path / "sst2")
+    for seed in (43, 44):
+        shutil.rmtree(folder / f"seed-{seed}")
+    result = json.loads((folder / "result.json").read_text())
+    result |= {"seeds": {"42": result["seeds"]["42"]}, "best": {"mean": 87.0, "std": 0.0}}
+    write_json(folder / "result.json", result)
+    (run,) = read_runs([folder])
+    assert "Best accuracy on sst2, one seed: 87.00." in summary(run)
+
+
 def test_names_tell_runs_apart(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name / "run", steps=50) for name in ("a", "b")]
     assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
@@ -399,6 +410,20 @@ def test_a_reproduction_shows_its_claims(tmp_path: Path, kind: str, columns: lis
     assert dashes == ["solid", "solid", "dash", "solid", "dash", "dot", "dashdot", "solid"]
     own = "".join(f"--run-{place}: {LOOKS[key].colour}; " for place, key in enumerate(methods[:8]))
     assert f":root {{ {own}}}" in page.read_text()
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    run, page = make_run(tmp_path / "run"), tmp_path / "page.html"
+    page.write_text("the old page")
+    monkeypatch.setattr("saobp.data.writing.to_disk", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_report([run], page)
+    assert page.read_text() == "the old page"
 
 
 def test_cards_name_the_regularizer(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from saobp.training.evaluation import (
 from saobp.training.evaluation.harness import harness_accuracy, has_harness
 from saobp.training.evaluation.text import read_wikitext
 from saobp.training.evaluation.zero_shot import Question, log_likelihoods
+from saobp.training.runs import RunFolder
 from saobp.training.saved import load_tokenizer_of
 
 
@@ -210,6 +211,25 @@ def test_a_decoder_is_measured_on_everything_and_the_results_are_kept(gpt2, data
     again = CliRunner().invoke(app, line)
     assert again.exit_code == 1
     assert "is finished" in again.output
+
+
+def test_a_measurement_that_stops_is_noted_and_goes_on_from_another_place(
+    bert, data_dir, tmp_path, monkeypatch
+):
+    options = {"data_dir": data_dir, "folder": tmp_path / "run", "positions": 20}
+    with pytest.raises(ValueError, match="length 65 does not fit"):
+        evaluate(bert, length=65, **options)
+    assert not (tmp_path / "run").exists()
+    with monkeypatch.context() as broken:
+        broken.setattr("saobp.training.evaluation.run.pseudo_perplexity", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            evaluate(bert, **options)
+    run = RunFolder(tmp_path / "run")
+    assert run.record["status"] == "failed"
+    assert sorted(run.record["data"]) == ["model", "wikitext"]
+    monkeypatch.chdir(bert.parent)
+    evaluate(bert.name, **options)
+    assert run.result["model"] == run.recipe["model"] == f"{bert.parent.name}/{bert.name}"
 
 
 def test_an_encoder_is_measured_on_wikitext_alone(bert, data_dir):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 import warnings
 
 import numpy as np
@@ -308,6 +309,23 @@ def test_jobs_run_beside_each_other_and_say_how_they_ended(tmp_path):
     assert (tmp_path / "logs/c.log").read_text() == "why\n"
     with pytest.raises(ValueError, match="jobs must be at least 1"):
         run_jobs(commands, 0, tmp_path)
+
+
+def test_an_interruption_ends_the_jobs_that_run_and_begins_no_other(tmp_path):
+    sleeps = {"first": 0, "second": 60, "third": 0}
+    commands = {
+        name: [sys.executable, "-c", f"import time; time.sleep({seconds})"]
+        for name, seconds in sleeps.items()
+    }
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(commands, 1, tmp_path, interrupted)
+    assert time.monotonic() - began < 30
+    assert not (tmp_path / "third.log").exists()
 
 
 def test_a_full_disk_costs_a_checkpoint_but_not_the_run(data_dir, bert, tmp_path, monkeypatch):

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import fsdp_utils
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -22,7 +24,7 @@ import saobp
 from saobp.testing.training import in_processes, prose, small_recipe, train_small
 from saobp.training import trainer
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.runs import RunFolder
+from saobp.training.runs import RunError, RunFolder
 from saobp.transformers import strength_parameters
 
 
@@ -35,6 +37,19 @@ def test_two_processes_learn_as_one_does(tmp_path: Path, family: str, accumulati
     train_small(replace(recipe, accumulation=1), one.path)
     in_processes(2, lambda: train_small(recipe, two.path))
     check_same_curve(one, two)
+
+
+def test_processes_drop_different_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = trainer.PretrainTrainer.training_step
+
+    def step(self: trainer.PretrainTrainer, *rest: Any) -> torch.Tensor:
+        torch.save(torch.get_rng_state(), tmp_path / f"{os.environ['RANK']}.pt")
+        return original(self, *rest)
+
+    monkeypatch.setattr(trainer.PretrainTrainer, "training_step", step)
+    in_processes(2, lambda: train_small(small_recipe(steps=3, dropout=0.1), tmp_path / "run"))
+    states = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert not torch.equal(*states)
 
 
 def check_same_curve(one: RunFolder, two: RunFolder) -> None:
@@ -136,6 +151,39 @@ def killed_after_checkpoint(recipe: PretrainRecipe, folder: Path) -> None:
     train_small(recipe, folder)
 
 
+def test_a_full_disk_costs_a_divided_run_a_checkpoint_or_ends_it(tmp_path: Path) -> None:
+    """Where each process writes its part the run goes on; gathered by one, it ends without waiting."""
+    recipe = small_recipe(steps=4)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def train(name: str, module: Any, function: str) -> None:
+        rank = os.environ["RANK"]
+        if rank == "0":
+            setattr(module, function, full)
+        said: list[str] = []
+        try:
+            train_small(recipe, tmp_path / name, say=said.append)
+        except RunError as problem:
+            said.append(str(problem))
+            raise
+        finally:
+            (tmp_path / f"{name}-{rank}").write_text("\n".join(said))
+
+    in_processes(2, lambda: train("parts", filesystem, "_write_item"), sharded="SHARDED_STATE_DICT")
+    assert (tmp_path / "parts-0").read_text() == (
+        "The checkpoint of step 2 could not be written (the disk is full); there is none before it, and the "
+        "run goes on."
+    )
+    with pytest.raises(RuntimeError, match=r"\[1, 1\]"):
+        in_processes(2, lambda: train("one", fsdp_utils.torch, "save"), sharded="FULL_STATE_DICT")
+    assert (tmp_path / "one-0").read_text() == (
+        "the checkpoint of step 2 could not be written (the disk is full), which ends a run that divides its "
+        "model: mend that, then go on by --resume"
+    )
+
+
 def test_what_fsdp_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="add --fsdp_version 2"):
@@ -156,6 +204,25 @@ def test_all_processes_refuse_what_the_first_refuses(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"\[1, 1\]"):
         in_processes(2, lambda: train_small(small_recipe(), tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["other.txt"]
+
+
+@pytest.mark.parametrize("file", ["recipe.json", "metrics.jsonl"])
+def test_all_processes_say_what_the_first_cannot_read(tmp_path: Path, file: str) -> None:
+    run = tmp_path / "run"
+    if file == "metrics.jsonl":
+        RunFolder.start(run, "pretrain", small_recipe().to_dict(), seed=42)
+    run.mkdir(exist_ok=True)
+    (run / file).write_text("{ cut short\n{}\n")
+
+    def resumed() -> None:
+        try:
+            train_small(small_recipe(), run, resume=True)
+        except ValueError as problem:
+            (tmp_path / os.environ["RANK"]).write_text(str(problem))
+
+    in_processes(2, resumed)
+    for rank in "01":
+        assert file in (tmp_path / rank).read_text()
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:

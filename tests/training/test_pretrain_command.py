@@ -210,6 +210,22 @@ def test_a_vocabulary_is_not_taken_for_one_of_other_texts(folder: Path) -> None:
     assert meant.exit_code == 0
 
 
+def test_only_tokens_that_are_asked_for_are_verified(folder: Path) -> None:
+    both = run(*QUICK, "--corpus", "prose.txt,more.txt", "--vocabulary", "60", "--out", "a")
+    assert both.exit_code == 0, both.output
+    for text in folder.glob("*.txt"):
+        text.unlink()
+    (damaged,) = (folder / "tokens").glob("more.txt-*/tokens.bin")
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    words = ("--tokenizer", "tokens/tokenizer-bert-60")
+    other = run(*QUICK, "--corpus", "prose.txt", *words, "--out", "b")
+    assert other.exit_code == 0, other.output
+    for corpus in (("--corpus", "more.txt"), ()):
+        refused = run(*QUICK, *corpus, *words, "--out", "c")
+        assert refused.exit_code == 1
+        assert "has changed since it was written" in said(refused)
+
+
 def test_help_comes_before_pytorch_is_imported_and_the_library_all_the_same() -> None:
     """The command is told by its name; anything else has the whole library from the start."""
     program = """

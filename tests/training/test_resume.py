@@ -152,6 +152,36 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert RunFolder(tmp_path).is_finished
 
 
+def test_a_resumed_run_knows_of_the_checkpoint_it_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    forked(lambda: stop_after_checkpoint(small_recipe(steps=6), tmp_path, 2)).join()
+    monkeypatch.setattr(trainer.PretrainTrainer, "_save_rng_state", full)
+    said: list[str] = []
+    train_small(small_recipe(steps=6), tmp_path, resume=True, say=said.append)
+    assert said == [
+        "The checkpoint of step 4 could not be written (the disk is full); the last good "
+        "one is of step 2, and the run goes on."
+    ]
+
+
+def test_one_process_at_a_time_works_on_a_run(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    first = forked(lambda: train_small(small_recipe(steps=10**6, warmup_steps=1), run.path))
+    while not run.metrics():
+        time.sleep(0.01)
+    with pytest.raises(RunError, match="another process is at work on the run in"):
+        train_small(small_recipe(steps=10**6, warmup_steps=1), run.path, resume=True)
+    first.kill()
+    first.join()
+    assert run.record["status"] == "running"
+    with pytest.raises(RunError, match="another steps"):
+        train_small(small_recipe(steps=4), run.path, resume=True)
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small_recipe(steps=4)
     with monkeypatch.context() as broken:

@@ -170,13 +170,15 @@ def test_the_record_names_no_place_and_the_commit_that_was_told(
         "pretrain",
         "--tokens",
         "/else/where/tokens",
-        "--out=~/runs/one",
+        "--out=~/runs/one/",
+        "--corpus",
+        "/some/a.txt:0.6,/else/b.txt:0.4",
         "a/b",
     ]
     monkeypatch.setattr(sys, "argv", line)
     monkeypatch.setenv("SAOBP_COMMIT", "1a2b3c4")
     monkeypatch.setenv("SAOBP_JOBS", "3")
     record = started(tmp_path / "run").record
-    assert record["command"] == "saobp pretrain --tokens tokens --out=one a/b"
+    assert record["command"] == "saobp pretrain --tokens tokens --out=one --corpus a.txt:0.6,b.txt:0.4 a/b"
     assert record["commit"] == "1a2b3c4"
     assert record["environment"]["jobs"] == 3

@@ -140,21 +140,17 @@ def fastest(results: dict[str, Result]) -> tuple[str, Result]:
     return "none", next(iter(results.values()))
 
 
-def training_memory(
-    *,
-    lengths: Sequence[int] = (2048, 4096, 8192, 16384),
-    heads: int = HEADS,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Table:
+def training_memory(lengths: Sequence[int]) -> Table:
     """Peak memory of forward + backward beyond the inputs, batch 1, and how its excess over SDPA grows."""
+    dtype = torch.bfloat16
     table = Table(
-        "memory", f"Memory of a training step's attention, 1 x {heads} heads, {dtype}", machine("cuda")
+        "memory", f"Memory of a training step's attention, 1 x {HEADS} heads, {dtype}", machine("cuda")
     )
     for causal in (False, True):
         extra: dict[int, float] = {}
         for length in lengths:
-            states = states_and_gradient((1, heads, length, DIM), dtype, "cuda")
-            strength = torch.full((heads,), STRENGTH, device="cuda")
+            states = states_and_gradient((1, HEADS, length, DIM), dtype, "cuda")
+            strength = torch.full((HEADS,), STRENGTH, device="cuda")
             peaks: dict[str, float | str] = {}
             versions: dict[str, Attend] = {"fused": partial(attend_refined, "fused", causal, strength)}
             versions["sdpa"] = partial(attend_plain, SDPBackend.FLASH_ATTENTION, causal)
@@ -173,7 +169,7 @@ def training_memory(
                     "fused MiB": fused,
                     "sdpa MiB": sdpa,
                     "extra MiB": extra.get(length),
-                    "one float32 map MiB": heads * length**2 * 4 / 2**20,
+                    "one float32 map MiB": HEADS * length**2 * 4 / 2**20,
                 }
             )
         power = growth(extra)

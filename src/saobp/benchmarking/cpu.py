@@ -18,7 +18,6 @@ VERSIONS = ("original", "high", "learned")
 
 def cpu_inference(
     *,
-    size: str = "mini",
     batches: Sequence[int] = (1, 32),
     length: int = 128,
     threads: int = 2,
@@ -35,9 +34,9 @@ def cpu_inference(
     before = torch.get_num_threads()
     torch.set_num_threads(1 if busy else threads)
     try:
-        title = f"BERT-{size} inference on a CPU, {length} tokens, float32, no gradient"
+        title = f"BERT-mini inference on a CPU, {length} tokens, float32, no gradient"
         table = Table("cpu-busy" if busy else "cpu", title, machine("cpu"))
-        models = {v: bert(BertModel, PAPER_SIZES[size], v, vocabulary=vocabulary) for v in VERSIONS}
+        models = {v: bert(BertModel, PAPER_SIZES["mini"], v, vocabulary=vocabulary) for v in VERSIONS}
         for batch in batches:
             say(f"batch {batch} x {length} ...")
             ids = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))

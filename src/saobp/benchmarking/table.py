@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from saobp.benchmarking.timing import Failure, Result, Timing
+from saobp.data.writing import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,12 +60,13 @@ class Table:
         """Markdown and CSV, in full precision, under the table's name; the facts are comments in the CSV."""
         folder.mkdir(parents=True, exist_ok=True)
         page, data = folder / f"{self.name}.md", folder / f"{self.name}.csv"
-        page.write_text(self.markdown())
-        with data.open("w", newline="") as file:
-            file.writelines(f"# {fact}: {value}\n" for fact, value in self.facts.items())
-            writer = csv.DictWriter(file, self.columns, restval="")
-            writer.writeheader()
-            writer.writerows(self.rows)
+        write_atomically(page, self.markdown())
+        lines = io.StringIO()
+        lines.writelines(f"# {fact}: {value}\n" for fact, value in self.facts.items())
+        writer = csv.DictWriter(lines, self.columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_atomically(data, lines.getvalue())
         return [page, data]
 
     def draw(self, path: Path, x: str, series: Sequence[str], by: Sequence[str], label: str) -> Path:

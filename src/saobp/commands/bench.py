@@ -51,7 +51,7 @@ def attention(out: Out = _RESULTS, quick: Quick = False, lengths: Listed = "", m
     series = ["fused / sdpa", "eager / fused", "compiled / fused"]
     table.draw(out / "attention.png", "length", series, ["attention", "pass"], "times as long")
     if memory:
-        extra = training_memory(lengths=[n for n in chosen if n >= 512] or chosen)
+        extra = training_memory([n for n in chosen if n >= 512] or chosen)
         extra.show(Console(width=160))
         extra.write(out)
 

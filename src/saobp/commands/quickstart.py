@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 STEPS = 1000
 SECONDS = 42.0
 """For each of two runs; a slow machine takes fewer steps."""
+HELD_OUT = "held_out.txt"
+"""The file by which the folder of an earlier quickstart is known, whose other entries may be replaced."""
 
 
 def quickstart(
@@ -69,6 +71,9 @@ def run(
         raise ValueError(
             "the quickstart compares plain attention with a refinement: name one, as in high:0.2"
         )
+    for name in ("text", "plain", asked.factor, "index.html"):
+        if (out / name).exists() and not (out / HELD_OUT).exists():
+            raise ValueError(f"{out / name} is there and of no quickstart: name another folder by --out")
     with staged(out) as new:
         with _bars(console) as bars:
             paragraphs = prose.read_prose(_stage(bars, "reading Python's documentation"))
@@ -106,7 +111,7 @@ def run(
         except MissingPlotlyError as problem:
             has_page = False
             console.print(Text(str(problem)), soft_wrap=True)
-        (new / "held_out.txt").write_text("\n\n".join(texts.held_out) + "\n", encoding="utf-8")
+        (new / HELD_OUT).write_text("\n\n".join(texts.held_out) + "\n", encoding="utf-8")
     show_heads(console, diagnoses)
     show_numbers(console, results, diagnoses)
     console.print(Text(f"next: saobp explore {out / asked.factor / 'model'}"), soft_wrap=True)

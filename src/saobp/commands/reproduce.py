@@ -76,6 +76,10 @@ def reproduce(
             _list(console)
             return
         assert target is not None
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                "every run has one process: leave accelerate launch out, and add --jobs for more"
+            )
         from saobp.commands.quiet import only_errors, quiet_transformers
         from saobp.lab import choose_experiments, get_scale
         from saobp.lab.bundle import kept_packed

@@ -176,8 +176,8 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return self.__dict__ | {"_order": None}
 
 
-def as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The collate function for :class:`Blocks`, whose batches are ready."""
+def as_it_is(batch: Any) -> Any:
+    """The collate function for a dataset whose batches are ready, such as :class:`Blocks`."""
     return batch
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from saobp.data.files import parquet_bytes, parquet_rows, text_documents
+from saobp.data.writing import first_line
 
 COLUMN = "text"
 SPLITS = ("train", "validation", "test")
@@ -238,20 +239,15 @@ def _files_of(path: Path, split: str | None) -> tuple[Path, ...]:
 
 
 def _from_hub(name: str, data_dir: str | Path | None, split: str | None) -> Corpus:
+    from datasets import load_dataset
+
     where = f"is no file or folder{'' if data_dir is None else f', nor one in {data_dir}'}"
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise FileNotFoundError(
-            f"{name!r} {where}; to load it from the hub by name, install datasets"
-        ) from None
     repository, _, config = name.partition("@")
     try:
         rows = load_dataset(repository, config or None, split=split or "train")
     except Exception as problem:
         raise FileNotFoundError(
-            f"{name!r} {where}, and the hub could not give it ({type(problem).__name__}: "
-            f"{str(problem).splitlines()[0] if str(problem) else 'no reason given'})"
+            f"{name!r} {where}, and the hub could not give it ({first_line(problem)})"
         ) from problem
     if COLUMN not in rows.column_names:
         raise ValueError(

@@ -103,13 +103,15 @@ class _Crew:
             _send(worker, texts)
             answer = pickle.load(worker.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as problem:
-            raise RuntimeError(
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.wait(1)
+            raise ChildProcessError(
                 f"a tokenising process ended early (exit code {worker.poll()}): it may have run out of memory"
             ) from problem
         finally:
             self.free.put(worker)
         if isinstance(answer, str):
-            raise RuntimeError(f"a tokenising process failed: {answer}")
+            raise ChildProcessError(f"a tokenising process failed: {answer}")
         tokens, counts = answer
         return Piece(tokens, counts, sum(map(len, texts)))
 

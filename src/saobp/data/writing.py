@@ -44,6 +44,24 @@ def only_one(folder: Path) -> Iterator[None]:
         yield
 
 
+def take_folder(folder: Path) -> int | None:
+    """A descriptor that keeps other processes from taking the folder until it is closed, or this one ends.
+
+    None where another process has it. Where the system has no such locks, nobody is kept out.
+    """
+    if fcntl is None:
+        return os.open(os.devnull, os.O_RDONLY)
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(opened)
+        return None
+    except OSError:
+        pass
+    return opened
+
+
 def unfinished(path: Path) -> Path:
     """The name of a file or folder while it is written."""
     return path.with_name(f"{UNFINISHED}{path.name}")

@@ -168,23 +168,22 @@ def kept_packed(
 
 def unpack(folder: Path, runs: Path, say: Callable[[str], object] = print) -> list[str]:
     """Put what was packed into a folder of runs; names of the files. ``say`` gets those left out."""
-    paths = sorted(path for path in folder.rglob("*.tar.xz") if PART.fullmatch(path.name))
-    if not paths:
+    here = {path.name: path for path in sorted(folder.rglob("*.tar.xz")) if PART.fullmatch(path.name)}
+    if not here:
         raise ValueError(
             f"there is nothing to unpack in {folder}: --pack writes files such as {SMALL}-*.tar.xz"
         )
     runs.mkdir(parents=True, exist_ok=True)
-    whole = _whole(paths)
+    whole = _whole(list(here.values()))
     known = {(name["label"], name["sum"]) for name in whole}
-    for path in paths:
-        name = PART.fullmatch(path.name)
+    for file in here:
+        name = PART.fullmatch(file)
         assert name is not None
         if (name["label"], name["sum"]) not in known:
-            say(f"{path.name} is left out, because not all of its {name['parts']} parts are there")
+            say(f"{file} is left out, because not all of its {name['parts']} parts are there")
     names = []
     for first in whole:
         label, mark, count = first["label"], first["sum"], int(first["parts"])
-        here = {path.name: path for path in paths}
         packed = b"".join(
             here[f"{label}-{mark}.{number}of{count}.tar.xz"].read_bytes() for number in range(1, count + 1)
         )

@@ -107,12 +107,10 @@ def brief(value: float) -> str:
 
 
 def curves(
-    measures: Mapping[str, Mapping[str, Sequence[Sequence[float]]]],
-    labels: Mapping[str, str],
-    columns: int = 4,
+    measures: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], labels: Mapping[str, str]
 ) -> Figure:
     """A panel per measure: a line per method over layers or heads, mean over seeds, with their range."""
-    figure, axes = panels(len(measures), columns=columns)
+    figure, axes = panels(len(measures))
     for axis, (measure, methods) in zip(axes, measures.items(), strict=True):
         longest, shade = 1, 0.15 if len(methods) <= 4 else 0.06
         for key, seeds in methods.items():
@@ -177,7 +175,7 @@ def _all_of(panels: Mapping[str, Mapping[str, object]]) -> list[str]:
     return list(dict.fromkeys(key for methods in panels.values() for key in methods))
 
 
-def _legend_below(figure: Figure, keys: Sequence[str], columns: int = 6, line: str = "-") -> None:
+def _legend_below(figure: Figure, keys: Sequence[str], line: str = "-") -> None:
     """The looks of some methods, below all panels, where they hide nothing."""
     handles = [
         Line2D([], [], color=look.colour, marker=look.marker, ms=4, lw=1.4, ls=line)
@@ -186,7 +184,7 @@ def _legend_below(figure: Figure, keys: Sequence[str], columns: int = 6, line: s
     figure.legend(
         *(handles, [METHODS[key].title for key in keys]),
         loc="outside lower center",
-        ncols=min(columns, len(keys)),
+        ncols=min(6, len(keys)),
         fontsize=8,
         frameon=False,
     )
@@ -232,7 +230,7 @@ def correlations(
     series: Mapping[str, Mapping[str, Points]], x_label: str, notes: Mapping[str, str]
 ) -> Figure:
     """A panel per score: a dot per checkpoint, by method."""
-    figure, axes = panels(len(series), columns=4)
+    figure, axes = panels(len(series))
     for axis, (measure, methods) in zip(axes, series.items(), strict=True):
         for key, points in methods.items():
             if points:

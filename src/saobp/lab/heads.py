@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from saobp.metrics.methods import STATISTICS, measure_heads
 from saobp.metrics.probe import Recorder
 from saobp.transformers.watch import AttentionCall, watch
 
+TEXTS_AT_ONCE = 32
 POINTS = 1500
 """Pairs of text and head that are kept for scatter plots, drawn evenly."""
 POINT_STATISTICS = ("gtd", "clustering", "betweenness")
@@ -28,9 +29,6 @@ def measure_texts(
     texts: Sequence[str],
     *,
     length: int,
-    batch_size: int = 32,
-    points: int = POINTS,
-    advance: Callable[[int], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Statistics of every head on texts cut to ``length`` tokens, ready for JSON.
 
@@ -50,14 +48,13 @@ def measure_texts(
         found.setdefault(call.name, []).append(own)
 
     model.eval()
-    for start in range(0, len(texts), batch_size):
-        batch = _encoded(tokenizer, texts[start : start + batch_size], length)
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
+        batch = _encoded(tokenizer, texts[start : start + TEXTS_AT_ONCE], length)
         tokens += int(batch["attention_mask"].sum())
         with torch.no_grad(), watch(model, keep):
             model(**{name: part.to(device) for name, part in batch.items()})
         with torch.no_grad(), recorder.measuring():
             model(**{name: part.to(device) for name, part in batch.items()})
-        advance(min(start + batch_size, len(texts)))
     joined = [
         {name: torch.cat([part[name] for part in parts]) for name in STATISTICS} for parts in found.values()
     ]
@@ -68,7 +65,7 @@ def measure_texts(
         "names": list(found),
         "layers": {name: [layer[name].mean(0).tolist() for layer in joined] for name in STATISTICS},
         CROSS_LAYER: list(recorder.health.cross_layer_gtd().values()),
-        "points": _points(joined, points),
+        "points": _points(joined),
     }
 
 
@@ -79,12 +76,12 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: i
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
-def _points(layers: list[dict[str, Tensor]], count: int) -> list[dict[str, float]]:
+def _points(layers: list[dict[str, Tensor]]) -> list[dict[str, float]]:
     """Pairs spread evenly over layers, heads and texts, with their layer."""
     grids = {name: torch.stack([layer[name] for layer in layers]) for name in POINT_STATISTICS}
     shape = grids["gtd"].shape
     total = grids["gtd"].numel()
-    chosen = torch.randperm(total, generator=torch.Generator().manual_seed(0))[:count].sort().values
+    chosen = torch.randperm(total, generator=torch.Generator().manual_seed(0))[:POINTS].sort().values
     per_layer = shape[1] * shape[2]
     return [
         {

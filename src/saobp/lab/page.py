@@ -11,11 +11,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from saobp.data.writing import write_atomically
 from saobp.lab.drawing import brief, dots, save_figure
 from saobp.lab.experiments import Experiment
 from saobp.lab.methods import METHODS
 from saobp.lab.scales import Scale
 from saobp.lab.statistics import Gain, Spread, Status, answer_status, claim_status, paired_gain, spread
+from saobp.training.files import write_json
 
 SMOKE = (
     "**Smoke run: tiny models on made-up or little text. The numbers only show that the code runs; "
@@ -33,7 +35,8 @@ HEADERS = (
 )
 PAPER_S = (2, 4, 5)
 """Columns that are left out where the paper has no numbers."""
-
+LISTED = 12
+"""Runs that are missing and named; more are counted."""
 
 ANSWERS: dict[Status, str] = {"reproduces": "yes", "does not reproduce": "no", "not shown": "no gain shown"}
 """What the status of a question's claim is called."""
@@ -192,7 +195,7 @@ class Page:
         tail = [_missing(missing)] if missing else []
         tail += [made_on(records), f"The record of every run: [{name}-runs.json]({name}-runs.json)."]
         page = folder / f"{name}.md"
-        page.write_text("\n\n".join([*head, *self.blocks, *tail]) + "\n", encoding="utf-8")
+        write_atomically(page, "\n\n".join([*head, *self.blocks, *tail]) + "\n")
         outcome = {
             "target": self.experiment.name,
             "kind": self.experiment.kind,
@@ -202,9 +205,9 @@ class Page:
             "missing": list(missing),
             "claims": [asdict(claim) for claim in self.claims],
         }
-        (folder / f"{name}.json").write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / f"{name}.json", outcome)
         lines = ",\n".join(json.dumps(record) for record in records)
-        (folder / f"{name}-runs.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        write_atomically(folder / f"{name}-runs.json", f"[\n{lines}\n]\n")
         return [page]
 
     def _claim_table(self) -> list[str]:
@@ -280,6 +283,6 @@ def _counted(found: Counter[str]) -> str:
     return ", ".join(f"{name} ({count})" for name, count in found.most_common()) or "nothing"
 
 
-def _missing(names: Sequence[str], shown: int = 12) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return f"Not run: {', '.join(names[:shown])}{more}."
+def _missing(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"Not run: {', '.join(names[:LISTED])}{more}."

@@ -7,13 +7,14 @@ import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from saobp.data.writing import replacing
 from saobp.lab.scales import Scale
 from saobp.testing.tasks import COLOURS, NOUNS, SIGNS, sentence, write_rows, write_tasks
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.texts import Texts, find_texts
 
 MADE_UP = "made-up"
-DOCUMENTS = 240
+DOCUMENTS, ROWS = 240, 32
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ def _texts(sources: Sources, family: str, corpus: str, length: int) -> Texts:
     )
 
 
-def make_up(folder: Path, rows: int = 32) -> Path:
-    """A data folder with texts and every task, invented; what is there already stays."""
-    if not (folder / MADE_UP).exists():
-        write_tasks(folder, rows=rows)
-        draw = random.Random(0)
-        write_rows(folder / MADE_UP / "part00.parquet", [{"text": _document(draw)} for _ in range(DOCUMENTS)])
+def make_up(folder: Path) -> Path:
+    """A data folder with texts and every task, invented, whole or absent; one that is there stays."""
+    if not folder.exists():
+        with replacing(folder) as new:
+            write_tasks(new, rows=ROWS)
+            draw = random.Random(0)
+            texts = [{"text": _document(draw)} for _ in range(DOCUMENTS)]
+            write_rows(new / MADE_UP / "part00.parquet", texts)
     return folder
 
 

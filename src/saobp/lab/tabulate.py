@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from saobp.data.writing import write_atomically
 from saobp.lab.experiments import EXPERIMENTS, Experiment
 from saobp.lab.page import ANSWERS, Page, markdown_table
 from saobp.lab.pages import PAGES
@@ -73,7 +74,7 @@ def write_overview(out: Path) -> Path:
     path = out / "README.md"
     story = out / STORY
     told = [story.read_text(encoding="utf-8").strip()] if story.exists() else []
-    path.write_text("\n\n".join(["# Results", *told, *_overview(outcomes)]) + "\n", encoding="utf-8")
+    write_atomically(path, "\n\n".join(["# Results", *told, *_overview(outcomes)]) + "\n")
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import huggingface_hub
 import torch
 import transformers
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.refinement import Refinement
 from saobp.transformers import apply, load
@@ -103,17 +102,13 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     huggingface_hub.logging.set_verbosity_error()
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name)
-        model: Any = load(name, AutoModel) if _is_refined(folder) else AutoModel.from_pretrained(name)
+        is_refined = getattr(AutoConfig.from_pretrained(name), "saobp", None) is not None
+        model: Any = load(name, AutoModel) if is_refined else AutoModel.from_pretrained(name)
     except (OSError, ValueError, KeyError, ImportError) as problem:
         raise ValueError(
             f"cannot load a model with its tokenizer from {name!r}: {_first_line(problem)}"
         ) from None
     return model, tokenizer
-
-
-def _is_refined(folder: Path) -> bool:
-    config = folder / "config.json"
-    return config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("saobp") is not None
 
 
 def _kept(texts: Iterable[str], limit: int, where: str) -> list[str]:

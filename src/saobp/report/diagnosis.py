@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from saobp.data.writing import write_atomically
 from saobp.metrics.diagnosis import Diagnosis
 from saobp.metrics.figures import heat_map, layer_curves, save
 from saobp.report.explorer import write_explorer
@@ -40,7 +41,7 @@ def write_diagnosis_page(diagnoses: Sequence[Diagnosis], folder: Path, sample: s
 
 def _write_json(diagnoses: Sequence[Diagnosis], path: Path) -> Path:
     records = [_without_nan(diagnosis.to_dict()) for diagnosis in diagnoses]
-    path.write_text(json.dumps(records, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(records, indent=1, allow_nan=False) + "\n")
     return path
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from saobp.data.writing import write_atomically
 from saobp.metrics.calls import heads_of
 from saobp.metrics.diagnosis import CHARACTERS_PER_TOKEN, check_weights, longest_text
 from saobp.refinement import MAX_STRENGTH
@@ -76,7 +77,7 @@ def explorer_data(
 def write_explorer(data: dict[str, Any], folder: Path) -> Path:
     """``explorer.json`` in a run folder, where the report looks for it."""
     path = folder / "explorer.json"
-    path.write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(data, allow_nan=False) + "\n")
     return path
 
 

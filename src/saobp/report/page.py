@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, Template
 
 from saobp import __version__
+from saobp.data.writing import write_atomically
 from saobp.metrics.figures import MARKS
 from saobp.metrics.gtd import BETA
 from saobp.metrics.verdict import (
@@ -76,7 +77,7 @@ def write_report(
         ]
     page = render(read, explorer=explorer, title=title, tables=tables, sample=sample, max_bytes=max_bytes)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8", errors="replace")
+    write_atomically(out, page.encode(errors="replace").decode())
     return out
 
 

@@ -22,10 +22,10 @@ def read_asset(name: str) -> str:
 
 
 @functools.cache
-def joined_script(entry: str = "main.js") -> str:
-    """``entry`` and everything that it imports, each once, as the text of one module."""
+def joined_script() -> str:
+    """``main.js`` and everything that it imports, each once, as the text of one module."""
     parts: dict[str, str] = {}
-    _add(entry, parts, ())
+    _add("main.js", parts, ())
     return "\n".join(parts.values())
 
 

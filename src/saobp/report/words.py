@@ -46,10 +46,9 @@ def _training_words(run: Run) -> list[str]:
         mean, spread = number(numbers["best.mean"]), number(numbers.get("best.std"))
         seeds = len({name.split(".")[1] for name in numbers if name.startswith("seeds.")})
         if mean is not None and spread is not None:
-            words.append(
-                f"Best {numbers.get('metric', 'score')} on {numbers['task']} over {seeds} seeds: "
-                f"{mean:.2f} ± {spread:.2f}."
-            )
+            several = f" over {seeds} seeds: {mean:.2f} ± {spread:.2f}."
+            score = several if seeds > 1 else f", one seed: {mean:.2f}."
+            words.append(f"Best {numbers.get('metric', 'score')} on {numbers['task']}{score}")
     if numbers.get("partial") is True:
         notes = numbers.get("notes")
         told = [str(note) for note in notes] if isinstance(notes, list) else []

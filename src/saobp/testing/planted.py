@@ -7,13 +7,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import BertConfig, BertModel
 
-LENGTH = 48
+LENGTH, SHARPNESS = 48, 200.0
 PLANTED = ("uniform", "diagonal", "first token", "previous token", "two-hop pointer")
 """Heads in order. The pointer sends each third of the tokens, place modulo three, to the next."""
 PLANTED_VERDICTS = ("diffuse", "localised", "sink", "localised", "healthy")
 
 
-def planted_model(sharpness: float = 200.0) -> BertModel:
+def planted_model() -> BertModel:
     """A BERT of one layer that attends by position alone, for texts of up to 48 tokens.
 
     Position vectors are one-hot; layer normalisation turns them into a multiple of themselves minus a
@@ -38,7 +38,7 @@ def planted_model(sharpness: float = 200.0) -> BertModel:
         embeddings.position_embeddings.weight.copy_(torch.eye(LENGTH, config.hidden_size))
         states = embeddings.LayerNorm(embeddings.position_embeddings.weight)
         constant, peak = states[0, -1], states[0, 0] - states[0, -1]
-        for part, wanted in ((layer.query, sharpness * asks), (layer.key, holds)):
+        for part, wanted in ((layer.query, SHARPNESS * asks), (layer.key, holds)):
             part.weight.zero_()
             part.weight[:, :LENGTH] = wanted.flatten(1).T / peak
             part.bias.copy_(-constant * part.weight.sum(1))

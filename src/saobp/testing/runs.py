@@ -72,11 +72,11 @@ def make_run(
     return folder
 
 
-def make_finetune(folder: Path, *, seeds: tuple[int, ...] = (42, 43, 44), steps: int = 300) -> Path:
+def make_finetune(folder: Path) -> Path:
     """A finished fine-tuning run with a folder for each seed."""
     folder.mkdir(parents=True, exist_ok=True)
-    scores = {}
-    for seed in seeds:
+    scores, steps = {}, 300
+    for seed in (42, 43, 44):
         random = numpy.random.default_rng(seed)
         own = folder / f"seed-{seed}"
         own.mkdir(exist_ok=True)

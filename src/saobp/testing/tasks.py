@@ -168,16 +168,14 @@ def save_tiny_bert(
     return _save(model, tokenizer, folder, refinement)
 
 
-def save_tiny_gpt2(
-    folder: Path, refinement: str | None = None, *, positions: int = 64, seed: int = 0
-) -> Path:
+def save_tiny_gpt2(folder: Path, refinement: str | None = None, *, seed: int = 0) -> Path:
     """A small decoder with random weights, large enough to tell candidates apart, and its tokenizer."""
     tokenizer = tiny_tokenizer("bpe")
     torch.manual_seed(seed)
     end = tokenizer.eos_token_id
     model = GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=positions,
+            vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=64,
             bos_token_id=end, eos_token_id=end, initializer_range=0.2,
         )
     )  # fmt: skip

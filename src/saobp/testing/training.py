@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,17 +28,16 @@ from saobp.training.recipes import PretrainRecipe, tiny
 WORDS = "the cat dog house river stone walks runs sleeps over under near with a blue green old young and then"
 
 
-def prose(paragraphs: int = 40, words: int = 60, seed: int = 0) -> str:
+def prose(paragraphs: int = 40, seed: int = 0) -> str:
     """Text that nobody wrote, in paragraphs."""
     drawn = random.Random(seed)
-    return "\n\n".join(" ".join(drawn.choices(WORDS.split(), k=words)) + "." for _ in range(paragraphs))
+    return "\n\n".join(" ".join(drawn.choices(WORDS.split(), k=60)) + "." for _ in range(paragraphs))
 
 
-def small_tokenizer(family: str = "bert", size: int = 60) -> PreTrainedTokenizerFast:
+def small_tokenizer(family: str = "bert") -> PreTrainedTokenizerFast:
     """Learned from :func:`prose`."""
-    return train_vocabulary(
-        [prose()], size if family != "gpt2" else max(size, 300), "wordpiece" if family != "gpt2" else "bpe"
-    )
+    size, kind = (300, "bpe") if family == "gpt2" else (60, "wordpiece")
+    return train_vocabulary([prose()], size, kind)
 
 
 class RandomRows:
@@ -98,10 +98,13 @@ def forked(work: Callable[[], object]) -> BaseProcess:
     return process
 
 
-def in_processes(count: int, work: Callable[[], object], *, sharded: str | None = None) -> None:
+def in_processes(
+    count: int, work: Callable[[], object], *, sharded: str | None = None, seconds: float = 120.0
+) -> None:
     """Run ``work`` in so many processes that find each other as in a distributed launch on CPUs.
 
-    sharded: the kind of state dict of FSDP 2, which then divides the model.
+    sharded: the kind of state dict of FSDP 2, which then divides the model. One that has not ended after so
+    many seconds has failed, as has one that ends with an error.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -135,13 +138,14 @@ def in_processes(count: int, work: Callable[[], object], *, sharded: str | None 
         return run
 
     processes = [forked(member(rank)) for rank in range(count)]
+    end = time.monotonic() + seconds
     for process in processes:
-        process.join(120)
+        process.join(max(0.0, end - time.monotonic()))
     codes = [process.exitcode for process in processes]
     for process in processes:
         if process.is_alive():
             process.kill()
-    if any(codes):
+    if any(code != 0 for code in codes):
         raise RuntimeError(f"the processes ended with {codes}")
 
 

@@ -22,7 +22,7 @@ from saobp.training.models import build_model
 from saobp.training.objectives import objective_of
 from saobp.training.progress import ProgressBar, above_the_bar
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.runs import RunError, RunFolder
+from saobp.training.runs import RunFolder
 from saobp.training.sharding import gathered_weights, sharding_asked_for
 from saobp.training.step import loss_as_forward
 from saobp.training.stream import Rows, Share
@@ -91,10 +91,9 @@ def pretrain(
     )
     tell = above_the_bar(say) if args.process_index == 0 else (lambda _: None)
     start = run.last_good_checkpoint(tell)
-    if args.process_index == 0:
-        run.rewind(start or 0)
-        if resume and start is None:
-            tell("There is no whole checkpoint, so the run begins again at step 0.")
+    _on_main_process(args, lambda: run.rewind(start or 0))
+    if resume and start is None:
+        tell("There is no whole checkpoint, so the run begins again at step 0.")
     trainer = PretrainTrainer(
         model,
         args,
@@ -110,6 +109,8 @@ def pretrain(
             "Accelerate divides models on accelerators only: here every process keeps the whole model (DDP)."
         )
     penalty = recipe.penalty()
+    if penalty is not None and penalty.sums_over_texts:
+        penalty.weight *= args.world_size * recipe.accumulation  # losses of parts are averaged
     try:
         with (
             tensor_core_products(args.device),
@@ -122,6 +123,7 @@ def pretrain(
                 sharded=trainer.is_fsdp_enabled,
             ),
         ):
+            trainer.last_checkpoint = start
             trainer.train(None if start is None else str(run.checkpoint_path(start)))
             if trainer.held_out and trainer.last_evaluation != recipe.steps:
                 trainer.evaluate()
@@ -175,7 +177,7 @@ def _on_main_process(args: TrainingArguments, work: Callable[[], object]) -> Non
     if args.process_index == 0:
         try:
             work()
-        except (RunError, OSError) as error:
+        except (ValueError, OSError) as error:
             problem = [error]
     if args.world_size > 1:
         torch.distributed.broadcast_object_list(problem, device=args.device)

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.benchmarking.machine import commit, processor, version
 from saobp.data.vocabulary import save_tokenizer
-from saobp.data.writing import clear_unfinished, is_unfinished, reason
+from saobp.data.writing import clear_unfinished, is_unfinished, reason, take_folder
 from saobp.training.files import (
     append_line,
     flaw,
@@ -48,8 +48,12 @@ from saobp.training.files import (
 KINDS = ("pretrain", "finetune", "evaluate")
 JOBS_VARIABLE = "SAOBP_JOBS"
 """Set for processes that share a machine: how many there are."""
+_WHOLE_PATH = re.compile(r"(?<![^=,])[~/][^=,]*")
+"""At the beginning of a word, of an option's value, or of a further part of a list."""
 KEPT_CHECKPOINTS = 2
 """One to go on from and one to fall back on."""
+_TAKEN: dict[Path, int] = {}
+"""Folders of the runs that this process works on."""
 
 
 class RunError(ValueError):
@@ -83,8 +87,8 @@ class RunFolder:
 
         recipe: every resolved field, ready for JSON; data: name to sha256; held_out: the share of the data
         that is not trained on. Refuses with one sentence a finished run, an unfinished one without
-        ``resume``, a changed recipe or changed data. A folder that was never a run, or does not exist, starts
-        afresh, also with ``resume``.
+        ``resume``, one that another process works on, a changed recipe or changed data. A folder that was
+        never a run, or does not exist, starts afresh, also with ``resume``.
         """
         if kind not in KINDS:
             raise ValueError(f"a run is one of {', '.join(KINDS)}, not {kind!r}")
@@ -92,11 +96,12 @@ class RunFolder:
         asked = {"kind": kind, **recipe}
         data = dict(data or {})
         run.check_free(resume)
-        clear_unfinished(run.path)
-        clear_unfinished(run.checkpoints)
         if run.file("recipe.json").exists():
             run._check_continuation(asked, data, held_out)
         run.path.mkdir(parents=True, exist_ok=True)
+        run._take()
+        clear_unfinished(run.path)
+        clear_unfinished(run.checkpoints)
         write_json(run.file("recipe.json"), asked)
         started = run.record.get("started", _now())
         run._write_record(
@@ -125,6 +130,23 @@ class RunFolder:
                 raise RunError(f"{self.path} holds an unfinished run: add --resume, or name another folder")
         elif self.path.is_file() or (self.path.exists() and not all(map(is_unfinished, self.path.iterdir()))):
             raise RunError(f"{self.path} is not empty and holds no run: name another folder")
+
+    def _take(self) -> None:
+        """Keep other processes out until the run has ended, or this process has."""
+        key = self.path.resolve()
+        if key in _TAKEN:
+            return
+        taken = take_folder(self.path)
+        if taken is None:
+            raise RunError(
+                f"another process is at work on the run in {self.path}: wait for it, or name another folder"
+            )
+        _TAKEN[key] = taken
+
+    def _let_go(self) -> None:
+        taken = _TAKEN.pop(self.path.resolve(), None)
+        if taken is not None:
+            os.close(taken)
 
     def _check_continuation(
         self, asked: Mapping[str, Any], data: Mapping[str, str], held_out: float | None
@@ -211,8 +233,8 @@ class RunFolder:
         names = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else []
         return sorted(int(path.name.removeprefix("step-")) for path in names)
 
-    def drop_old_checkpoints(self, keep: int = KEPT_CHECKPOINTS) -> None:
-        for step in self.checkpoint_steps()[: -keep or None]:
+    def drop_old_checkpoints(self) -> None:
+        for step in self.checkpoint_steps()[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(self.checkpoint_path(step), ignore_errors=True)
 
     def last_good_checkpoint(self, say: Callable[[str], object] = warnings.warn) -> int | None:
@@ -247,11 +269,13 @@ class RunFolder:
         self._update_record(status="finished", finished=_now(), seconds=seconds)
         write_json(self.file("result.json"), result)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
+        self._let_go()
 
     def fail(self, seconds: float | None = None) -> None:
         """Note that the run stopped before its end; it can be resumed."""
         known = {} if seconds is None else {"seconds": seconds}
         self._update_record(status="failed", finished=_now(), **known)
+        self._let_go()
 
     def _update_record(self, **changes: Any) -> None:
         self._write_record(**{**self.record, **changes})
@@ -281,8 +305,8 @@ def command_line() -> str:
 
 
 def without_folders(words: Iterable[str]) -> str:
-    """A command line that names no place of the machine: of a whole path only the last part."""
-    return shlex.join(re.sub(r"(^|=)[~/].*/", r"\1", word) for word in words)
+    """A command line that names no place of the machine: of every whole path only the last part."""
+    return shlex.join(re.sub(_WHOLE_PATH, lambda path: Path(path[0]).name, word) for word in words)
 
 
 def _now() -> str:

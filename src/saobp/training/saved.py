@@ -78,6 +78,11 @@ def most_positions(folder: str | Path) -> int | None:
     return positions if isinstance(positions, int) else None
 
 
+def model_name(model: str | Path) -> str:
+    """A name on the hub as it is, a folder by its last two parts: records name no place of a machine."""
+    return "/".join(Path(model).absolute().parts[-2:]) if Path(model).exists() else str(model)
+
+
 def model_checksum(folder: str | Path) -> str:
     """sha256 over the weights of a checkpoint folder; a name on the hub stands for itself."""
     path = Path(checked_folder(folder))

@@ -92,16 +92,18 @@ def find_texts(
     )
     if family != "gpt2":
         MaskedLM.of(words)
-    stores = prepare_corpora(raw, words, folder, data_dir=data_dir, progress=progress) if raw else {}
+    made = prepare_corpora(raw, words, folder, data_dir=data_dir, progress=progress) if raw else {}
     ready = ready_stores(folder, words)
     for name in mixture:
-        if name not in stores and name not in ready:
+        if name not in made and name not in ready:
             raise ValueError(
                 f"the tokens of {name} in {folder} come from another tokenizer: name it by --tokenizer"
             )
-    stores = {name: stores.get(name) or ready[name] for name in mixture} if mixture else ready
+    stores = {name: made.get(name) or ready[name] for name in mixture} if mixture else ready
     if not stores:
         raise ValueError(f"{folder} holds no token store for this tokenizer: name texts by --corpus")
+    for name in stores.keys() - made.keys():
+        stores[name].verify()
     weights = mixture if any(weight is not None for weight in mixture.values()) else None
     blocks = partial(
         Blocks,
@@ -161,11 +163,9 @@ def stores_in(folder: Path) -> list[TokenStore]:
 
 
 def ready_stores(folder: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, TokenStore]:
-    """Token stores that this tokenizer made, by the name of their corpus; verified in full."""
+    """Token stores that this tokenizer made, by the name of their corpus, not yet verified."""
     mark = tokenizer_checksum(tokenizer)
     found = [store for store in stores_in(folder) if store.description.tokenizer_checksum == mark]
-    for store in found:
-        store.verify()
     return {store.description.corpus: store for store in found}
 
 

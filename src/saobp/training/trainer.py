@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from saobp.data.writing import reason, unfinished
@@ -107,7 +108,7 @@ class PretrainTrainer(Trainer):
         self.health_log = HealthLog(lambda logs, _: self.log(logs), untrained=True)
         self.clock = Clock()
         self.last_evaluation: int | None = None
-        self._last_checkpoint: int | None = None
+        self.last_checkpoint: int | None = None
         self._replayed: ReplayedStep | None = None
 
     def get_train_dataloader(self) -> Any:
@@ -203,6 +204,8 @@ class PretrainTrainer(Trainer):
             self._prepare_step()
         if self._replayed is not None and before.get("uncompiled"):
             self._replayed.go_slowly()
+        if self.args.process_index:  # all made the same model, but each has its own rows to drop parts of
+            torch.manual_seed(self.recipe.seed + self.args.process_index)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -252,7 +255,7 @@ class PretrainTrainer(Trainer):
             step = self.state.global_step
             final = self.run.checkpoint_path(step)
             folder = unfinished(final)
-            problem: Exception | None = self._written(folder)
+            problem = self._written(folder)
             main = self.is_world_process_zero()
             if problem is None and main:
                 try:
@@ -264,14 +267,14 @@ class PretrainTrainer(Trainer):
                 shutil.rmtree(folder, ignore_errors=True)
                 words, problem = reason(problem), None
                 gc.collect()  # a file that is half written and still open takes its place on the disk
-                good = self._last_checkpoint
+                good = self.last_checkpoint
                 last = "there is none before it" if good is None else f"the last good one is of step {good}"
                 self.say(
                     f"The checkpoint of step {step} could not be written ({words}); {last}, and the run "
                     "goes on."
                 )
             elif problem is None:
-                self._last_checkpoint = step
+                self.last_checkpoint = step
             self.accelerator.wait_for_everyone()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -281,9 +284,13 @@ class PretrainTrainer(Trainer):
         if wrong:
             raise RunError(f"the checkpoint does not fit the model: {', '.join(sorted(wrong)[:3])} ...")
 
-    def _written(self, folder: Path) -> Exception | None:
-        """Write the state of all processes to a folder; what went wrong in any of them."""
-        problem: Exception | None = None
+    def _written(self, folder: Path) -> BaseException | None:
+        """Write the state of all processes to a folder; what went wrong in any of them.
+
+        A model that one process gathers is gathered by all of them in step, and one that cannot write falls
+        out of step for good: it ends, and with it the run.
+        """
+        problem: BaseException | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.save_model(str(folder), _internal_call=True)
@@ -293,7 +300,15 @@ class PretrainTrainer(Trainer):
                 self.state.save_to_json(str(folder / "trainer_state.json"))
                 uncompiled = self._replayed is not None and self._replayed.distrusts
                 write_json(folder / CLOCK, {"seconds": self.clock.seconds, "uncompiled": uncompiled})
+        except CheckpointException as error:  # each process wrote its own part, and all know of it
+            problem = next(iter(error.failures.values()))[0]
         except (OSError, RuntimeError, SafetensorError) as error:
+            if self.is_fsdp_enabled:
+                raise RunError(
+                    f"the checkpoint of step {self.state.global_step} could not be written "
+                    f"({reason(error)}), which ends a run that divides its model: mend that, "
+                    "then go on by --resume"
+                ) from None
             problem = error
         if self.args.world_size == 1:
             return problem

@@ -8,21 +8,22 @@ from typing import Any
 import pyarrow as pa
 
 from saobp.data.tasks.catalogue import TaskSpec
+from saobp.data.writing import first_line
 
 _SPLITS = {("mnli", "validation"): "validation_matched"}
 
 
 def read_hub(spec: TaskSpec, split: str) -> pa.Table:
     """Rows of a split by the ``datasets`` library, which is imported here and nowhere else in this folder."""
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ValueError(
-            f"{spec.name} would come from the hub, which needs the datasets library: "
-            "install it, or give a data folder"
-        ) from None
+    from datasets import load_dataset
+
     path, name = spec.hub
-    rows = load_dataset(path, name, split=_SPLITS.get((spec.name, split), split))
+    try:
+        rows = load_dataset(path, name, split=_SPLITS.get((spec.name, split), split))
+    except Exception as problem:
+        raise FileNotFoundError(
+            f"the hub could not give {spec.name} ({first_line(problem)}): give a data folder by --data-dir"
+        ) from problem
     table = rows.data.table if hasattr(rows.data, "table") else rows.with_format("arrow")[:]
     return clean_hellaswag(table) if spec.name == "hellaswag" else table
 

@@ -33,7 +33,6 @@ def harness_accuracy(
     split: Split,
     *,
     every: bool = False,
-    batch: int = 16,
 ) -> dict[str, Any]:
     """Accuracy in percent as the harness finds it, by its own definition of the task on our rows.
 
@@ -53,7 +52,7 @@ def harness_accuracy(
     for unused in ("dataset_path", "dataset_name", "tag", "training_split", "validation_split"):
         config.pop(unused, None)
     config |= {"task": name, "test_split": "test", "custom_dataset": lambda **_: {"test": documents}}
-    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, max_length=positions_of(model))
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=16, max_length=positions_of(model))
     found = simple_evaluate(
         model=wrapped,
         tasks=[ConfigurableTask(config=config)],

@@ -26,10 +26,10 @@ from saobp.training.evaluation.perplexity import (
     masked_perplexity,
     pseudo_perplexity,
 )
-from saobp.training.evaluation.text import read_wikitext
+from saobp.training.evaluation.text import Text, read_wikitext
 from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, positions_of, race_questions
 from saobp.training.runs import RunFolder
-from saobp.training.saved import config_of, load_model, load_tokenizer_of, model_checksum
+from saobp.training.saved import config_of, load_model, load_tokenizer_of, model_checksum, model_name
 
 MEASURED = ("wikitext", "race-middle", "boolq")
 SPLITS = {"race-middle": "test", "boolq": "validation"}
@@ -79,12 +79,18 @@ def evaluate(
         for task in tasks
         if task in SPLITS
     }
+    room = positions_of(loaded)
+    if length is not None and length > room:
+        raise ValueError(f"length {length} does not fit into the model's {room} positions")
+    text = read_wikitext(tokenizer, data_dir, documents=limit) if "wikitext" in tasks else None
     kept = getattr(loaded.config, "saobp", None)
     recipe = {
-        "model": str(model), "tasks": list(tasks), "refinement": kept, "positions": positions,
+        "model": model_name(model), "tasks": list(tasks), "refinement": kept, "positions": positions,
         "length": length, "limit": limit, "harness": harness,
     }  # fmt: skip
     data = {"model": model_checksum(model), **{task: split.checksum for task, split in splits.items()}}
+    if text is not None:
+        data["wikitext"] = text.checksum
     run = (
         None
         if folder is None
@@ -92,20 +98,25 @@ def evaluate(
     )
     began = time.monotonic()
     results: dict[str, Any] = {
-        "model": str(model),
+        "model": model_name(model),
         "decoder": is_decoder,
         "notes": notes_of(loaded, splits, limit),
     }
-    for task in tasks:
+    try:
+        for task in tasks:
 
-        def told(done: int, total: int, task: str = task) -> None:
-            if advance is not None:
-                advance(task, done, total)
+            def told(done: int, total: int, task: str = task) -> None:
+                if advance is not None:
+                    advance(task, done, total)
 
-        if task == "wikitext":
-            results[task] = _wikitext(loaded, tokenizer, is_decoder, data_dir, positions, length, limit, told)
-        else:
-            results[task] = _questions(loaded, tokenizer, task, splits[task], harness, told)
+            if task in splits:
+                results[task] = _questions(loaded, tokenizer, task, splits[task], harness, told)
+            elif text is not None:
+                results[task] = _wikitext(loaded, tokenizer, is_decoder, text, positions, length, told)
+    except BaseException:
+        if run is not None:
+            run.fail(time.monotonic() - began)
+        raise
     if run is not None:
         run.finish(results, seconds=time.monotonic() - began)
     return results
@@ -153,16 +164,12 @@ def _wikitext(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     is_decoder: bool,
-    data_dir: str | Path | None,
+    text: Text,
     positions: int | None,
     length: int | None,
-    limit: int | None,
     told: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    text = read_wikitext(tokenizer, data_dir, documents=limit)
     room = positions_of(model)
-    if length is not None and length > room:
-        raise ValueError(f"length {length} does not fit into the model's {room} positions")
     common = {"split": "test", "checksum": text.checksum}
     if is_decoder:
         found = causal_perplexity(model, text.row, length=room if length is None else length, advance=told)

@@ -42,14 +42,10 @@ class Text:
 
 
 def read_wikitext(
-    tokenizer: PreTrainedTokenizerFast,
-    data_dir: str | Path | None,
-    split: str = "test",
-    *,
-    documents: int | None = None,
+    tokenizer: PreTrainedTokenizerFast, data_dir: str | Path | None, *, documents: int | None = None
 ) -> Text:
-    """A split of WikiText-2, from ``data_dir/wikitext2_raw`` or from the hub; at most so many documents."""
-    corpus = open_corpus(WIKITEXT_ON_HUB if data_dir is None else WIKITEXT, data_dir, split)
+    """WikiText-2's test split, from ``data_dir/wikitext2_raw`` or the hub; at most so many documents."""
+    corpus = open_corpus(WIKITEXT_ON_HUB if data_dir is None else WIKITEXT, data_dir, "test")
     texts = list(corpus.documents())[:documents]
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
         "input_ids"

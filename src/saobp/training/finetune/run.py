@@ -21,7 +21,13 @@ from saobp.training.finetune.rows import Rows, encode_rows
 from saobp.training.finetune.span import encode_spans
 from saobp.training.finetune.trainer import CHECKPOINT_SECONDS, TaskTrainer
 from saobp.training.runs import RunError, RunFolder
-from saobp.training.saved import effective_refinement, load_tokenizer_of, model_checksum, most_positions
+from saobp.training.saved import (
+    effective_refinement,
+    load_tokenizer_of,
+    model_checksum,
+    model_name,
+    most_positions,
+)
 
 SeedProgress = Callable[[int, int, int], None]
 """Called with the seed, the step and the number of steps."""
@@ -102,7 +108,7 @@ class _Session:
         """
         return {
             **self.recipe.to_dict(),
-            "model": _name_of(self.model),
+            "model": model_name(self.model),
             "refinement": effective_refinement(self.model, self.refinement),
             "rows": self.task.describe()["rows"],
             "partial": self.task.partial,
@@ -166,11 +172,6 @@ class _Session:
             run.save_model(model, tokenizer)
         run.finish(result, seconds=trainer.seconds)
         return result
-
-
-def _name_of(model: str | Path) -> str:
-    """A name on the hub as it is, a folder by its last two parts."""
-    return "/".join(Path(model).absolute().parts[-2:]) if Path(model).exists() else str(model)
 
 
 def encode_task(task: Task, tokenizer: PreTrainedTokenizerFast, recipe: FinetuneRecipe) -> dict[str, Rows]:

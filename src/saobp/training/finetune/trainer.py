@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from saobp.data import as_it_is
 from saobp.data.tasks import TaskSpec
 from saobp.data.writing import reason
 from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
@@ -72,7 +73,7 @@ class TaskTrainer(Trainer):
         loader = DataLoader(
             self.rows["train"],
             batch_sampler=EpochBatches(self.batches),
-            collate_fn=_as_is,
+            collate_fn=as_it_is,
             pin_memory=self.args.device.type == "cuda",
         )
         return self.accelerator.prepare(loader)
@@ -181,7 +182,3 @@ def training_arguments(
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
     return arguments
-
-
-def _as_is(batch: Any) -> Any:
-    return batch

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from saobp.testing.training import small_recipe, train_small
+from saobp.testing.training import in_processes, small_recipe, train_small
 from saobp.training.models import build_model
 from saobp.training.objectives import head_scores, hidden_states
 from saobp.training.runs import RunFolder
@@ -25,6 +26,20 @@ def test_a_run_learns_with_a_regularizer_and_saves_the_model_alone(tmp_path: Pat
         (weights[0][name] - weights[1][name]).abs().max() for name in weights[0] if "query.weight" in name
     ]
     assert min(moved) > 1e-4
+
+
+def test_a_summed_penalty_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+    """Computed at once, in two parts, or by two processes."""
+    recipe = small_recipe(steps=3, regularizer="entropy,weight=1,threshold=0.9,reduction=released")
+    train_small(recipe, tmp_path / "whole")
+    train_small(replace(recipe, accumulation=2), tmp_path / "parts")
+    in_processes(2, lambda: train_small(recipe, tmp_path / "processes"))
+    whole, parts, processes = (
+        [line["loss"] for line in RunFolder(tmp_path / name).metrics() if "loss" in line]
+        for name in ("whole", "parts", "processes")
+    )
+    assert parts == pytest.approx(whole, rel=2e-5)
+    assert processes == pytest.approx(whole, rel=2e-5)
 
 
 def test_thresholds_survive_a_checkpoint(tmp_path: Path) -> None:
