@@ -223,10 +223,11 @@ def call_strength(
     factor = get_factor(refinement.factor)
     if factor is None or not factor.has_strength:
         return torch.zeros(heads, device=device)
+    kind = torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs do not have
     if isinstance(refinement.strength, float):
         # No copy from the host, so that a CUDA graph can hold it.
-        return torch.full((heads,), refinement.strength, dtype=torch.float64, device=device)
-    return refinement.layer_strengths(0, 1, heads).to(device)
+        return torch.full((heads,), refinement.strength, dtype=kind, device=device)
+    return refinement.layer_strengths(0, 1, heads).to(kind).to(device)
 
 
 def check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
