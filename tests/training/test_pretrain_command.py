@@ -75,7 +75,8 @@ def test_text_to_model_and_again_from_tokens_alone() -> None:
 
     for extra, code, sentence in (
         ((), 1, "is finished; its result is in"),
-        (("--resume",), 0, "finished already"),
+        (("--resume", "--refinement", "high:0.2"), 0, "finished already"),
+        (("--resume", "--refinement", "low:0.2"), 1, "was started with another refinement"),
     ):
         again = run(*QUICK, *corpus, "--out", "runs/two", *extra)
         assert again.exit_code == code

@@ -67,6 +67,7 @@ def pretrain(
         from saobp.training.runs import RunFolder
 
         if resume and RunFolder(out).is_finished:
+            RunFolder(out).check_recipe("pretrain", resolved.to_dict())
             say(f"The run in {out} is finished already; its result is in {out / 'result.json'}.")
             return
         RunFolder(out).check_free(resume)

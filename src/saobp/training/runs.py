@@ -95,7 +95,8 @@ class RunFolder:
         clear_unfinished(run.path)
         clear_unfinished(run.checkpoints)
         if run.file("recipe.json").exists():
-            run._check_continuation(asked, data, held_out)
+            run.check_recipe(kind, recipe)
+            run._check_data(data, held_out)
         run.path.mkdir(parents=True, exist_ok=True)
         write_json(run.file("recipe.json"), asked)
         started = run.record.get("started", _now())
@@ -126,17 +127,18 @@ class RunFolder:
         elif self.path.is_file() or (self.path.exists() and not all(map(is_unfinished, self.path.iterdir()))):
             raise RunError(f"{self.path} is not empty and holds no run: name another folder")
 
-    def _check_continuation(
-        self, asked: Mapping[str, Any], data: Mapping[str, str], held_out: float | None
-    ) -> None:
+    def check_recipe(self, kind: str, recipe: Mapping[str, Any]) -> None:
+        """Refuse another recipe than the one that the run in this folder was started with."""
         before = self.recipe
-        plain = _as_json(asked)
+        plain = _as_json({"kind": kind, **recipe})
         changed = sorted(name for name in {*before, *plain} if before.get(name) != plain.get(name))
         if changed:
             raise RunError(
                 f"the run in {self.path} was started with another {', '.join(changed)}: give what its "
                 "recipe.json says, or name another folder"
             )
+
+    def _check_data(self, data: Mapping[str, str], held_out: float | None) -> None:
         known = self.record.get("data", {})
         other = sorted(name for name in {*known, *data} if known.get(name) != data.get(name))
         if known and other:
