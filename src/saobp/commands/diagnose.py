@@ -46,7 +46,7 @@ MARKS: dict[Verdict, tuple[str, str]] = {
 
 def diagnose(
     model: Annotated[
-        str | None, typer.Argument(help="Folder of a saved model, or its name on the hub.")
+        str | None, typer.Argument(help="Folder of a run or of a saved model, or a name on the hub.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="File of texts, split at blank lines.")] = None,
     dataset: Annotated[str | None, typer.Option(help="Dataset by name or folder.")] = None,

@@ -12,7 +12,7 @@ from rich.text import Text
 
 def explore(
     model: Annotated[
-        str | None, typer.Argument(help="Folder of a saved model, or its name on the hub.")
+        str | None, typer.Argument(help="Folder of a run or of a saved model, or a name on the hub.")
     ] = None,
     refinement: Annotated[
         str | None, typer.Option(help="Refine the model first, for instance high:0.2.")

@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 
 from saobp.refinement import Refinement
 from saobp.transformers import apply, load
+from saobp.transformers.load import checked_folder
 
 EXAMPLE = "planted example"
 EXAMPLE_TEXT = (
@@ -25,7 +26,7 @@ EXAMPLE_TEXT = (
 def load_model(
     name: str, refinement: Refinement | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer from a folder or the hub, refined as saved or as asked."""
+    """A model and its tokenizer from its folder, that of its run or the hub, refined as saved or as asked."""
     if name == EXAMPLE:
         model, tokenizer = example_model()
     else:
@@ -95,15 +96,14 @@ def example_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    folder = Path(name)
-    if not folder.is_dir() and (folder.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise ValueError(f"there is no folder {name!r} with a model")
+    place = checked_folder(name)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)
-        model: Any = load(name, AutoModel) if _is_refined(folder) else AutoModel.from_pretrained(name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(place)
+        refined = _is_refined(Path(place))
+        model: Any = load(place, AutoModel) if refined else AutoModel.from_pretrained(place)
     except (OSError, ValueError, KeyError, ImportError) as problem:
         raise ValueError(
             f"cannot load a model with its tokenizer from {name!r}: {_first_line(problem)}"
