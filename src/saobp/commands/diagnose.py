@@ -93,10 +93,14 @@ def diagnose(
 def _subjects(model: str, compare: str | None) -> list[tuple[str, str | None]]:
     """Models with the refinement to apply to each, or None."""
     from saobp.metrics.sources import is_refinement
+    from saobp.refinement import Refinement
 
     if compare is None:
         return [(model, None)]
-    return [(model, None), (model, compare) if is_refinement(compare) else (compare, None)]
+    if not is_refinement(compare):
+        return [(model, None), (compare, None)]
+    Refinement.parse(compare)  # a wrong one is refused before anything is measured
+    return [(model, None), (model, compare)]
 
 
 def _diagnoses(

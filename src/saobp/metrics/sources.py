@@ -38,9 +38,11 @@ def load_model(
 
 
 def is_refinement(text: str) -> bool:
-    """Whether ``text`` is the written form of a refinement rather than a model's name."""
+    """Whether ``text`` is the written form of a refinement, right or wrong, rather than a model's name."""
     if Path(text).exists():
         return False
+    if ":" in text:  # which no name on the hub has
+        return True
     try:
         Refinement.parse(text)
     except ValueError:
