@@ -97,13 +97,12 @@ def check_model(model: Any) -> None:
             f"saobp.apply takes a Transformers model, not {type(model).__name__}: give it the model inside, "
             "before it is compiled or wrapped"
         )
-    if getattr(model.config, "is_encoder_decoder", False) or getattr(
-        model.config, "add_cross_attention", False
-    ):
-        raise ValueError(
-            f"{type(model).__name__} has cross-attention, whose rows and keys are different tokens: "
-            "saobp refines models with self-attention only"
-        )
+    for field in ("is_encoder_decoder", "add_cross_attention"):
+        if getattr(model.config, field, False):
+            raise ValueError(
+                f"{type(model).__name__} is, or is part of, a model with cross-attention (config.{field}), "
+                "whose rows and keys are different tokens: saobp refines models with self-attention only"
+            )
 
 
 def attention_modules(model: nn.Module) -> Modules:
