@@ -145,6 +145,18 @@ def test_mistakes_get_one_sentence(arguments: tuple[str, ...], sentence: str) ->
     assert not Path("run").exists()
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_file_where_a_folder_is_needed_is_called_one() -> None:
+    asked = (*QUICK, "--corpus", "prose.txt", "--vocabulary", "60")
+    for option, sentence in (
+        (("--tokens", "more.txt", "--out", "run"), "'more.txt' cannot be a folder: it is a file"),
+        (("--out", "more.txt"), "more.txt is a file: name a folder for the run"),
+    ):
+        result = run(*asked, *option)
+        assert result.exit_code == 1
+        assert sentence in said(result)
+
+
 def test_tokens_of_a_learned_vocabulary_ask_for_its_size(folder: Path) -> None:
     """Without this the family's own vocabulary would be asked of the hub."""
     assert run(*QUICK, "--corpus", "prose.txt", "--vocabulary", "60", "--out", "a").exit_code == 0

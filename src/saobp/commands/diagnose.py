@@ -15,6 +15,8 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from saobp.commands.problems import in_words
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -86,7 +88,7 @@ def diagnose(
         show(console, diagnoses)
         _write(console, diagnoses, out, texts[0], explorer)
     except (ValueError, TypeError, OSError) as problem:
-        console.print(Text(str(problem), style="red"), soft_wrap=True)
+        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
 
 

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from saobp.commands.problems import in_words
+
 if TYPE_CHECKING:
     from saobp.data.tasks import TaskSpec
     from saobp.training.finetune import FinetuneRecipe
@@ -70,7 +72,7 @@ def finetune(
                 console, specs, recipes, model, numbers, data_dir, out, refinement, limit, keep_model
             )
     except (ValueError, OSError) as problem:
-        say(str(problem), "red")
+        say(in_words(problem), "red")
         raise typer.Exit(1) from None
     if results:
         console.print(results_table(results))
@@ -129,7 +131,7 @@ def _in_turn(
                     )
                 )  # fmt: skip
             except (ValueError, OSError) as problem:
-                say(f"{spec.name} failed: {problem}", "red")
+                say(f"{spec.name} failed: {in_words(problem)}", "red")
     return results
 
 

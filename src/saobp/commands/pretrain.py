@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from saobp.commands.problems import in_words
+
 if TYPE_CHECKING:
     from saobp.training.recipes import PretrainRecipe
 
@@ -109,7 +111,7 @@ def pretrain(
                 say=say,
             )
     except (ValueError, TypeError, OSError) as problem:
-        say(str(problem), "red")
+        say(in_words(problem), "red")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         if out is not None and (out / "recipe.json").exists():

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from saobp.commands.problems import in_words
+
 if TYPE_CHECKING:
     from saobp.lab.plan import Plan
     from saobp.lab.session import Places
@@ -115,7 +117,7 @@ def reproduce(
             for one in stages:
                 session.do(one, jobs)
     except (ValueError, TypeError, OSError) as problem:
-        say(str(problem), "red")
+        say(in_words(problem), "red")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         say("Interrupted. The same command goes on: what is finished stays, a run from its last checkpoint.")

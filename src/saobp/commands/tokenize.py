@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from saobp.commands.problems import in_words
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -40,7 +42,7 @@ def tokenize(
                 names, chosen, out, data_dir=data_dir, processes=processes, progress=bar_of
             )
     except (ValueError, TypeError, OSError) as problem:
-        console.print(Text(str(problem), style="red"), soft_wrap=True)
+        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
     for name, store in stores.items():
         said = store.description

@@ -124,7 +124,9 @@ class RunFolder:
         if self.file("recipe.json").exists():
             if not resume:
                 raise RunError(f"{self.path} holds an unfinished run: add --resume, or name another folder")
-        elif self.path.is_file() or (self.path.exists() and not all(map(is_unfinished, self.path.iterdir()))):
+        elif self.path.is_file():
+            raise RunError(f"{self.path} is a file: name a folder for the run")
+        elif self.path.exists() and not all(map(is_unfinished, self.path.iterdir())):
             raise RunError(f"{self.path} is not empty and holds no run: name another folder")
 
     def check_recipe(self, kind: str, recipe: Mapping[str, Any]) -> None:
