@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.problems import in_words
+from saobp.commands.problems import check_data_dir, in_words
 
 if TYPE_CHECKING:
     from saobp.lab.plan import Plan
@@ -88,6 +88,7 @@ def reproduce(
         from saobp.lab.session import Places, Session, shared_stage
 
         size = get_scale(scale)
+        check_data_dir(data_dir)
         places = Places.of(size, data_dir, tokens, runs, out)
         if corpus is not None:
             size = replace(size, corpus=corpus)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from saobp.commands.problems import in_words
+from saobp.commands.problems import check_data_dir, in_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,6 +36,7 @@ def tokenize(
         from saobp.data import parse_mixture, prepare_corpora
 
         names = parse_mixture(corpus)
+        check_data_dir(data_dir)
         with text_bars(console) as bar_of:
             chosen = obtain_tokenizer(tokenizer, names, out, data_dir, bar_of)
             stores = prepare_corpora(
