@@ -29,7 +29,9 @@ EXPLANATION = """\
 
 def pretrain(
     out: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
-    corpus: Annotated[str, typer.Option(help="Texts with weights, as in a:0.6,b:0.4; or one of them.")] = "",
+    corpus: Annotated[
+        str, typer.Option(help="Texts with weights, as in a:0.6,b:0.4, or one; default: all in --tokens.")
+    ] = "",
     data_dir: Annotated[Path | None, typer.Option(help="Folder in which texts and tokenizers are.")] = None,
     tokens: Annotated[Path, typer.Option(help="Folder of token stores, made or used.")] = Path("tokens"),
     tokenizer: Annotated[str | None, typer.Option(help="bert, gpt2, a folder or a name on the hub.")] = None,
