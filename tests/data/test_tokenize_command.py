@@ -58,6 +58,13 @@ def test_a_tokenising_process_that_dies_is_one_sentence(
     assert not list((tmp_path / "out").glob("one-*"))
 
 
+def test_a_data_folder_that_is_not_there_is_named_before_the_hub_is_asked(tmp_path: Path) -> None:
+    arguments = ["tokenize", "one", "--data-dir", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "400"})
+    assert done.exit_code == 1
+    assert done.output.strip().endswith("nowhere does not exist: check --data-dir")
+
+
 def test_training_takes_up_the_vocabulary_that_was_learned(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import csv
 import html
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,14 @@ def test_a_refined_model_is_loaded_with_its_refinement(
     assert "refined: 8 heads" in shown.output
 
 
+def test_the_folder_of_a_run_stands_for_its_model(
+    folders: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folders["refined"], tmp_path / "run" / "model")
+    shown = run(tmp_path / "run", "--text", text, "--out", tmp_path / "out")
+    assert shown.exit_code == 0, shown.output
+
+
 def test_texts_of_a_dataset(folders: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     data = tmp_path / "data"
@@ -160,13 +169,14 @@ def test_wrong_input_gets_one_clear_sentence(folders: dict[str, Path], text: Pat
         ((bert, "--text", binary), "is not text in UTF-8"),
         ((bert, "--text", tmp_path / "none.txt"), "there is no file"),
         ((folders["broken"], "--text", text), "hold NaN or infinite values, first in encoder.layer.1.output"),
-        ((tmp_path / "nowhere", "--text", text), "there is no folder"),
-        ((tmp_path, "--text", text), "cannot load a model"),
+        ((tmp_path / "nowhere", "--text", text), "there is no model folder"),
+        ((tmp_path, "--text", text), "holds no model (it has no config.json)"),
         ((bert,), "there is nothing to read"),
         ((bert, "--text", text, "--dataset", "x"), "not by both"),
         ((bert, "--text", text, "--length", 99), "at most 64"),
         ((bert, "--text", text, "--method", "guess"), "method must be"),
-        ((bert, "--text", text, "--compare", tmp_path / "nowhere"), "there is no folder"),
+        ((bert, "--text", text, "--compare", tmp_path / "nowhere"), "there is no model folder"),
+        ((bert, "--text", text, "--compare", "hgih:0.2"), "unknown factor 'hgih'"),
     ]
     for arguments, words in cases:
         shown = run(*arguments, "--out", tmp_path / "out")

@@ -102,7 +102,7 @@ def test_plain_loop_logs_and_warns_once_per_change(caplog: pytest.LogCaptureFixt
     assert [step for step, _ in logged] == [0, 1, 2]
     assert logged[2][1]["health/layer_00/gtd"] == pytest.approx(0.856, abs=1e-3)
     lines = [record.message for record in caplog.records]
-    assert "at step 2" in lines[-1]
+    assert "at step 2: newly outside the healthy range are" in lines[-1]
     assert "layer 0 head 3 diffuse (GTD 0.86)" in lines[-1]
     assert not any("at step 1:" in line for line in lines)
 

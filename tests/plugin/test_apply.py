@@ -166,3 +166,17 @@ def test_a_single_token_passes():
     for family in ("bert", "gpt2"):
         model = saobp.apply(tiny_model(family), "high:0.5")
         assert torch.isfinite(logits(model, {"input_ids": torch.ones(2, 1, dtype=torch.long)})).all()
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_model_of_the_same_config_stays_plain(family):
+    """As in a script that builds the refined model and the one to compare it with from one config."""
+    refined, batch = tiny_model(family), tiny_batch()
+    plain = type(refined)(refined.config).eval()
+    expected = logits(plain, batch)
+    saobp.apply(refined, "high:0.7")
+    assert torch.equal(logits(plain, batch), expected)
+    assert not hasattr(plain.config, "saobp")
+    saobp.remove(saobp.apply(plain, "low:0.1"))
+    assert refined.config.saobp["strength"] == 0.7
+    assert refined.config is refined.base_model.config

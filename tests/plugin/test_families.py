@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import saobp
 from saobp.testing.models import DECODERS, ENCODERS, FAMILIES, tiny_batch, tiny_model
+from saobp.transformers import strength_parameters
 
 ROUNDING = {"rtol": 1e-4, "atol": 2e-4}
 STRONG = "high:0.7"
@@ -41,6 +42,23 @@ def test_a_strength_changes_the_result(family):
     model, batch = tiny_model(family), tiny_batch()
     plain = logits(saobp.apply(model, "none"), **batch)
     assert (logits(saobp.apply(model, STRONG), **batch) - plain).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_rounds_and_no_more(family, cached):
+    """Rotary positions leave queries and keys in single precision beside values in half."""
+    model, batch = saobp.apply(tiny_model(family), "high:learned"), tiny_batch()
+    for strength in strength_parameters(model):
+        torch.nn.init.constant_(strength, 0.7)
+    options = {"use_cache": cached} if family in DECODERS else {}
+    real, exact = batch["attention_mask"].bool(), logits(model, **batch, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        done = model(**batch, **options, labels=batch["input_ids"])
+    done.loss.backward()
+    assert all(torch.isfinite(strength.grad).all() for strength in strength_parameters(model))
+    off = (done.logits.float() - exact)[real].norm() / exact[real].norm()
+    assert off < 0.03
 
 
 @pytest.mark.parametrize("refinement", [STRONG, "low,strength=0.5,steps=2", "elemmul"])

@@ -10,6 +10,7 @@ from transformers import BertModel
 
 import saobp
 from saobp import Refinement
+from saobp.metrics import measure
 from saobp.testing.models import tiny_model
 
 
@@ -19,6 +20,8 @@ def test_every_form_of_a_refinement_is_taken() -> None:
     expected = saobp.attention(states, states, states, Refinement("high", 0.2))
     assert torch.equal(saobp.attention(states, states, states, "high:0.2"), expected)
     assert torch.equal(saobp.refine(rows, "high:0.2"), saobp.refine(rows, Refinement("high", 0.2)))
+    written, meant = (measure(states, states, refinement=r) for r in ("high:0.2", Refinement("high", 0.2)))
+    assert torch.equal(written["gtd"].value, meant["gtd"].value)
     model = saobp.apply(tiny_model("bert"), {"factor": "low", "strength": 0.1})
     assert Refinement.from_dict(model.config.saobp) == Refinement("low", 0.1)
     with pytest.raises(TypeError, match=r"text such as 'high:0\.2' or a dict, not NoneType"):

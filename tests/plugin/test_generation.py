@@ -301,6 +301,19 @@ def test_a_cache_filled_by_another_attention_is_refused():
         piece(model, ids, mask, cache, 5, 6)
 
 
+@pytest.mark.parametrize("other", ["high:0.1", "high:0.7,steps=2"])
+def test_a_cache_filled_under_another_refinement_is_refused(other):
+    model, (ids, mask) = saobp.apply(tiny_model("llama"), STRONG), prompt()
+    cache = DynamicCache()
+    piece(model, ids, mask, cache, 0, 5)
+    saobp.apply(model, other)
+    with pytest.raises(ValueError, match="under another refinement"):
+        piece(model, ids, mask, cache, 5, 6)
+    cache.reset()
+    piece(model, ids, mask, cache, 0, 5)
+    piece(model, ids, mask, copy.deepcopy(cache), 5, 6)
+
+
 def test_messages_of_a_first_call_wait_until_they_are_needed():
     model, (ids, mask) = saobp.apply(tiny_model("llama"), STRONG).train(), prompt()
     cache = model(ids[:, :8], attention_mask=mask[:, :8], position_ids=positions(mask)[:, :8]).past_key_values

@@ -153,7 +153,7 @@ def test_it_listens_on_this_machine_only(port: int) -> None:
 def test_the_command_refuses_in_a_sentence() -> None:
     for arguments, said in (
         ([], "name a model"),
-        (["./nowhere"], "there is no folder"),
+        (["./nowhere"], "there is no model folder"),
         (["--example", "--refinement", "high:x"], "strength"),
     ):
         shown = CliRunner().invoke(app, ["explore", *arguments, "--no-browser"])

@@ -256,6 +256,12 @@ def test_mistakes_get_one_sentence(data_dir, bert, tmp_path):
     assert "there is no model folder" in said(
         "--task", "cola", "--data-dir", str(data_dir), "--model", "no/such/model"
     )
+    for wrong, sentence in (
+        (("--data-dir", "no/data"), "the data folder no/data does not exist"),
+        (("--refinement", "hihg"), "unknown factor 'hihg'"),
+        (("--model", "no/such/model"), "there is no model folder"),
+    ):
+        assert said("--task", "all", *known, *wrong).count(sentence) == 1
     RunFolder(tmp_path / "run").model.mkdir(parents=True)
     assert "holds no model" in said(
         "--task", "cola", "--data-dir", str(data_dir), "--model", str(tmp_path / "run")

@@ -75,7 +75,8 @@ def test_text_to_model_and_again_from_tokens_alone() -> None:
 
     for extra, code, sentence in (
         ((), 1, "is finished; its result is in"),
-        (("--resume",), 0, "finished already"),
+        (("--resume", "--refinement", "high:0.2"), 0, "finished already"),
+        (("--resume", "--refinement", "low:0.2"), 1, "was started with another refinement"),
     ):
         again = run(*QUICK, *corpus, "--out", "runs/two", *extra)
         assert again.exit_code == code
@@ -142,6 +143,18 @@ def test_mistakes_get_one_sentence(arguments: tuple[str, ...], sentence: str) ->
     assert sentence in said(result)
     assert "Traceback" not in result.output
     assert not Path("run").exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_file_where_a_folder_is_needed_is_called_one() -> None:
+    asked = (*QUICK, "--corpus", "prose.txt", "--vocabulary", "60")
+    for option, sentence in (
+        (("--tokens", "more.txt", "--out", "run"), "'more.txt' cannot be a folder: it is a file"),
+        (("--out", "more.txt"), "more.txt is a file: name a folder for the run"),
+    ):
+        result = run(*asked, *option)
+        assert result.exit_code == 1
+        assert sentence in said(result)
 
 
 def test_tokens_of_a_learned_vocabulary_ask_for_its_size(folder: Path) -> None:

@@ -15,6 +15,8 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from saobp.commands.problems import in_words
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -46,7 +48,7 @@ MARKS: dict[Verdict, tuple[str, str]] = {
 
 def diagnose(
     model: Annotated[
-        str | None, typer.Argument(help="Folder of a saved model, or its name on the hub.")
+        str | None, typer.Argument(help="Folder of a run or of a saved model, or a name on the hub.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="File of texts, split at blank lines.")] = None,
     dataset: Annotated[str | None, typer.Option(help="Dataset by name or folder.")] = None,
@@ -86,17 +88,21 @@ def diagnose(
         show(console, diagnoses)
         _write(console, diagnoses, out, texts[0], explorer)
     except (ValueError, TypeError, OSError) as problem:
-        console.print(Text(str(problem), style="red"), soft_wrap=True)
+        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
 
 
 def _subjects(model: str, compare: str | None) -> list[tuple[str, str | None]]:
     """Models with the refinement to apply to each, or None."""
     from saobp.metrics.sources import is_refinement
+    from saobp.refinement import Refinement
 
     if compare is None:
         return [(model, None)]
-    return [(model, None), (model, compare) if is_refinement(compare) else (compare, None)]
+    if not is_refinement(compare):
+        return [(model, None), (compare, None)]
+    Refinement.parse(compare)  # a wrong one is refused before anything is measured
+    return [(model, None), (model, compare)]
 
 
 def _diagnoses(

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
+from saobp.commands.problems import in_words
+
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="Folder of a language model, such as RUN/model.")],
@@ -57,7 +59,7 @@ def evaluate(
                 positions=positions or None, length=length, limit=limit, advance=advance,
             )  # fmt: skip
     except (ValueError, OSError) as problem:
-        console.print(Text(str(problem), style="red"), soft_wrap=True)
+        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
     console.print(_table(results))
     for note in results["notes"]:

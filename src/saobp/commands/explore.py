@@ -9,10 +9,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from saobp.commands.problems import in_words
+
 
 def explore(
     model: Annotated[
-        str | None, typer.Argument(help="Folder of a saved model, or its name on the hub.")
+        str | None, typer.Argument(help="Folder of a run or of a saved model, or a name on the hub.")
     ] = None,
     refinement: Annotated[
         str | None, typer.Option(help="Refine the model first, for instance high:0.2.")
@@ -48,7 +50,7 @@ def explore(
             port=port,
         )
     except (ValueError, TypeError, OSError, MissingPlotlyError) as problem:
-        console.print(Text(str(problem), style="red"), soft_wrap=True)
+        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
     address = f"http://127.0.0.1:{server.server_address[1]}/"
     console.print(Text(f"{subject}: {address} (this machine only; Ctrl-C ends it)"), soft_wrap=True)

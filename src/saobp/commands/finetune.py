@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from saobp.commands.problems import check_data_dir, in_words
+
 if TYPE_CHECKING:
     from saobp.data.tasks import TaskSpec
     from saobp.training.finetune import FinetuneRecipe
@@ -49,11 +51,17 @@ def finetune(
     changes = {"epochs": epochs, "batch": batch, "rate": rate, "length": length, "compiled": compiled}
     try:
         from saobp.data.tasks import choose_tasks
+        from saobp.refinement import Refinement
         from saobp.training.finetune import recipe_for
+        from saobp.training.saved import config_of
 
         specs = choose_tasks(task)
+        check_data_dir(data_dir)
         recipes = {spec.name: recipe_for(spec, **changes) for spec in specs}
         numbers = parse_seeds(seeds)
+        if refinement is not None:
+            Refinement.parse(refinement)
+        config_of(model)  # that it is there is asked once, not for every task
         if jobs > 1 and len(specs) > 1:
             options: dict[str, Any] = {
                 "model": model, "seeds": seeds, "data-dir": data_dir, "out": out, "refinement": refinement,
@@ -70,7 +78,7 @@ def finetune(
                 console, specs, recipes, model, numbers, data_dir, out, refinement, limit, keep_model
             )
     except (ValueError, OSError) as problem:
-        say(str(problem), "red")
+        say(in_words(problem), "red")
         raise typer.Exit(1) from None
     if results:
         console.print(results_table(results))
@@ -129,7 +137,7 @@ def _in_turn(
                     )
                 )  # fmt: skip
             except (ValueError, OSError) as problem:
-                say(f"{spec.name} failed: {problem}", "red")
+                say(f"{spec.name} failed: {in_words(problem)}", "red")
     return results
 
 

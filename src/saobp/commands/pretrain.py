@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from saobp.commands.problems import in_words
+
 if TYPE_CHECKING:
     from saobp.training.recipes import PretrainRecipe
 
@@ -27,7 +29,9 @@ EXPLANATION = """\
 
 def pretrain(
     out: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
-    corpus: Annotated[str, typer.Option(help="Texts with weights, as in a:0.6,b:0.4; or one of them.")] = "",
+    corpus: Annotated[
+        str, typer.Option(help="Texts with weights, as in a:0.6,b:0.4, or one; default: all in --tokens.")
+    ] = "",
     data_dir: Annotated[Path | None, typer.Option(help="Folder in which texts and tokenizers are.")] = None,
     tokens: Annotated[Path, typer.Option(help="Folder of token stores, made or used.")] = Path("tokens"),
     tokenizer: Annotated[str | None, typer.Option(help="bert, gpt2, a folder or a name on the hub.")] = None,
@@ -67,6 +71,7 @@ def pretrain(
         from saobp.training.runs import RunFolder
 
         if resume and RunFolder(out).is_finished:
+            RunFolder(out).check_recipe("pretrain", resolved.to_dict())
             say(f"The run in {out} is finished already; its result is in {out / 'result.json'}.")
             return
         RunFolder(out).check_free(resume)
@@ -108,7 +113,7 @@ def pretrain(
                 say=say,
             )
     except (ValueError, TypeError, OSError) as problem:
-        say(str(problem), "red")
+        say(in_words(problem), "red")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         if out is not None and (out / "recipe.json").exists():

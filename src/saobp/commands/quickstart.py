@@ -17,6 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from saobp.commands.problems import in_words
+
 if TYPE_CHECKING:
     from saobp.metrics.diagnosis import Diagnosis
     from saobp.training.pretrain import Result
@@ -44,7 +46,7 @@ def quickstart(
     try:
         page = run(console, refinement, sentence, out, steps=STEPS, seconds=SECONDS)
     except (ValueError, OSError) as problem:
-        console.print(Text(str(problem), style="red"), soft_wrap=True)
+        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
     if page is not None:
         console.print(Text(f"the page: {page.resolve()}"), soft_wrap=True)

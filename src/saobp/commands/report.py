@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from saobp.commands.problems import in_words
+
 
 class Format(StrEnum):
     """What a report is written as."""
@@ -56,7 +58,7 @@ def report(
 
             written = write_figures(runs, out or base / "figures", form.value)
     except (ValueError, OSError, MissingPlotlyError) as problem:
-        console.print(Text(str(problem), style="red"), soft_wrap=True)
+        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
     for path in written:
         console.print(Text(f"wrote {path}"), soft_wrap=True)

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from saobp.commands.problems import check_data_dir, in_words
+
 if TYPE_CHECKING:
     from saobp.lab.plan import Plan
     from saobp.lab.session import Places
@@ -90,6 +92,7 @@ def reproduce(
         from saobp.lab.session import Places, Session, shared_stage
 
         size = get_scale(scale)
+        check_data_dir(data_dir)
         places = Places.of(size, data_dir, tokens, runs, out)
         if corpus is not None:
             size = replace(size, corpus=corpus)
@@ -119,7 +122,7 @@ def reproduce(
             for one in stages:
                 session.do(one, jobs)
     except (ValueError, TypeError, OSError) as problem:
-        say(str(problem), "red")
+        say(in_words(problem), "red")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         say("Interrupted. The same command goes on: what is finished stays, a run from its last checkpoint.")

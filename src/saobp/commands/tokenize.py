@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from saobp.commands.problems import check_data_dir, in_words
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -34,13 +36,14 @@ def tokenize(
         from saobp.data import parse_mixture, prepare_corpora
 
         names = parse_mixture(corpus)
+        check_data_dir(data_dir)
         with text_bars(console) as bar_of:
             chosen = obtain_tokenizer(tokenizer, names, out, data_dir, bar_of)
             stores = prepare_corpora(
                 names, chosen, out, data_dir=data_dir, processes=processes, progress=bar_of
             )
     except (ValueError, TypeError, OSError) as problem:
-        console.print(Text(str(problem), style="red"), soft_wrap=True)
+        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
     for name, store in stores.items():
         said = store.description

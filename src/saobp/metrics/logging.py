@@ -81,8 +81,8 @@ class HealthLog:
             return ""
         named = [f"layer {head.layer} head {head.head} {_in_words(head)}" for head in left[:LISTED]]
         more = f" and {len(left) - LISTED} more" if len(left) > LISTED else ""
-        count = f"{len(left)} of {len(heads)} heads"
-        return f"attention health at step {step}: {count} left the healthy range: {', '.join(named)}{more}"
+        which = f"{len(left)} of {len(heads)} heads: {', '.join(named)}{more}"
+        return f"attention health at step {step}: newly outside the healthy range are {which}"
 
 
 def _in_words(head: HeadHealth) -> str:

@@ -154,7 +154,7 @@ def measure(
     query: Tensor,
     key: Tensor,
     *,
-    refinement: Refinement | None = None,
+    refinement: Refinement | str | None = None,
     method: Method = "exact",
     statistics: Collection[str] | None = None,
     padding_mask: Tensor | None = None,
@@ -173,7 +173,7 @@ def measure(
     standard errors in memory linear in length; the heads of a text share their random draws. There is no
     gradient.
     """
-    refinement = PLAIN if refinement is None else refinement
+    refinement = PLAIN if refinement is None else Refinement.of(refinement)
     check_states(query, key, key)
     if padding_mask is not None:
         check_padding(padding_mask, (query.shape[0], key.shape[-2]), query.device)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 
 from saobp.refinement import Refinement
 from saobp.transformers import apply, load
+from saobp.transformers.load import checked_folder
 
 EXAMPLE = "planted example"
 EXAMPLE_TEXT = (
@@ -24,7 +25,7 @@ EXAMPLE_TEXT = (
 def load_model(
     name: str, refinement: Refinement | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer from a folder or the hub, refined as saved or as asked."""
+    """A model and its tokenizer from its folder, that of its run or the hub, refined as saved or as asked."""
     if name == EXAMPLE:
         model, tokenizer = example_model()
     else:
@@ -36,9 +37,11 @@ def load_model(
 
 
 def is_refinement(text: str) -> bool:
-    """Whether ``text`` is the written form of a refinement rather than a model's name."""
+    """Whether ``text`` is the written form of a refinement, right or wrong, rather than a model's name."""
     if Path(text).exists():
         return False
+    if ":" in text:  # which no name on the hub has
+        return True
     try:
         Refinement.parse(text)
     except ValueError:
@@ -94,16 +97,14 @@ def example_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    folder = Path(name)
-    if not folder.is_dir() and (folder.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise ValueError(f"there is no folder {name!r} with a model")
+    place = checked_folder(name)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)
-        is_refined = getattr(AutoConfig.from_pretrained(name), "saobp", None) is not None
-        model: Any = load(name, AutoModel) if is_refined else AutoModel.from_pretrained(name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(place)
+        is_refined = getattr(AutoConfig.from_pretrained(place), "saobp", None) is not None
+        model: Any = load(place, AutoModel) if is_refined else AutoModel.from_pretrained(place)
     except (OSError, ValueError, KeyError, ImportError) as problem:
         raise ValueError(
             f"cannot load a model with its tokenizer from {name!r}: {_first_line(problem)}"

@@ -97,7 +97,8 @@ class RunFolder:
         data = dict(data or {})
         run.check_free(resume)
         if run.file("recipe.json").exists():
-            run._check_continuation(asked, data, held_out)
+            run.check_recipe(kind, recipe)
+            run._check_data(data, held_out)
         run.path.mkdir(parents=True, exist_ok=True)
         run._take()
         clear_unfinished(run.path)
@@ -128,7 +129,9 @@ class RunFolder:
         if self.file("recipe.json").exists():
             if not resume:
                 raise RunError(f"{self.path} holds an unfinished run: add --resume, or name another folder")
-        elif self.path.is_file() or (self.path.exists() and not all(map(is_unfinished, self.path.iterdir()))):
+        elif self.path.is_file():
+            raise RunError(f"{self.path} is a file: name a folder for the run")
+        elif self.path.exists() and not all(map(is_unfinished, self.path.iterdir())):
             raise RunError(f"{self.path} is not empty and holds no run: name another folder")
 
     def _take(self) -> None:
@@ -148,17 +151,18 @@ class RunFolder:
         if taken is not None:
             os.close(taken)
 
-    def _check_continuation(
-        self, asked: Mapping[str, Any], data: Mapping[str, str], held_out: float | None
-    ) -> None:
+    def check_recipe(self, kind: str, recipe: Mapping[str, Any]) -> None:
+        """Refuse another recipe than the one that the run in this folder was started with."""
         before = self.recipe
-        plain = _as_json(asked)
+        plain = _as_json({"kind": kind, **recipe})
         changed = sorted(name for name in {*before, *plain} if before.get(name) != plain.get(name))
         if changed:
             raise RunError(
                 f"the run in {self.path} was started with another {', '.join(changed)}: give what its "
                 "recipe.json says, or name another folder"
             )
+
+    def _check_data(self, data: Mapping[str, str], held_out: float | None) -> None:
         known = self.record.get("data", {})
         other = sorted(name for name in {*known, *data} if known.get(name) != data.get(name))
         if known and other:

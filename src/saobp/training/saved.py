@@ -11,20 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 import saobp
 from saobp.refinement import Refinement
-
-
-def checked_folder(folder: str | Path) -> str:
-    """The folder of a saved model, or a name on the hub; the folder of a run stands for the model in it."""
-    path = Path(folder)
-    if path.is_dir():
-        for place in (path, path / "model"):
-            if (place / "config.json").exists():
-                return str(place)
-        raise FileNotFoundError(f"{str(path)!r} holds no model (it has no config.json)")
-    named_on_hub = str(folder).count("/") <= 1 and not str(folder).startswith((".", "/", "~"))
-    if not named_on_hub:
-        raise FileNotFoundError(f"there is no model folder {str(path)!r}")
-    return str(folder)
+from saobp.transformers.load import checked_folder
 
 
 def config_of(folder: str | Path) -> Any:

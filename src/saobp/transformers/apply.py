@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from types import FunctionType
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from saobp.attention import LEAK_WARNING
 from saobp.propagation.factors import Similarity, get_factor
@@ -54,6 +55,7 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
         warn_of_strength(refinement, parameters)
     owns = build(modules, refinement)
     remove(model)
+    separate_configs(model)
     attach(modules, owns)
     switch_on(model, modules, refinement)
     return model
@@ -97,13 +99,12 @@ def check_model(model: Any) -> None:
             f"saobp.apply takes a Transformers model, not {type(model).__name__}: give it the model inside, "
             "before it is compiled or wrapped"
         )
-    if getattr(model.config, "is_encoder_decoder", False) or getattr(
-        model.config, "add_cross_attention", False
-    ):
-        raise ValueError(
-            f"{type(model).__name__} has cross-attention, whose rows and keys are different tokens: "
-            "saobp refines models with self-attention only"
-        )
+    for field in ("is_encoder_decoder", "add_cross_attention"):
+        if getattr(model.config, field, False):
+            raise ValueError(
+                f"{type(model).__name__} is, or is part of, a model with cross-attention (config.{field}), "
+                "whose rows and keys are different tokens: saobp refines models with self-attention only"
+            )
 
 
 def attention_modules(model: nn.Module) -> Modules:
@@ -145,6 +146,15 @@ def build(modules: Modules, refinement: Refinement) -> list[LayerRefinement]:
         LayerRefinement(refinement, layer, len(modules), head_count(module), next(module.parameters()))
         for layer, (_, module) in enumerate(modules)
     ]
+
+
+def separate_configs(model: PreTrainedModel) -> None:
+    """Give a model configs of its own: others that were built from the same one stay as they are."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[name] = copy.deepcopy(value, copies)
 
 
 def attach(modules: Modules, owns: list[LayerRefinement]) -> None:

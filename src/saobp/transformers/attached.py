@@ -98,6 +98,13 @@ def note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "this cache holds keys whose rows saobp did not see, so their messages are unknown: start from "
             "an empty cache, or generate with use_cache=False"
         )
+    if own.memory.sent_by is None:
+        own.memory.sent_by = own.refinement
+    elif not torch.compiler.is_compiling() and own.memory.sent_by != own.refinement:
+        raise ValueError(
+            "this cache was filled under another refinement, whose messages are other ones: start from an "
+            "empty cache"
+        )
 
 
 def note_cache_of(module: nn.Module) -> None:

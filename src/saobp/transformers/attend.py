@@ -58,6 +58,7 @@ def saobp_attention(
     Returns ``[batch, queries, heads, dim]``, contiguous, and the refined rows where they were asked for.
     """
     reject(module, kwargs)
+    query, key, value = under_autocast(query, key, value)
     refinement, strength, memory = own_refinement(module, query)
     if memory is not None:
         module.saobp.memory = None  # type: ignore[union-attr]
@@ -96,6 +97,18 @@ def saobp_attention(
             *states, memory, bias=bias, dropout_p=dropout, scale=scaling, wants_rows=wants_rows
         )
     return output.transpose(1, 2).contiguous(), rows
+
+
+def under_autocast(*states: Tensor) -> tuple[Tensor, ...]:
+    """The states in the precision of autocast, which casts for PyTorch's attention but not for this one.
+
+    Rotary positions leave queries and keys in single precision, beside values in half.
+    """
+    kind = states[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return states
+    half = torch.get_autocast_dtype(kind)
+    return tuple(state if state.dtype == torch.float64 else state.to(half) for state in states)
 
 
 def graph_of(

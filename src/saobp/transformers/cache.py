@@ -22,6 +22,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from saobp.refinement import Refinement
+
 UNDOABLE_ROWS = 128
 """Rows that a cache which records its past can give back to ``crop``."""
 ROWS_AT_ONCE = 1024
@@ -39,6 +41,7 @@ class Memory(ABC):
 
     totals:    ``[steps, batch, heads, keys]`` for the keys that the layer holds
     heard:     the same for the keys of the call under way, zero for its new keys; None in the first call
+    sent_by:   the refinement whose messages these are
     waiting:   keys came in and their rows' messages did not, so ``totals`` is out of date
     prompt:    a first call whose messages are still to be computed, which only a later call needs
     snapshots: with ``record_past``, totals before and after each of the last rows, for ``crop``
@@ -47,6 +50,7 @@ class Memory(ABC):
     totals: Tensor | None = None
     heard: Tensor | None = None
     snapshots: tuple[Tensor | None, ...] = ()
+    sent_by: Refinement | None = None
     prompt: Prompt | None = None
     record_past: bool = False
     waiting: bool = False
@@ -107,7 +111,7 @@ class Memory(ABC):
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
         self.waiting = False
-        self.heard = self.prompt = None
+        self.heard = self.prompt = self.sent_by = None
         self.snapshots = ()
 
 

@@ -50,6 +50,19 @@ def load(path: str | PathLike[str], auto_class: Any, **kwargs: Any) -> Any:
     return model
 
 
+def checked_folder(folder: str | PathLike[str]) -> str:
+    """The folder of a saved model, or a name on the hub; the folder of a run stands for the model in it."""
+    path = Path(folder)
+    if path.is_dir():
+        for place in (path, path / "model"):
+            if (place / "config.json").exists():
+                return str(place)
+        raise FileNotFoundError(f"{str(path)!r} holds no model (it has no config.json)")
+    if _looks_local(folder):
+        raise FileNotFoundError(f"there is no model folder {str(path)!r}")
+    return str(folder)
+
+
 def _looks_local(path: str | PathLike[str]) -> bool:
     """A path object, or text that cannot be the name of a model on the hub."""
     text = str(path)
