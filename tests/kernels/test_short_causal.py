@@ -1,6 +1,7 @@
 """Kernels that hold a short strict causal map whole, against the specification and the sweeps of longer maps.
 
-Calls in float32 take the sweeps. Here they are sent to these kernels, to see more digits of the arithmetic.
+Calls in float32 take the sweeps. In Triton's interpreter they are sent to these kernels, to see more digits of
+the arithmetic; not on a GPU, since the compiler needs minutes for kernels that no call takes.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from saobp.kernels.short_causal_operator import short_causal_refined_attention
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
+DTYPES = [torch.bfloat16, torch.float16] if GPU else [torch.float32, torch.float16]
 """The interpreter multiplies bfloat16 wrongly."""
+HALF_TYPES = [dtype for dtype in DTYPES if dtype != torch.float32]
+in_single_precision = pytest.mark.skipif(GPU, reason="no call in float32 takes these kernels")
 DIM = 16
 """Of heads, where it does not matter."""
 
@@ -108,7 +111,7 @@ def test_trained_strengths_of_either_sign(strength: float, dtype: torch.dtype) -
     check(attention_inputs(1, 1, 90, DIM, strength=strength, dtype=dtype, device=DEVICE))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("dtype", HALF_TYPES)
 @pytest.mark.parametrize("collapse", ["sink", "diagonal"])
 @pytest.mark.parametrize(("gap", "strength"), [(5.0, 0.2), (10.0, 0.5), (90.0, 1.0)])
 def test_collapsed_heads(gap: float, strength: float, collapse: Any, dtype: torch.dtype) -> None:
@@ -123,6 +126,7 @@ def test_what_rows_hear_is_not_lost_beside_larger_terms(dtype: torch.dtype) -> N
     check(drifting_inputs(collapsed_inputs(inputs, 7.0), 64 * torch.finfo(dtype).eps))
 
 
+@in_single_precision
 @pytest.mark.usefixtures("weak_way")
 @pytest.mark.parametrize("factor", ["high", "low", "high-listing"])
 @pytest.mark.parametrize("padding", [None, "both"])
@@ -164,14 +168,16 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_it_gives_what_the_sweeps_give(name: str) -> None:
     """Output and gradients; the same entries are dropped and no sequence of a packed batch hears another."""
     sizes, options = CALLS[name]
-    inputs = attention_inputs(**{"batch": 1, "dim": 24, "strength": (0.3, 1.1), "device": DEVICE, **sizes})
+    dtype, near = (torch.float16, 0.01) if GPU else (torch.float32, 2e-5)
+    usual = {"batch": 1, "dim": 24, "strength": (0.3, 1.1), "dtype": dtype, "device": DEVICE}
+    inputs = attention_inputs(**usual | sizes)
     options = {"seed": torch.tensor([7], device=DEVICE), **options}
     if "cu" in options:
         options["cu"] = torch.tensor(options["cu"], dtype=torch.int32, device=DEVICE)
     found = run(by(short_causal_refined_attention, inputs, **options), inputs)
     expected = run(by(causal_refined_attention, inputs, **options), inputs)
     for result, wanted in expected.items():
-        torch.testing.assert_close(found[result], wanted, rtol=2e-5, atol=2e-5, msg=result)
+        assert float((found[result] - wanted).norm() / wanted.norm()) < near, result
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
