@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from saobp import __version__
 from saobp.commands.bench import bench
 from saobp.commands.diagnose import diagnose
 from saobp.commands.evaluate import evaluate
@@ -32,6 +35,17 @@ app.command()(reproduce)
 app.add_typer(bench, name="bench")
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"saobp {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Tell the version and end.", callback=_tell_version, is_eager=True),
+    ] = False,
+) -> None:
     """Attention refined by belief propagation, and instruments for attention health."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import saobp
 from saobp.benchmarking import model as model_benchmark
 from saobp.benchmarking import models
 from saobp.benchmarking.attention import attention_speed
@@ -133,6 +134,12 @@ def test_cpu_rows_and_threads() -> None:
     )
     assert "1 threads used" in busy.facts["CPU"]
     assert any("Processor time" in note for note in busy.notes)
+
+
+def test_the_command_tells_its_version() -> None:
+    said = CliRunner().invoke(app, ["--version"])
+    assert said.exit_code == 0
+    assert said.stdout == f"saobp {saobp.__version__}\n"
 
 
 def test_commands_need_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

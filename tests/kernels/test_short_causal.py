@@ -1,7 +1,7 @@
 """Kernels that hold a short strict causal map whole, against the specification and the sweeps of longer maps.
 
-Calls in float32 take the sweeps. In Triton's interpreter they are sent to these kernels, to see more digits of
-the arithmetic; not on a GPU, since the compiler needs minutes for kernels that no call takes.
+Calls in float32 take the sweeps. In Triton's interpreter they are sent to these kernels, to see more of their
+digits; not on a GPU, since the compiler needs minutes for kernels that no call takes.
 """
 
 from __future__ import annotations

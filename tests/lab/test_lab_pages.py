@@ -220,7 +220,7 @@ def test_runs_of_another_recipe_are_not_tabulated(runs: Path, tmp_path: Path) ->
     write_json(path, {**recipe, "checkpoint_steps": 1000})
     Results(plan, EXPERIMENTS["gtd"], runs).check()
     write_json(path, {**recipe, "corpus": "another"})
-    with pytest.raises(ValueError, match="had another corpus"):
+    with pytest.raises(ValueError, match="differs in corpus"):
         tabulate(plan, runs, tmp_path / "results")
 
 

@@ -59,7 +59,7 @@ def test_a_finished_run_is_reused(trained: Path, places: tuple[Path, Sources]) -
 
 def test_a_finished_run_of_another_recipe_is_refused(trained: Path) -> None:
     run = RunFolder(trained / "bert-tiny-high-0.2-seed42")
-    with pytest.raises(RunError, match="had another refinement"):
+    with pytest.raises(RunError, match="differs in refinement"):
         check_same(run, SMOKE.recipe_of("bert", "low", 42))
 
 

@@ -75,6 +75,18 @@ def test_health_does_not_change_training(tmp_path) -> None:  # type: ignore[no-u
         assert torch.equal(weights[0][name], weights[1][name]), name
 
 
+def test_a_new_model_need_not_be_warned_of(tmp_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    flat = tiny_model("bert")
+    for layer in flat.bert.encoder.layer:
+        torch.nn.init.zeros_(layer.attention.self.query.weight)
+    for untrained in (True, False):
+        run = trainer(tmp_path, flat)
+        run.add_callback(HealthCallback(run, untrained=untrained))
+        with caplog.at_level(logging.WARNING, "saobp"):
+            run.train()
+        assert any("diffuse" in record.message for record in caplog.records) == (not untrained)
+
+
 def test_a_failing_step_leaves_nothing_switched_on(tmp_path) -> None:  # type: ignore[no-untyped-def]
     from transformers.modeling_utils import AttentionInterface
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -230,3 +234,13 @@ class TestDropout:
     def test_the_mean_is_kept(self) -> None:
         mean = torch.stack([self.attend(0.3, seed) for seed in range(2000)]).mean(0)
         torch.testing.assert_close(mean, self.attend(0.0), rtol=0.1, atol=0.005)
+
+
+def test_the_pages_packed_batch_gives_what_the_padded_one_gives() -> None:
+    page = Path(__file__).parents[2] / "docs" / "operation.md"
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(block, names)
+    states = [names[name].transpose(1, 2) for name in ("query", "key", "value")]
+    expected = saobp.attention(*states, "high:0.2", padding_mask=names["real"]).transpose(1, 2)
+    torch.testing.assert_close(names["padded"], expected * names["real"][:, :, None, None])

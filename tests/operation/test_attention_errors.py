@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import saobp
+from saobp.propagation.factors import _FACTORS
 
 HIGH = saobp.Refinement("high", 0.2)
 
@@ -211,3 +212,13 @@ def test_factors_are_registered_with_care() -> None:
             ValueError, match="a factor's name is made of letters, digits, '-' and '_', unlike"
         ):
             saobp.register_factor(name, Deaf())  # type: ignore[arg-type]
+
+
+def test_a_factor_with_messages_of_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnePerRow(saobp.Factor):
+        def log_messages(self, beliefs: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+            return strength * beliefs.sum(-1, keepdim=True)
+
+    monkeypatch.setitem(_FACTORS, "one-per-row", OnePerRow())
+    with pytest.raises(ValueError, match=says("entry of beliefs (2, 4, 5, 5), not (2, 4, 5, 1)")):
+        attend(refinement="one-per-row:0.2")

@@ -107,9 +107,9 @@ def test_finished_seeds_are_taken_over_and_new_ones_added(data_dir, bert, tmp_pa
     assert second["seeds"]["1"] == first["seeds"]["1"]
     assert set(second["seeds"]) == {"1", "2"}
     assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "seed-1").iterdir()}
-    with pytest.raises(RunError, match="had another rate: name another folder"):
+    with pytest.raises(RunError, match="differs in rate: name another folder"):
         finetune(bert, task, tmp_path, seeds=[1], recipe=quick("mrpc", epochs=1, rate=1e-3))
-    with pytest.raises(RunError, match="had another rows"):
+    with pytest.raises(RunError, match="differs in rows"):
         finetune(bert, load_task("mrpc", data_dir, limit=9), tmp_path, seeds=[1], recipe=recipe)
 
 

@@ -174,4 +174,4 @@ def check_same(run: RunFolder, recipe: PretrainRecipe) -> None:
     if replace(found, checkpoint_steps=recipe.checkpoint_steps) != recipe:
         was, asked = found.to_dict(), recipe.to_dict()
         changed = sorted(name for name in asked if was[name] != asked[name])
-        raise RunError(f"the finished run in {run.path} had another {', '.join(changed)}: name other --runs")
+        raise RunError(f"the finished run in {run.path} differs in {', '.join(changed)}: name other --runs")

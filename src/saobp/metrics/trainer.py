@@ -18,7 +18,8 @@ class HealthCallback(TrainerCallback):
         trainer.add_callback(HealthCallback(trainer, every=50))
 
     The numbers pass through ``Trainer.log``, so they reach the log history and whatever ``report_to`` names.
-    Of a measured step the first forward counts, and of its batch the first ``texts`` texts.
+    Of a measured step the first forward counts, and of its batch the first ``texts`` texts. ``untrained`` is
+    for a model that starts from random weights, as in :class:`HealthLog`.
     """
 
     def __init__(
@@ -31,13 +32,14 @@ class HealthCallback(TrainerCallback):
         method: str = "auto",
         sampling: Sampling | None = None,
         prefix: str = "health",
+        untrained: bool = False,
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
         self.trainer, self.every = trainer, every
         assert trainer.model is not None
         self.recorder = Recorder(trainer.model, statistics, method, texts, sampling=sampling)
-        self.health_log = HealthLog(lambda logs, _: trainer.log(logs), prefix)
+        self.health_log = HealthLog(lambda logs, _: trainer.log(logs), prefix, untrained=untrained)
         self._due = False
         self._training_step: Callable[..., Any] | None = None
 

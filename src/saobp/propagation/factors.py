@@ -37,7 +37,13 @@ class Factor(ABC):
 
     def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
         """Unnormalised log belief of every node: its prior and what it hears. ``[..., node, label]``"""
-        return log_prior + graph.heard(self.log_messages(beliefs, strength))
+        messages = self.log_messages(beliefs, strength)
+        if messages.shape != beliefs.shape:
+            raise ValueError(
+                f"{type(self).__name__}.log_messages must give one number for every entry of beliefs "
+                f"{tuple(beliefs.shape)}, not {tuple(messages.shape)}"
+            )
+        return log_prior + graph.heard(messages)
 
 
 class Potts(Factor):

@@ -142,7 +142,7 @@ class _Session:
         changed += sorted(f"{name} data" for name in self.data if data.get(name) != self.data[name])
         if changed:
             raise RunError(
-                f"the finished run in {run.path} had another {', '.join(changed)}: name another folder"
+                f"the finished run in {run.path} differs in {', '.join(changed)}: name another folder"
             )
 
     def _train(self, run: RunFolder, seed: int, progress: SeedProgress | None) -> dict[str, Any]:
