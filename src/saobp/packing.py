@@ -11,7 +11,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from saobp.attention import Backend, attention, call_strength, check_numbers, check_states, kernels_apply
+from saobp.attention import (
+    Backend,
+    attention,
+    call_strength,
+    check_numbers,
+    check_states,
+    kernels_apply,
+    warn_of_leak,
+)
 from saobp.refinement import Refinement
 
 
@@ -53,13 +61,14 @@ def attention_packed(
     cumulative_lengths: Tensor,
     *,
     max_length: int | None = None,
+    is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
     backend: Backend = "auto",
     strength: Tensor | None = None,
     strongest: float | None = None,
 ) -> Tensor:
-    """:func:`saobp.attention` within each of several sequences packed into one row, not causal.
+    """:func:`saobp.attention` within each of several sequences packed into one row.
 
     query ``[total, heads, dim]``, key and value ``[total, key_heads, dim]``; cumulative_lengths int32
     ``[sequences + 1]`` on the same device, from 0 to total. Empty sequences are allowed. Returns
@@ -86,14 +95,17 @@ def attention_packed(
     if strength is None:
         strongest = refinement.strongest
     strength = call_strength(refinement, strength, query.shape[1], query.device)
-    fused = kernels_apply(q, k, v, refinement, False, scale, dropout_p, backend, strongest)
+    if is_causal and refinement.future == "paper":
+        warn_of_leak()
+    fused = kernels_apply(q, k, v, refinement, is_causal, scale, dropout_p, backend, strongest)
     if not (fused and cumulative_lengths.is_cuda):
         _check_values(cumulative_lengths, max_length, total)
     if fused:
         from saobp.kernels.call import fused_attention
 
         out = fused_attention(
-            q, k, v, refinement, strength, strongest=strongest, dropout_p=dropout_p, scale=scale,
+            q, k, v, refinement, strength,
+            strongest=strongest, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
             cumulative_lengths=cumulative_lengths.contiguous(),
             longest=total if max_length is None else min(max_length, total),
         )  # fmt: skip
@@ -104,7 +116,8 @@ def attention_packed(
     q, k, v = (unpack(mask, packed).transpose(1, 2) for packed in (query, key, value))
     padded = attention(
         q, k, v, refinement,
-        padding_mask=mask, dropout_p=dropout_p, scale=scale, backend="reference", strength=strength,
+        padding_mask=mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
+        backend="reference", strength=strength,
     )  # fmt: skip
     return padded.transpose(1, 2)[mask]
 

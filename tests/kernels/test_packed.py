@@ -37,25 +37,29 @@ def packed_states(total: int, dtype: torch.dtype, key_heads: int = HEADS, seed: 
     return [*leaves, states[3]]
 
 
-def alone(states: list[Tensor], refinement: saobp.Refinement, places: Tensor) -> list[Tensor]:
+def alone(
+    states: list[Tensor], refinement: saobp.Refinement, places: Tensor, causal: bool = False
+) -> list[Tensor]:
     """Output and gradients by the reference with every sequence in a call of its own."""
     *leaves, grad = states
     query, key, value, strength = leaves
     parts = []
     for start, stop in pairwise(places.tolist()):
         one = [x[start:stop].transpose(0, 1)[None] for x in (query, key, value)]
-        out = saobp.attention(*one, refinement, strength=strength, backend="reference")
+        out = saobp.attention(*one, refinement, is_causal=causal, strength=strength, backend="reference")
         parts.append(out[0].transpose(0, 1))
     return with_gradients(torch.cat(parts), leaves, grad)
 
 
-def assert_as_alone(out: Tensor, states: list[Tensor], refinement: saobp.Refinement, places: Tensor) -> None:
+def assert_as_alone(
+    out: Tensor, states: list[Tensor], refinement: saobp.Refinement, places: Tensor, causal: bool = False
+) -> None:
     """Close to single calls in double precision, for the output's precision."""
     *leaves, grad = states
     exact = [x.detach().double().requires_grad_() for x in states]
     step = torch.finfo(out.dtype).eps
     found = with_gradients(out, leaves, grad)
-    assert_all_close(found, alone(exact, refinement, places), rtol=8 * step, atol=max(4 * step, 2e-5))
+    assert_all_close(found, alone(exact, refinement, places, causal), rtol=8 * step, atol=max(4 * step, 2e-5))
 
 
 def with_gradients(out: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
@@ -100,17 +104,31 @@ def test_short_sequences_with_and_without_their_longest(factor: str, max_length:
     assert_as_alone(out, states, refinement, places)
 
 
+@pytest.mark.parametrize("factor", FACTORS[:4])
+@pytest.mark.parametrize("lengths", [SHORT, LENGTHS], ids=["short", "long"])
+def test_causal_sequences_equal_each_alone(factor: str, lengths: tuple[int, ...]) -> None:
+    places = places_of(lengths)
+    *leaves, _ = states = packed_states(sum(lengths), torch.float16, key_heads=1)
+    refinement = saobp.Refinement(factor, 0.2)
+    out = saobp.attention_packed(
+        *leaves[:3], refinement, places,
+        max_length=max(lengths), is_causal=True, strength=leaves[3], backend="fused",
+    )  # fmt: skip
+    assert_as_alone(out, states, refinement, places, causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("factor", ["none", "high", "low-listing", "elemmul", "elemmul-prior"])
-def test_reference_unpacks_to_the_same_numbers(factor: str) -> None:
+def test_reference_unpacks_to_the_same_numbers(factor: str, causal: bool) -> None:
     lengths = (3, 0, 12, 1)
     places = places_of(lengths)
     *leaves, grad = states = packed_states(sum(lengths), torch.float64, key_heads=1)
     refinement = saobp.Refinement(factor, 0.2, steps=2, damping=0.5)
     out = saobp.attention_packed(
-        *leaves[:3], refinement, places, strength=leaves[3], scale=None, backend="reference"
+        *leaves[:3], refinement, places, is_causal=causal, strength=leaves[3], backend="reference"
     )
     found = with_gradients(out, leaves, grad)
-    assert_all_close(found, alone(states, refinement, places), rtol=1e-12, atol=1e-13)
+    assert_all_close(found, alone(states, refinement, places, causal), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["long", "short"])
