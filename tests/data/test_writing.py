@@ -136,3 +136,33 @@ def test_tokens_in_a_folder_that_may_only_be_read_are_used(
     assert prepare_tokens(corpus, words, tmp_path / "store") == made
     with pytest.raises(OSError, match="Read-only file system"):
         prepare_tokens(corpus, words, tmp_path / "other")
+
+
+def test_a_folder_that_was_being_replaced_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the two renames, a process leaves nothing under the name."""
+    folder = tmp_path / "kept"
+
+    def fill(text: str) -> None:
+        with replacing(folder) as new:
+            (new / "text").write_text(text)
+
+    fill("first")
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if target == folder:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fill("second")
+    monkeypatch.undo()
+    assert not folder.exists()
+    clear_unfinished(tmp_path)
+    assert (folder / "text").read_text() == "first"
+    fill("third")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (folder / "text").read_text() == "third"

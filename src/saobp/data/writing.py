@@ -17,6 +17,8 @@ except ImportError:  # no file locks on this system: two processes that make the
 
 UNFINISHED = ".unfinished-"
 """How the name of something half written begins; it lies beside what it will become."""
+REPLACED = f"{UNFINISHED}old-"
+"""How the name of a folder begins while another takes its place."""
 NO_ROOM = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -102,19 +104,28 @@ def put_in_place(new: Path, folder: Path) -> None:
     """Force a filled folder to the disk, then give it its name; a folder that had the name goes."""
     for path in (*new.rglob("*"), new):
         to_disk(path)
-    old = folder.with_name(f"{UNFINISHED}old-{folder.name}")
-    _remove(old)
+    old = folder.with_name(f"{REPLACED}{folder.name}")
     if folder.exists():
+        _remove(old)
         folder.rename(old)
-    new.rename(folder)
+    try:
+        new.rename(folder)
+    except BaseException:
+        if old.exists():
+            old.rename(folder)
+        raise
     to_disk(folder.parent)
     _remove(old)
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove what a killed process left half written."""
+    """Remove what a killed process left half written; what it was about to replace gets its name back."""
     for left in folder.glob(f"{UNFINISHED}*"):
-        _remove(left)
+        own = left.with_name(left.name.removeprefix(REPLACED))
+        if left.name.startswith(REPLACED) and not own.exists():
+            left.rename(own)
+        else:
+            _remove(left)
 
 
 def reason(problem: BaseException) -> str:
