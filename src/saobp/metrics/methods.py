@@ -119,7 +119,7 @@ class Heads:
     def scores(self) -> tuple[Tensor, FactorGraph]:
         """Scores before any refinement, ``[batch, heads, length, length]``, and who sees and hears whom."""
         precision = torch.promote_types(self.query.dtype, torch.float32)
-        scores = (self.query @ self.key.transpose(-1, -2)).to(precision) * self.scale
+        scores = self.query.to(precision) @ self.key.to(precision).transpose(-1, -2) * self.scale
         if self.bias is not None:
             scores = scores + self.bias
         length = scores.shape[-1]
