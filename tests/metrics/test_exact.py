@@ -79,6 +79,14 @@ def test_entropy_sparsity_and_sink_equal_numpy(causal: bool) -> None:
         assert float(metrics.sink_mass(a)) == pytest.approx(n.mean(0).max())
 
 
+@pytest.mark.parametrize("length", [1, 3, 5, 64, 100, 1000])
+def test_no_entry_of_a_uniform_map_is_sparse(length: int) -> None:
+    alike = torch.zeros(1, 1, length, 4)
+    for dtype in (torch.float32, torch.float64):
+        found = metrics.measure(alike.to(dtype), alike.to(dtype), statistics=["sparsity"])
+        assert found["sparsity"].value == 0
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     length=st.integers(1, 14),
