@@ -18,7 +18,7 @@ from saobp.metrics.gtd import BETA, HOPS, check_path, gtd_of, indirect_paths
 from saobp.metrics.maps import Maps, unchecked_maps
 from saobp.metrics.sampled import SAMPLED, Draws, Sampling, estimate, observe, operator_for
 from saobp.metrics.tiles import Mask
-from saobp.propagation.beliefs import propagate
+from saobp.propagation.beliefs import propagate, without_autocast
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import head_strength
@@ -212,7 +212,7 @@ def measure_heads(
 ) -> dict[str, Estimate]:
     """What ``measure`` does, on states that are known to fit together."""
     wanted = checked_statistics(method, statistics)
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(heads.query.device.type):
         if method == "sampled":
             return _sampled(heads, wanted, beta, hops, sampling or Sampling())
         return _exact(heads, wanted, beta, hops)
