@@ -88,6 +88,22 @@ class Heads:
             bias=_some_of_mask(self.bias, items, heads),
         )
 
+    def with_words(self) -> Heads:
+        """Without the texts that are padding and nothing else, as fill up a last batch."""
+        if self.padding_mask is None:
+            return self
+        kept = self.padding_mask.any(-1).nonzero()[:, 0]
+        if len(kept) == len(self.padding_mask):
+            return self
+        return replace(
+            self,
+            query=self.query[kept],
+            key=self.key[kept],
+            padding_mask=self.padding_mask[kept],
+            visible=self.visible if self.visible is None or len(self.visible) == 1 else self.visible[kept],
+            bias=self.bias if self.bias is None or len(self.bias) == 1 else self.bias[kept],
+        )
+
     def text(self, item: int) -> Heads:
         """One text freed of its padding; keys stay shared."""
         items, heads = slice(item, item + 1), slice(0, self.query.shape[1])

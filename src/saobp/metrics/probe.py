@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -83,6 +84,7 @@ class Recorder:
         self.health = Health(self.statistics)
         self._calls: dict[str, int] = {}
         self._below: deque[Tensor] = deque(maxlen=hops - 1)
+        self._stack = ""
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -102,6 +104,9 @@ class Recorder:
             if heads is None:
                 self.health.skipped.add(call.name)
                 return
+            heads = heads.with_words()
+            if not len(heads.query):
+                return
             found = measure_heads(
                 heads,
                 "sampled" if sampled else "exact",
@@ -110,7 +115,7 @@ class Recorder:
                 hops=self.hops,
                 sampling=self._sampling(),
             )
-            across = self._across(heads) if self.across and not sampled else None
+            across = self._across(call.name, heads) if self.across and not sampled else None
             self.health.add(self._layer(call.name), found, _largest_entropies(heads), across)
 
     def _sampling(self) -> Sampling:
@@ -124,8 +129,15 @@ class Recorder:
         name = name.removeprefix("_orig_mod.").removeprefix("module.")
         return name if calls == 1 else f"{name} ({calls})"
 
-    def _across(self, heads: Heads) -> Tensor | None:
-        """Cross-layer GTD of each text for the layer at hand, from head averages of the layers below."""
+    def _across(self, name: str, heads: Heads) -> Tensor | None:
+        """Cross-layer GTD of each text for the layer at hand, from head averages of the layers below.
+
+        A decoder does not stand on its encoder, nor a text model on that for images: their tokens differ.
+        """
+        stack = re.split(r"\.\d+(?:\.|$)", name)[0]
+        if stack != self._stack:
+            self._below.clear()
+            self._stack = stack
         batch, count = heads.query.shape[:2]
         rows: Tensor | None = None
         for head in range(count):
