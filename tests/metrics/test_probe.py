@@ -13,6 +13,7 @@ from transformers.modeling_utils import AttentionInterface
 import saobp
 from saobp import metrics
 from saobp.metrics.calls import heads_of
+from saobp.metrics.estimates import exactly
 from saobp.metrics.sampled import SAMPLED, Sampling
 from saobp.testing.models import DECODERS, FAMILIES, tiny_batch, tiny_model
 from saobp.transformers import AttentionCall, record_attention
@@ -322,6 +323,21 @@ def test_data_parallel_takes_one_all_reduce(tmp_path, monkeypatch: pytest.Monkey
         model(**batch)
     for one, expected in zip(values, health.values("gtd").values(), strict=True):
         assert one == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_processes_that_met_layers_in_another_order_reduce_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda packed: sent.append(packed.clone()))
+    values = {name: torch.rand(3, 2) for name in "abc"}
+    for order in ("abc", "bca"):
+        health = metrics.Health(("gtd",))
+        for name in order:
+            health.add(name, {"gtd": exactly(values[name])}, torch.ones(3))
+        total = health.reduced()
+        assert list(total.layers) == list(order)
+        assert all(torch.equal(total.values("gtd")[name], health.values("gtd")[name]) for name in order)
+    assert torch.equal(*sent)
 
 
 MASKS = {
