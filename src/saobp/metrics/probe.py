@@ -77,8 +77,8 @@ class Recorder:
         self.statistics = checked_statistics("sampled" if method == "auto" else method, wanted)
         if self.across and method == "sampled":
             raise ValueError(f"{CROSS_LAYER} has no sampled form: use method 'exact' or 'auto'")
-        if texts is not None and texts < 1:
-            raise ValueError(f"texts must be at least 1, not {texts}")
+        if texts is not None and (isinstance(texts, bool) or not isinstance(texts, int) or texts < 1):
+            raise ValueError(f"texts must be a whole number of at least 1, not {texts!r}")
         self.model, self.method, self.texts = model, method, texts
         self.beta, self.hops, self.sampling = beta, hops, sampling or Sampling()
         self.health = Health(self.statistics)
@@ -126,7 +126,7 @@ class Recorder:
     def _layer(self, name: str) -> str:
         """A module that serves several layers, as in ALBERT, counts as several."""
         calls = self._calls[name] = self._calls.get(name, 0) + 1
-        name = name.removeprefix("_orig_mod.").removeprefix("module.")
+        name = re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
         return name if calls == 1 else f"{name} ({calls})"
 
     def _across(self, name: str, heads: Heads) -> Tensor | None:
