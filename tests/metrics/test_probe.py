@@ -279,6 +279,8 @@ def test_texts_of_padding_alone_are_left_out(family: str, implementation: str, m
         assert one.verdict == other.verdict
         assert one.values == pytest.approx(other.values, rel=1e-4, abs=1e-5)
     assert not empty.heads()
+    assert list(empty.layers) == list(healths[0].layers)
+    assert metrics.health_metrics(empty) == {}
 
 
 def test_wrong_input_gets_a_clear_sentence() -> None:

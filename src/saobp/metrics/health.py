@@ -108,10 +108,12 @@ class Health:
         return total
 
     def heads(self) -> list[HeadHealth]:
-        """Every head measured, first layer first."""
+        """Every head measured, first layer first; none of a layer that has met nothing but padding."""
         found = []
         for layer, (name, totals) in enumerate(self.layers.items()):
             texts, entropies, *_ = totals.context.tolist()
+            if not texts:
+                continue
             means, squares, noise = (totals.sums / texts).cpu()
             spread = (squares - means.square()).clamp(min=0) / max(texts - 1, 1)
             errors = (spread if texts > 1 else noise).sqrt()

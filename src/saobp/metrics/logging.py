@@ -30,7 +30,8 @@ def health_metrics(health: Health, prefix: str = "health") -> dict[str, float]:
     for statistic in health.statistics:
         for layer, name in enumerate(health.layers):
             own = [head.values[statistic] for head in heads if head.name == name]
-            logs[f"{prefix}/layer_{layer:02d}/{statistic}"] = sum(own) / len(own)
+            if own:
+                logs[f"{prefix}/layer_{layer:02d}/{statistic}"] = sum(own) / len(own)
         logs[f"{prefix}/{statistic}"] = sum(head.values[statistic] for head in heads) / len(heads)
     places = {name: layer for layer, name in enumerate(health.layers)}
     for name, value in health.cross_layer_gtd().items():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from saobp.metrics.calls import heads_of
+from saobp.metrics.estimates import exactly
 from saobp.metrics.gtd import BETA, HOPS, check_path, indirect_share
 from saobp.metrics.health import CROSS_LAYER, Health
 from saobp.metrics.methods import Heads, checked_statistics, measure_heads
@@ -105,7 +106,10 @@ class Recorder:
                 self.health.skipped.add(call.name)
                 return
             heads = heads.with_words()
-            if not len(heads.query):
+            if not len(heads.query):  # known to the layer all the same, so that processes reduce alike
+                nothing = exactly(heads.query.new_zeros(heads.query.shape[:2], dtype=torch.float32))
+                found = dict.fromkeys(self.statistics, nothing)
+                self.health.add(self._layer(call.name), found, _largest_entropies(heads))
                 return
             found = measure_heads(
                 heads,
