@@ -194,6 +194,16 @@ def test_values_that_are_no_numbers_are_gaps(tmp_path: Path) -> None:
     )
 
 
+def test_runs_of_one_colour_are_told_apart_by_dashes(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"run-{place}", steps=20, measured=1) for place in range(9)]
+    path = write_report(runs, tmp_path / "page.html")
+    first, *_, last = figure(path, "curve-loss")["data"]
+    assert (first["line"]["dash"], last["line"]["dash"]) == ("solid", "dash")
+    marked = re.findall(r'class="swatch( dashed)?"[^>]*></span>(?:<bdi>)?(run-\d)', words_of(path))
+    assert {name for dashed, name in marked if dashed} == {"run-8"}
+    assert len({name for _, name in marked}) == 9
+
+
 def test_a_loss_that_fails_is_told_in_words(tmp_path: Path) -> None:
     plain, seeds = make_run(tmp_path / "plain", steps=50), make_finetune(tmp_path / "seeds")
     (plain / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": NaN}\n')
