@@ -75,6 +75,7 @@ def test_results_are_complete_and_hostile_text_stays_text(
     out = tmp_path / "out"
     shown = run(folders["bert"], "--text", text, "--out", out, "--compare", "high:0.5")
     assert shown.exit_code == 0, shown.output
+    assert "".join(shown.output.split()).count("withhigh:0.5") == 2  # above its table, and in the last lines
     names = {"gtd", "indirect_entropy", "attention_entropy", "sink_mass", "layers"}
     assert {path.name for path in out.glob("*.png")} == {f"{name}.png" for name in names}
     plain, refined = json.loads((out / "diagnosis.json").read_text())

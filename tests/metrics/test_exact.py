@@ -79,6 +79,30 @@ def test_entropy_sparsity_and_sink_equal_numpy(causal: bool) -> None:
         assert float(metrics.sink_mass(a)) == pytest.approx(n.mean(0).max())
 
 
+def test_autocast_changes_nothing() -> None:
+    a = random_maps(2, 3, 16, 16).float()
+    query, key = torch.randn(2, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0))
+    layers = [a, a.flip(1), a.roll(1, 1)]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found = [metrics.gtd(a), metrics.indirect_entropy(a), metrics.clustering(a)]
+            found += [metrics.cross_layer_gtd(layers), metrics.rollout(layers)]
+            for method in ("exact", "sampled"):
+                found += [each.value for each in metrics.measure(query, key, method=method).values()]
+        results.append(found)
+    for plain, cast in zip(*results, strict=True):
+        assert torch.equal(plain, cast)
+
+
+@pytest.mark.parametrize("length", [1, 3, 5, 64, 100, 1000])
+def test_no_entry_of_a_uniform_map_is_sparse(length: int) -> None:
+    alike = torch.zeros(1, 1, length, 4)
+    for dtype in (torch.float32, torch.float64):
+        found = metrics.measure(alike.to(dtype), alike.to(dtype), statistics=["sparsity"])
+        assert found["sparsity"].value == 0
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     length=st.integers(1, 14),

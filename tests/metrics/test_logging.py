@@ -119,6 +119,24 @@ def test_plain_loop_logs_and_warns_once_per_change(caplog: pytest.LogCaptureFixt
     assert not any("at step 1:" in line for line in lines)
 
 
+def test_heads_that_cannot_be_judged_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch, logged = tiny_model("bert"), tiny_batch(), []
+    send = HealthLog(lambda numbers, _: logged.append(numbers))
+    with (
+        caplog.at_level(logging.WARNING, "saobp"),
+        torch.no_grad(),
+        saobp.probe(model, statistics=["sink_mass"]) as health,
+    ):
+        model(**batch)
+        send(health, 0)
+        assert not caplog.records
+        torch.nn.init.constant_(model.bert.encoder.layer[1].attention.self.query.weight, float("nan"))
+        model(**batch)
+        send(health, 1)
+    assert "4 of 8 heads: layer 1 head 0 undefined" in caplog.text
+    assert set(logged[0]) == {"health/sink_mass", "health/layer_00/sink_mass", "health/layer_01/sink_mass"}
+
+
 def test_heads_of_an_untrained_model_are_warned_of_once_they_were_healthy(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

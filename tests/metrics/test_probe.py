@@ -180,6 +180,17 @@ def test_compiled_models_are_measured_eagerly_and_stay_compiled(how: str) -> Non
         torch.testing.assert_close(one, other)
 
 
+def test_wrappers_do_not_show_in_the_names_of_layers() -> None:
+    model, batch = tiny_model("bert"), tiny_batch()
+    compiled = torch.compile(model, backend="eager")
+    names = []
+    for form in (model, compiled, torch.nn.DataParallel(model), torch.nn.DataParallel(compiled)):
+        with torch.no_grad(), saobp.probe(form) as health:  # type: ignore[arg-type]
+            form(**batch)
+        names.append(list(health.layers))
+    assert names == [names[0]] * 4
+
+
 def test_a_probe_that_sees_nothing_says_so() -> None:
     with pytest.warns(UserWarning, match="saw no forward"), saobp.probe(tiny_model("bert")):
         pass
@@ -232,6 +243,7 @@ def test_wrong_input_gets_a_clear_sentence() -> None:
     for options, words in (
         ({"every": 0}, "at least 1"),
         ({"texts": 0}, "at least 1"),
+        ({"texts": 2.5}, "whole number"),
         ({"statistics": ["nonsense"]}, "unknown statistic"),
         ({"statistics": ["clustering"]}, "unknown statistic"),
         ({"statistics": ["gtd", "cross_layer_gtd"], "method": "sampled"}, "no sampled form"),

@@ -186,6 +186,20 @@ def test_with_all_rows_only_the_norms_are_sampled(dtype: torch.dtype, causal: bo
         assert (away < (0.1 if name == "gtd" else 10 * tolerance)).all(), name
 
 
+@pytest.mark.parametrize("method", ["exact", "sampled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scores_of_half_precision_are_neither_rounded_nor_too_large(dtype: torch.dtype, method: str) -> None:
+    """A direction that all queries and keys share changes no row, though its products pass 65,504."""
+    query, key = (states(1, 2, 40, 16, seed=seed, dtype=dtype) for seed in (0, 1))
+    query[..., 0], key[..., 0] = 320.0, 320.0
+    options = {"method": method, "scale": 0.25, "sampling": Sampling(rows=40)}
+    found = metrics.measure(query, key, statistics=SAMPLED, **options)
+    truth = metrics.measure(query.double(), key.double(), statistics=SAMPLED, **options)
+    for name in SAMPLED:
+        away = (found[name].value - truth[name].value).abs()
+        assert (away < 0.01).all(), name
+
+
 def test_exact_measure_equals_the_statistics_of_the_maps() -> None:
     query, key = states(2, 4, 20, 8), states(2, 2, 20, 8, seed=1)
     mask = torch.ones(2, 20, dtype=torch.bool)

@@ -109,6 +109,24 @@ def test_rows_and_statistics_equal_the_librarys(kind: str) -> None:
 
 
 @needs_node
+def test_of_scores_that_are_no_numbers_nothing_is_said() -> None:
+    broken = log_rows(9, "full")
+    broken[4] = float("nan")
+    cases = [
+        {
+            "head": encode_head(broken.numpy()),
+            "length": 9,
+            "inOrder": False,
+            "setting": {"factor": ours, "strength": strength, "steps": steps, "damping": damping},
+        }
+        for ours, _, strength, steps, damping in SETTINGS
+    ]
+    for answer in run_node(REFINED, {"cases": cases, "limits": LIMITS}):
+        assert [answer[statistic] for statistic in STATISTICS] == [None] * 4
+        assert answer["verdict"] == "undefined"
+
+
+@needs_node
 @pytest.mark.parametrize("family", ["bert", "gpt2", "mistral", "albert"])
 def test_a_models_own_numbers_come_back_within_a_ten_thousandth(family: str) -> None:
     """From the model to the page and back: storage in 16 bits included."""

@@ -25,7 +25,7 @@ from saobp.report.curves import read_curves
 from saobp.report.reproduction import write_reproduction
 from saobp.report.runs import refinement_words
 from saobp.report.script import joined_script
-from saobp.report.words import shown, summary
+from saobp.report.words import NONE, shown, summary
 from saobp.testing.models import tiny_model
 from saobp.testing.runs import make_finetune, make_run, write_json
 
@@ -187,9 +187,33 @@ def test_values_that_are_no_numbers_are_gaps(tmp_path: Path) -> None:
     path = write_report([folder], tmp_path / "page.html")
     (line,) = figure(path, "curve-loss")["data"]
     assert line["y"] == [2.5, None, None]
+    assert "The training loss was 2.50 and is not a number from step 2 on." in words_of(path)
+    assert f"<b>{NONE}</b>" in words_of(path)
     assert "note" not in path.read_text().partition("<style>")[0] + str(
         [one["id"] for one in page_of(path)["curves"]]
     )
+
+
+def test_runs_of_one_colour_are_told_apart_by_dashes(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"run-{place}", steps=20, measured=1) for place in range(9)]
+    path = write_report(runs, tmp_path / "page.html")
+    first, *_, last = figure(path, "curve-loss")["data"]
+    assert (first["line"]["dash"], last["line"]["dash"]) == ("solid", "dash")
+    marked = re.findall(r'class="swatch( dashed)?"[^>]*></span>(?:<bdi>)?(run-\d)', words_of(path))
+    assert {name for dashed, name in marked if dashed} == {"run-8"}
+    assert len({name for _, name in marked}) == 9
+
+
+def test_a_loss_that_fails_is_told_in_words(tmp_path: Path) -> None:
+    plain, seeds = make_run(tmp_path / "plain", steps=50), make_finetune(tmp_path / "seeds")
+    (plain / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": NaN}\n')
+    with (seeds / "seed-43" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1310, "loss": NaN}\n')
+    words = words_of(write_report([plain, seeds], tmp_path / "page.html"))
+    assert "no training loss in metrics.jsonl is a finite number." in words
+    assert re.search(r"The training loss of seed 43 went from [\d.]+ to [\d.]+ and is not a number", words)
+    assert "from step 1,310 on." in words
+    assert "of seed 42" not in words
 
 
 json_values = st.recursive(

@@ -179,7 +179,8 @@ def show(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
             for verdict, (mark, _) in MARKS.items()
             if diagnosis.count(verdict)
         ]
-        words = f"{diagnosis.subject}: {len(diagnosis.heads)} heads, {', '.join(counts)}"
+        heads = len(diagnosis.heads)
+        words = f"{diagnosis.subject}: {heads} head{'s' if heads > 1 else ''}, {', '.join(counts)}"
         console.print(Text(words), soft_wrap=True)
 
 
@@ -187,7 +188,7 @@ def _table(diagnosis: Diagnosis, first: int) -> Table | None:
     last = min(first + HEADS_PER_TABLE, 1 + max(head.head for head in diagnosis.heads))
     if first >= last:
         return None
-    title = Text(f"GTD by layer and head: {diagnosis.subject}", overflow="ellipsis", no_wrap=True)
+    title = Text(f"GTD by layer and head: {diagnosis.subject}", overflow="fold")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("layer", justify="right")
     for head in range(first, last):

@@ -27,7 +27,8 @@ def sparsity(
 ) -> Tensor:
     """Share of entries between real tokens that lie below ``threshold`` (default: 1 / real tokens).
 
-    Entries hidden by a causal mask are zero and count as sparse. Not differentiable.
+    Entries hidden by a causal mask are zero and count as sparse. Those of a uniform row are not below the
+    default, however they were rounded. Not differentiable.
     """
     if threshold is not None and not 0 <= threshold <= 1:
         raise ValueError(f"threshold must lie from 0 to 1, not {threshold}")
@@ -52,7 +53,8 @@ def indirect_entropy_of(
 
 
 def sparsity_of(maps: Maps, threshold: float | None = None) -> Tensor:
-    limit = 1 / maps.tokens[..., None, None] if threshold is None else threshold
+    rounding = 32 * torch.finfo(maps.rows.dtype).eps
+    limit = (1 - rounding) / maps.tokens[..., None, None] if threshold is None else threshold
     below = maps.rows < limit
     if maps.real is not None:
         below = below & maps.real.unsqueeze(-1) & maps.real.unsqueeze(-2)

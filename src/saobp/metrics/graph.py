@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saobp.metrics.maps import Maps, checked_maps
+from saobp.propagation.beliefs import without_autocast
 
 TAU = 1e-4
 NODES = 40
@@ -71,7 +72,8 @@ def clustering_of_graphs(weights: Tensor, sizes: Tensor) -> Tensor:
     largest = weights.amax((-2, -1), keepdim=True)
     roots = torch.where(edges, weights / largest.clamp(min=torch.finfo(weights.dtype).tiny), 1.0) ** (1 / 3)
     roots = roots * edges
-    triangles = ((roots @ roots) * roots).sum(-1)
+    with without_autocast(roots.device.type):
+        triangles = ((roots @ roots) * roots).sum(-1)
     degree = edges.sum(-1).to(weights.dtype)
     pairs = degree * (degree - 1)
     return (triangles / pairs.clamp(min=1)).sum(-1) / sizes

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saobp.metrics.maps import Maps, checked_maps
+from saobp.propagation.beliefs import without_autocast
 
 BETA = 0.9
 HOPS = 4
@@ -36,15 +37,16 @@ def indirect_paths(rows: Tensor, beta: float = BETA, hops: int = HOPS) -> Tensor
     With M = beta A, G = beta A^2 (I + X), X = M + ... + M^(hops-2), and X is built two powers at a time from
     A^2, so ``hops // 2`` matrix products are enough (two for the usual four hops).
     """
-    square = rows @ rows
-    degree = hops - 2
-    if degree == 0:
-        return beta * square
-    step, two_steps = beta * rows, beta**2 * square
-    powers = step if degree % 2 else step + two_steps
-    for _ in range((degree - 1) // 2):
-        powers = step + two_steps + two_steps @ powers
-    return beta * (square + square @ powers)
+    with without_autocast(rows.device.type):
+        square = rows @ rows
+        degree = hops - 2
+        if degree == 0:
+            return beta * square
+        step, two_steps = beta * rows, beta**2 * square
+        powers = step if degree % 2 else step + two_steps
+        for _ in range((degree - 1) // 2):
+            powers = step + two_steps + two_steps @ powers
+        return beta * (square + square @ powers)
 
 
 def cross_layer_gtd(
@@ -65,7 +67,8 @@ def cross_layer_gtd(
         path = rows[top]
         paths = torch.zeros_like(path)
         for hop in range(1, min(hops, top + 1)):
-            path = path @ rows[top - hop]
+            with without_autocast(path.device.type):
+                path = path @ rows[top - hop]
             paths = paths + beta**hop * path
         values.append(indirect_share(rows[top], paths))
     return torch.stack(values)

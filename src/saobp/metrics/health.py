@@ -93,13 +93,14 @@ class Health:
     def reduced(self) -> Health:
         """The sum over the processes of a distributed run, by one packed all-reduce; all must take part.
 
-        All of them must have measured the same layers. Without a process group it is this very object.
+        All of them must have measured the same layers, be it in another order, as where layers are dropped
+        at random. Without a process group it is this very object.
         """
         distributed = torch.distributed
         if not distributed.is_available() or not distributed.is_initialized() or not self.layers:
             return self
         total = copy.deepcopy(self)
-        parts = [part for totals in total.layers.values() for part in (totals.sums, totals.context)]
+        parts = [part for _, own in sorted(total.layers.items()) for part in (own.sums, own.context)]
         packed = torch.cat([part.flatten() for part in parts])
         distributed.all_reduce(packed)
         for part, summed in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
@@ -107,10 +108,12 @@ class Health:
         return total
 
     def heads(self) -> list[HeadHealth]:
-        """Every head measured, first layer first."""
+        """Every head measured, first layer first; none of a layer that has met nothing but padding."""
         found = []
         for layer, (name, totals) in enumerate(self.layers.items()):
             texts, entropies, *_ = totals.context.tolist()
+            if not texts:
+                continue
             means, squares, noise = (totals.sums / texts).cpu()
             spread = (squares - means.square()).clamp(min=0) / max(texts - 1, 1)
             errors = (spread if texts > 1 else noise).sqrt()

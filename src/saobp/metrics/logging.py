@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,10 @@ logger = logging.getLogger("saobp")
 
 
 def health_metrics(health: Health, prefix: str = "health") -> dict[str, float]:
-    """Flat numbers for a tracker: each statistic per layer and over all heads, and heads per verdict."""
+    """Flat numbers for a tracker: each statistic per layer and over all heads, and heads per verdict.
+
+    Verdicts need GTD.
+    """
     heads = health.heads()
     if not heads:
         return {}
@@ -26,12 +30,13 @@ def health_metrics(health: Health, prefix: str = "health") -> dict[str, float]:
     for statistic in health.statistics:
         for layer, name in enumerate(health.layers):
             own = [head.values[statistic] for head in heads if head.name == name]
-            logs[f"{prefix}/layer_{layer:02d}/{statistic}"] = sum(own) / len(own)
+            if own:
+                logs[f"{prefix}/layer_{layer:02d}/{statistic}"] = sum(own) / len(own)
         logs[f"{prefix}/{statistic}"] = sum(head.values[statistic] for head in heads) / len(heads)
     places = {name: layer for layer, name in enumerate(health.layers)}
     for name, value in health.cross_layer_gtd().items():
         logs[f"{prefix}/layer_{places[name]:02d}/{CROSS_LAYER}"] = value
-    for verdict in ("localised", "sink", "diffuse"):
+    for verdict in ("localised", "sink", "diffuse") if "gtd" in health.statistics else ():
         logs[f"{prefix}/{verdict}_heads"] = float(sum(head.verdict == verdict for head in heads))
     return logs
 
@@ -68,21 +73,27 @@ class HealthLog:
         health.reset()
 
     def _warning(self, heads: list[HeadHealth], step: int) -> str:
+        judged = [head for head in heads if _is_judged(head)]
         left = [
             head
-            for head in heads
+            for head in judged
             if head.verdict in ALARMING
             and self._before.get((head.name, head.head)) != head.verdict
             and (not self.untrained or head.verdict == "undefined" or (head.name, head.head) in self._healthy)
         ]
         self._healthy |= {(head.name, head.head) for head in heads if head.verdict == "healthy"}
-        self._before = {(head.name, head.head): head.verdict for head in heads}
+        self._before = {(head.name, head.head): head.verdict for head in judged}
         if not left:
             return ""
         named = [f"layer {head.layer} head {head.head} {_in_words(head)}" for head in left[:LISTED]]
         more = f" and {len(left) - LISTED} more" if len(left) > LISTED else ""
         which = f"{len(left)} of {len(heads)} heads: {', '.join(named)}{more}"
         return f"attention health at step {step}: newly outside the healthy range are {which}"
+
+
+def _is_judged(head: HeadHealth) -> bool:
+    """Whether its verdict says something: without GTD, only that a number is not finite."""
+    return "gtd" in head.values or not all(map(math.isfinite, head.values.values()))
 
 
 def _in_words(head: HeadHealth) -> str:

@@ -18,7 +18,7 @@ from saobp.metrics.gtd import BETA, HOPS, check_path, gtd_of, indirect_paths
 from saobp.metrics.maps import Maps, unchecked_maps
 from saobp.metrics.sampled import SAMPLED, Draws, Sampling, estimate, observe, operator_for
 from saobp.metrics.tiles import Mask
-from saobp.propagation.beliefs import propagate
+from saobp.propagation.beliefs import propagate, without_autocast
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import head_strength
@@ -88,6 +88,22 @@ class Heads:
             bias=_some_of_mask(self.bias, items, heads),
         )
 
+    def with_words(self) -> Heads:
+        """Without the texts that are padding and nothing else, as fill up a last batch."""
+        if self.padding_mask is None:
+            return self
+        kept = self.padding_mask.any(-1).nonzero()[:, 0]
+        if len(kept) == len(self.padding_mask):
+            return self
+        return replace(
+            self,
+            query=self.query[kept],
+            key=self.key[kept],
+            padding_mask=self.padding_mask[kept],
+            visible=self.visible if self.visible is None or len(self.visible) == 1 else self.visible[kept],
+            bias=self.bias if self.bias is None or len(self.bias) == 1 else self.bias[kept],
+        )
+
     def text(self, item: int) -> Heads:
         """One text freed of its padding; keys stay shared."""
         items, heads = slice(item, item + 1), slice(0, self.query.shape[1])
@@ -119,7 +135,7 @@ class Heads:
     def scores(self) -> tuple[Tensor, FactorGraph]:
         """Scores before any refinement, ``[batch, heads, length, length]``, and who sees and hears whom."""
         precision = torch.promote_types(self.query.dtype, torch.float32)
-        scores = (self.query @ self.key.transpose(-1, -2)).to(precision) * self.scale
+        scores = self.query.to(precision) @ self.key.to(precision).transpose(-1, -2) * self.scale
         if self.bias is not None:
             scores = scores + self.bias
         length = scores.shape[-1]
@@ -212,7 +228,7 @@ def measure_heads(
 ) -> dict[str, Estimate]:
     """What ``measure`` does, on states that are known to fit together."""
     wanted = checked_statistics(method, statistics)
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(heads.query.device.type):
         if method == "sampled":
             return _sampled(heads, wanted, beta, hops, sampling or Sampling())
         return _exact(heads, wanted, beta, hops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from saobp.metrics.calls import heads_of
+from saobp.metrics.estimates import exactly
 from saobp.metrics.gtd import BETA, HOPS, check_path, indirect_share
 from saobp.metrics.health import CROSS_LAYER, Health
 from saobp.metrics.methods import Heads, checked_statistics, measure_heads
@@ -76,13 +78,14 @@ class Recorder:
         self.statistics = checked_statistics("sampled" if method == "auto" else method, wanted)
         if self.across and method == "sampled":
             raise ValueError(f"{CROSS_LAYER} has no sampled form: use method 'exact' or 'auto'")
-        if texts is not None and texts < 1:
-            raise ValueError(f"texts must be at least 1, not {texts}")
+        if texts is not None and (isinstance(texts, bool) or not isinstance(texts, int) or texts < 1):
+            raise ValueError(f"texts must be a whole number of at least 1, not {texts!r}")
         self.model, self.method, self.texts = model, method, texts
         self.beta, self.hops, self.sampling = beta, hops, sampling or Sampling()
         self.health = Health(self.statistics)
         self._calls: dict[str, int] = {}
         self._below: deque[Tensor] = deque(maxlen=hops - 1)
+        self._stack = ""
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -102,6 +105,12 @@ class Recorder:
             if heads is None:
                 self.health.skipped.add(call.name)
                 return
+            heads = heads.with_words()
+            if not len(heads.query):  # known to the layer all the same, so that processes reduce alike
+                nothing = exactly(heads.query.new_zeros(heads.query.shape[:2], dtype=torch.float32))
+                found = dict.fromkeys(self.statistics, nothing)
+                self.health.add(self._layer(call.name), found, _largest_entropies(heads))
+                return
             found = measure_heads(
                 heads,
                 "sampled" if sampled else "exact",
@@ -110,7 +119,7 @@ class Recorder:
                 hops=self.hops,
                 sampling=self._sampling(),
             )
-            across = self._across(heads) if self.across and not sampled else None
+            across = self._across(call.name, heads) if self.across and not sampled else None
             self.health.add(self._layer(call.name), found, _largest_entropies(heads), across)
 
     def _sampling(self) -> Sampling:
@@ -121,11 +130,18 @@ class Recorder:
     def _layer(self, name: str) -> str:
         """A module that serves several layers, as in ALBERT, counts as several."""
         calls = self._calls[name] = self._calls.get(name, 0) + 1
-        name = name.removeprefix("_orig_mod.").removeprefix("module.")
+        name = re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
         return name if calls == 1 else f"{name} ({calls})"
 
-    def _across(self, heads: Heads) -> Tensor | None:
-        """Cross-layer GTD of each text for the layer at hand, from head averages of the layers below."""
+    def _across(self, name: str, heads: Heads) -> Tensor | None:
+        """Cross-layer GTD of each text for the layer at hand, from head averages of the layers below.
+
+        A decoder does not stand on its encoder, nor a text model on that for images: their tokens differ.
+        """
+        stack = re.split(r"\.\d+(?:\.|$)", name)[0]
+        if stack != self._stack:
+            self._below.clear()
+            self._stack = stack
         batch, count = heads.query.shape[:2]
         rows: Tensor | None = None
         for head in range(count):

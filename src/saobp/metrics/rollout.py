@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saobp.metrics.gtd import averaged_heads
+from saobp.propagation.beliefs import without_autocast
 
 
 def rollout(layers: Sequence[Tensor], *, residual: float = 0.5, padding_mask: Tensor | None = None) -> Tensor:
@@ -26,6 +27,7 @@ def rollout(layers: Sequence[Tensor], *, residual: float = 0.5, padding_mask: Te
     for rows in averaged_heads(layers, padding_mask):
         identity = torch.diag_embed(rows.sum(-1))
         mixed = (1 - residual) * rows + residual * identity
-        flow = mixed if flow is None else mixed @ flow
+        with without_autocast(mixed.device.type):
+            flow = mixed if flow is None else mixed @ flow
     assert flow is not None
     return flow

@@ -303,9 +303,9 @@ def map_layout(rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 
 def last_values(figure: Figure) -> list[tuple[int, str, str]]:
-    """Colour, name and last value of each line, to be read below the chart."""
-    ends = [(trace["meta"], [v for v in trace["y"] if v is not None]) for trace in figure["data"]]
-    return [(meta["run"], meta["name"], shown(values[-1])) for meta, values in ends if values]
+    """Place, name and last value of each line, to be read below the chart; a dash if it is no number."""
+    ends = [(trace["meta"], trace["y"]) for trace in figure["data"]]
+    return [(meta["place"], meta["name"], shown(values[-1])) for meta, values in ends if values]
 
 
 def _figure(name: str, title: str, traces: list[dict[str, Any]], layout: dict[str, Any]) -> Figure:

@@ -135,8 +135,11 @@ def _curves(folder: Path, problems: Problems, of: str = "") -> dict[str, list[Se
         "there are no curves",
         lambda entry: number(entry.get("step")) is not None,
     )
+    curves = read_curves(lines, of)
+    if "loss" not in curves and any("loss" in line for line in lines):
+        found.append("no training loss in metrics.jsonl is a finite number.")
     problems += [f"{of}: {problem}" if of else problem for problem in found]
-    return read_curves(lines, of)
+    return curves
 
 
 def _health(folder: Path, recipe: dict[str, Any], problems: Problems) -> list[Snapshot]:

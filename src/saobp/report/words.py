@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from saobp.metrics.verdict import COLLAPSED_BELOW, LOCALISED_BELOW, Verdict
+from saobp.report.curves import Series
 from saobp.report.files import number
 from saobp.report.runs import Run
 from saobp.report.snapshots import Snapshot
@@ -34,10 +35,11 @@ def summary(run: Run) -> list[str]:
 def _training_words(run: Run) -> list[str]:
     words = []
     for name, title in (("loss", "training loss"), ("eval_loss", "validation loss")):
-        found = [[v for v in series.values if v is not None] for series in run.curves.get(name, [])]
-        found = [values for values in found if len(values) > 1]
-        if len(found) == 1:
-            words.append(f"The {title} went from {found[0][0]:.2f} to {found[0][-1]:.2f}.")
+        curves = [series for series in run.curves.get(name, []) if len(series.values) > 1]
+        if len(curves) == 1:
+            words.append(f"The {title} {_course(curves[0])}.")
+        else:
+            words += [f"The {title} of {one.of} {_course(one)}." for one in curves if one.values[-1] is None]
     numbers = dict(run.result)
     perplexity = number(numbers.get("eval_perplexity", numbers.get("perplexity")))
     if perplexity is not None:
@@ -54,6 +56,17 @@ def _training_words(run: Run) -> list[str]:
         told = [str(note) for note in notes] if isinstance(notes, list) else []
         words.append("Partial data" + (f": {'; '.join(told)}." if told else "."))
     return words
+
+
+def _course(series: Series) -> str:
+    """How a curve with at least one number went; one that ends without numbers has failed."""
+    there = [place for place, value in enumerate(series.values) if value is not None]
+    first, last = (series.values[place] for place in (there[0], there[-1]))
+    words = f"went from {first:.2f} to {last:.2f}" if len(there) > 1 else f"was {first:.2f}"
+    if there[-1] == len(series.values) - 1:
+        return words
+    step = series.axes["step"][there[-1] + 1]
+    return f"{words} and is not a number from step {step:,.0f} on"
 
 
 def _head_words(last: Snapshot) -> list[str]:

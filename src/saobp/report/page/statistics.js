@@ -6,12 +6,16 @@
 const ROWS_BETWEEN_PAUSES = 8;
 
 /**
+ * Of a map with a row that sees nothing, as where a model's scores are no numbers, there is nothing to say.
  * @param {Float64Array} rows
  * @param {number} length
  * @param {number} beta
  * @returns {Generator<void, import("./types.js").Numbers, void>}
  */
 export function* measuring(rows, length, beta) {
+  if (hasEmptyRow(rows, length)) {
+    return { gtd: NaN, indirect_entropy: NaN, attention_entropy: NaN, sink_mass: NaN };
+  }
   const square = yield* product(rows, rows, length);
   const powers = new Float64Array(rows.length);
   for (let i = 0; i < rows.length; i += 1) powers[i] = beta * rows[i] + beta * beta * square[i];
@@ -102,6 +106,17 @@ function* product(left, right, n) {
     if (i % ROWS_BETWEEN_PAUSES === ROWS_BETWEEN_PAUSES - 1) yield;
   }
   return result;
+}
+
+/**
+ * @param {Float64Array} rows
+ * @param {number} length
+ */
+function hasEmptyRow(rows, length) {
+  for (let start = 0; start < rows.length; start += length) {
+    if (!rows.subarray(start, start + length).some((weight) => weight > 0)) return true;
+  }
+  return false;
 }
 
 /** @param {Float64Array} values */
