@@ -146,6 +146,17 @@ def test_runs_that_never_leave_the_plateau_are_named(runs: Path, tmp_path: Path)
     assert "Never below 5.5, and so without a number for the wait: Low, seed 1." in page
 
 
+def test_runs_that_all_wait_alike_say_nothing_of_the_wait(runs: Path, tmp_path: Path) -> None:
+    """A constant has no rank correlation: the page says so instead of nan."""
+    for model in Plan(choose_experiments("pretraining"), MINI, 3).trained():
+        if (model.folder(runs) / "result.json").exists():
+            line = {"step": 10, "tokens": 1000, "loss": 3.0}
+            (model.folder(runs) / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    page, _ = _written(runs, tmp_path / "results", "pretraining")
+    assert "12 runs that do not differ in both say nothing" in page
+    assert "nan" not in page
+
+
 def test_records_name_no_place_of_the_machine(runs: Path, tmp_path: Path) -> None:
     name = "bert-mini-original-seed42"
     written = json.loads((runs / name / "record.json").read_text())

@@ -86,6 +86,8 @@ def _followed(waiting: Values, ends: Values) -> str:
     ]
     if len(pairs) < 3:
         return f"{len(pairs)} runs are too few to say"
+    if any(len(set(column)) == 1 for column in zip(*pairs, strict=True)):
+        return f"{len(pairs)} runs that do not differ in both say nothing"
     found = stats.spearmanr(*zip(*pairs, strict=True))
     return f"Spearman's rank correlation is {found.statistic:+.2f} over {len(pairs)} runs"
 
