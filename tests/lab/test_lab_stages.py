@@ -16,6 +16,7 @@ from saobp.cli import app
 from saobp.lab import choose_experiments, get_scale
 from saobp.lab.bundle import is_rounded, keep_rounded, kept_packed, pack, small_files, unpack
 from saobp.lab.clock import Deadline
+from saobp.lab.measures import take
 from saobp.lab.plan import Plan, check_same
 from saobp.lab.pretraining import pretrain_all
 from saobp.lab.session import Places, Session
@@ -119,6 +120,16 @@ def test_measurements_and_fine_tuning_of_what_is_there(trained: Path, places: tu
     tuned = Plan(choose_experiments("gtd"), SMOKE, 1, "*-high-*").tuned()
     assert finetune_all(tuned, trained, places[1], say=quiet).done == [tuned[0].name]
     assert finetune_all(tuned, trained, places[1], say=quiet).reused == [tuned[0].name]
+
+
+def test_smoke_questions_may_have_answers_longer_than_rows_of_pretraining(
+    trained: Path, places: tuple[Path, Sources]
+) -> None:
+    """As real ones have, cut into the tokens of a vocabulary of 400."""
+    model = RunFolder(trained / "gpt2-tiny-high-0.2-future-paper-seed42").model
+    taken = take("zero-shot", model, SMOKE, 2, places[1].data_dir)
+    assert taken["wikitext"]["length"] == 2
+    assert taken["race-middle"]["questions"] == SMOKE.rows
 
 
 def test_small_files_travel_and_models_on_demand(trained: Path, tmp_path: Path) -> None:
