@@ -261,6 +261,24 @@ def test_the_command_from_nothing_to_a_page(tmp_path: Path) -> None:
     assert "0 of 2 models to pretrain" in CliRunner().invoke(app, [*line, "--plan"]).output
 
 
+def test_what_failed_leaves_the_rest_going_and_an_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("the texts are gone")
+
+    monkeypatch.setattr("saobp.lab.stages.take", broken)
+    line = ["reproduce", "sparsity", "--seeds", "1", "--runs", str(tmp_path)]
+    failed = CliRunner().invoke(app, line)
+    assert failed.exit_code == 1
+    assert "measured-squad failed: the texts are gone" in failed.output
+    assert "measure: 0 done, 0 there already, 2 failed" in failed.output
+    assert "README.md" in failed.output
+    shared = CliRunner().invoke(app, line, env={"SAOBP_STAGE": f"measure:{time.time()}"})
+    assert shared.exit_code == 1
+    assert "measure: 0 done, 0 there already, 2 failed" in shared.output
+
+
 def test_an_interruption_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
