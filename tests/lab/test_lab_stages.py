@@ -71,6 +71,14 @@ def test_no_run_is_begun_that_would_not_end_in_time(places: tuple[Path, Sources]
     assert not any(tmp_path.iterdir())
 
 
+def test_no_run_is_begun_that_would_be_stopped_at_once(places: tuple[Path, Sources], tmp_path: Path) -> None:
+    """Five seconds are enough for a run of two, but it would be stopped six seconds before the end."""
+    models = Plan(choose_experiments("gtd"), SMOKE, 1).trained()
+    result = pretrain_all(models, tmp_path, places[1], deadline=Deadline(5 / 60), say=quiet)
+    assert result.left == [model.name for model in models]
+    assert not any(tmp_path.iterdir())
+
+
 class NearAfter(Deadline):
     """Near from the second look on; a look is taken at each step."""
 
