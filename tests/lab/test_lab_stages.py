@@ -16,6 +16,7 @@ from saobp.cli import app
 from saobp.lab import choose_experiments, get_scale
 from saobp.lab.bundle import is_rounded, keep_rounded, kept_packed, pack, small_files, unpack
 from saobp.lab.clock import Deadline
+from saobp.lab.measures import take
 from saobp.lab.plan import Plan, check_same
 from saobp.lab.pretraining import pretrain_all
 from saobp.lab.session import Places, Session
@@ -70,6 +71,14 @@ def test_no_run_is_begun_that_would_not_end_in_time(places: tuple[Path, Sources]
     assert not any(tmp_path.iterdir())
 
 
+def test_no_run_is_begun_that_would_be_stopped_at_once(places: tuple[Path, Sources], tmp_path: Path) -> None:
+    """Five seconds are enough for a run of two, but it would be stopped six seconds before the end."""
+    models = Plan(choose_experiments("gtd"), SMOKE, 1).trained()
+    result = pretrain_all(models, tmp_path, places[1], deadline=Deadline(5 / 60), say=quiet)
+    assert result.left == [model.name for model in models]
+    assert not any(tmp_path.iterdir())
+
+
 class NearAfter(Deadline):
     """Near from the second look on; a look is taken at each step."""
 
@@ -119,6 +128,16 @@ def test_measurements_and_fine_tuning_of_what_is_there(trained: Path, places: tu
     tuned = Plan(choose_experiments("gtd"), SMOKE, 1, "*-high-*").tuned()
     assert finetune_all(tuned, trained, places[1], say=quiet).done == [tuned[0].name]
     assert finetune_all(tuned, trained, places[1], say=quiet).reused == [tuned[0].name]
+
+
+def test_smoke_questions_may_have_answers_longer_than_rows_of_pretraining(
+    trained: Path, places: tuple[Path, Sources]
+) -> None:
+    """As real ones have, cut into the tokens of a vocabulary of 400."""
+    model = RunFolder(trained / "gpt2-tiny-high-0.2-future-paper-seed42").model
+    taken = take("zero-shot", model, SMOKE, 2, places[1].data_dir)
+    assert taken["wikitext"]["length"] == 2
+    assert taken["race-middle"]["questions"] == SMOKE.rows
 
 
 def test_small_files_travel_and_models_on_demand(trained: Path, tmp_path: Path) -> None:
@@ -248,6 +267,24 @@ def test_the_command_from_nothing_to_a_page(tmp_path: Path) -> None:
     assert "bert-tiny-original-seed42" in drawn
     assert len(list((tmp_path / "packed").glob("runs-*.1of1.tar.xz"))) == 1
     assert "0 of 2 models to pretrain" in CliRunner().invoke(app, [*line, "--plan"]).output
+
+
+def test_what_failed_leaves_the_rest_going_and_an_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("the texts are gone")
+
+    monkeypatch.setattr("saobp.lab.stages.take", broken)
+    line = ["reproduce", "sparsity", "--seeds", "1", "--runs", str(tmp_path)]
+    failed = CliRunner().invoke(app, line)
+    assert failed.exit_code == 1
+    assert "measured-squad failed: the texts are gone" in failed.output
+    assert "measure: 0 done, 0 there already, 2 failed" in failed.output
+    assert "README.md" in failed.output
+    shared = CliRunner().invoke(app, line, env={"SAOBP_STAGE": f"measure:{time.time()}"})
+    assert shared.exit_code == 1
+    assert "measure: 0 done, 0 there already, 2 failed" in shared.output
 
 
 def test_an_interruption_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

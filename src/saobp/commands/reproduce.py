@@ -20,7 +20,7 @@ from saobp.commands.problems import check_data_dir, in_words
 
 if TYPE_CHECKING:
     from saobp.lab.plan import Plan
-    from saobp.lab.session import Places
+    from saobp.lab.session import Places, Session
 
 EXPLANATION = """\
 [bold]saobp reproduce[/] reruns the paper's tables and figures and sets them beside ours.
@@ -105,7 +105,8 @@ def reproduce(
         if shared is not None:
             with only_errors():
                 session = Session(chosen, places, Deadline(minutes, shared[1]), rounded=rounded, say=say)
-                say(f"{shared[0]}: {session.share(shared[0])}")
+                session.share(shared[0])
+            _leave(session)
             return
         if unpack is not None:
             say(f"unpacked {len(unpacked(unpack, places.runs, say))} files")
@@ -121,12 +122,19 @@ def reproduce(
             session = Session(chosen, places, Deadline(minutes, began), rounded=rounded, say=say)
             for one in stages:
                 session.do(one, jobs)
+        _leave(session)
     except (ValueError, TypeError, OSError) as problem:
         say(in_words(problem), "red")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         say("Interrupted. The same command goes on: what is finished stays, a run from its last checkpoint.")
         raise typer.Exit(130) from None
+
+
+def _leave(session: Session) -> None:
+    """What failed was said when it did; the exit code tells a script."""
+    if session.has_failed:
+        raise typer.Exit(1)
 
 
 def _stages(text: str) -> list[str]:

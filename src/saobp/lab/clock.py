@@ -34,7 +34,8 @@ class Deadline:
         return float("inf") if self._end is None else self._end - time.monotonic()
 
     def allows(self, seconds: float) -> bool:
-        return seconds <= self.left
+        """Whether something so long ends before a run would be stopped."""
+        return seconds <= self.left - RESERVE
 
     @property
     def is_near(self) -> bool:

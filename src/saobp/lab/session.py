@@ -78,6 +78,8 @@ class Session:
     ) -> None:
         self.plan, self.places, self.deadline, self.rounded, self.say = plan, places, deadline, rounded, say
         self.sources = places.sources(plan.scale)
+        self.has_failed = False
+        """Whether any piece of work failed; the others are done all the same."""
 
     def do(self, stage: str, jobs: int = 1) -> None:
         if jobs > 1 and stage in SHARED and self.count_missing(stage):
@@ -90,10 +92,13 @@ class Session:
         elif stage == "tabulate":
             self._tabulate()
         else:
-            self._report(stage, self.share(stage))
+            self.share(stage)
 
-    def share(self, stage: str) -> StageResult:
-        """Work on a stage in this process; beside others, nothing is timed."""
+    def share(self, stage: str) -> None:
+        """Work on a stage in this process, and say what became of it; beside others, nothing is timed."""
+        self._report(stage, self._shared(stage))
+
+    def _shared(self, stage: str) -> StageResult:
         runs, sources, say = self.places.runs, self.sources, self.say
         if stage == "pretrain":
             return pretrain_all(
@@ -109,6 +114,7 @@ class Session:
         return measure_all(work, self.places.runs, self.sources, deadline=self.deadline, say=self.say)
 
     def _report(self, stage: str, result: StageResult) -> None:
+        self.has_failed |= bool(result.failed)
         self.say(f"{stage}: {result}")
 
     def _side_by_side(self, stage: str, jobs: int) -> None:
@@ -125,6 +131,7 @@ class Session:
         for name in codes:
             self.say((logs / f"{name}.log").read_text(errors="replace").strip())
         for name in (name for name, code in codes.items() if code):
+            self.has_failed = True
             self.say(f"{name} failed; its last words are in {logs / name}.log")
         self.say(f"{stage}: {self.count_missing(stage)} left to do")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from scipy import stats
 
 from saobp.lab.experiments import Experiment
 from saobp.lab.page import Page
@@ -154,3 +155,19 @@ def has_any(values: Values) -> bool:
 def methods_of(experiment: Experiment, family: str = "bert") -> tuple[str, ...]:
     methods: tuple[str, ...] = getattr(experiment, family)
     return methods
+
+
+def followed(waiting: Values, ends: Values) -> str:
+    """How the wait of a run and its end go together, over all runs that have both."""
+    pairs = [
+        (wait, ends[key][seed])
+        for key, own in waiting.items()
+        for seed, wait in own.items()
+        if seed in ends.get(key, {})
+    ]
+    if len(pairs) < 3:
+        return f"{len(pairs)} runs are too few to say"
+    if any(len(set(column)) == 1 for column in zip(*pairs, strict=True)):
+        return f"{len(pairs)} runs that do not differ in both say nothing"
+    found = stats.spearmanr(*zip(*pairs, strict=True))
+    return f"Spearman's rank correlation is {found.statistic:+.2f} over {len(pairs)} runs"

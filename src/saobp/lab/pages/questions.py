@@ -123,16 +123,20 @@ def learned(results: Results, page: Page) -> None:
             drawn[words] = values
     done = results.tasks_done(ALL)
     average = results.values(lambda model: mean_score(results, model, done))
+    partial = [task for task in done if results.is_partial(task)]
     gains = page.compare(
-        f"mean of {len(done) or 'the'} tasks", average, methods=methods_of(results.experiment)
+        f"mean of {len(done) or 'the'} tasks",
+        average,
+        partial=bool(partial),
+        methods=methods_of(results.experiment),
     )
-    page.answer("Learned strengths raise the mean score after fine-tuning", gains.get("learned"))
+    mark = " *" if partial else ""
+    page.answer(f"Learned strengths raise the mean score{mark} after fine-tuning", gains.get("learned"))
     for task in ALL:
         scores = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
-        gains = page.compare(
-            task, scores, partial=results.is_partial(task), methods=methods_of(results.experiment)
-        )
-        page.answer(f"Learned strengths raise {task} after fine-tuning", gains.get("learned"))
+        gains = page.compare(task, scores, partial=task in partial, methods=methods_of(results.experiment))
+        mark = " *" if task in partial else ""
+        page.answer(f"Learned strengths raise {task}{mark} after fine-tuning", gains.get("learned"))
     page.compared()
     page.dots("perplexity", drawn, "Original against learned strengths, by seed.")
     for family in ("bert", "gpt2"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy import stats
 
 from saobp.data.tasks import GLUE
 from saobp.lab.drawing import progress
@@ -17,6 +16,7 @@ from saobp.lab.pages.common import (
     correlation_in_words,
     correlation_of,
     epochs,
+    followed,
     has_any,
     held_out_curves,
     mean_of,
@@ -54,7 +54,7 @@ def pretraining(results: Results, page: Page) -> None:
         page.say(
             "Every run first learns how frequent words are and stays there for a while, at a perplexity of "
             "about 500, before attention comes to be of use. How long a run waits there and where it ends "
-            f"after all tokens: {_followed(waiting, values)}."
+            f"after all tokens: {followed(waiting, values)}."
         )
         never = [
             f"{METHODS[key].title}, seed {seed}"
@@ -76,20 +76,6 @@ def pretraining(results: Results, page: Page) -> None:
         )
 
 
-def _followed(waiting: Values, ends: Values) -> str:
-    """How the wait of a run and its end go together, over all runs that have both."""
-    pairs = [
-        (wait, ends[key][seed])
-        for key, own in waiting.items()
-        for seed, wait in own.items()
-        if seed in ends.get(key, {})
-    ]
-    if len(pairs) < 3:
-        return f"{len(pairs)} runs are too few to say"
-    found = stats.spearmanr(*zip(*pairs, strict=True))
-    return f"Spearman's rank correlation is {found.statistic:+.2f} over {len(pairs)} runs"
-
-
 def gtd(results: Results, page: Page) -> None:
     page.say(BUDGET)
     scale = results.plan.scale
@@ -100,6 +86,11 @@ def gtd(results: Results, page: Page) -> None:
         "tokens, the length of pretraining. Accuracy is of fine-tuning, last epoch."
     )
     size, methods = results.plan.scale.size, methods_of(results.experiment)
+    if paper_values("gtd_race_middle", "clustering", size):
+        page.say(
+            "The paper's CC is several times ours, so it is probably computed otherwise, and only the side "
+            "of its differences compares."
+        )
     drawn, crosses = {}, {}
     for statistic, title, higher, digits in (
         ("gtd", "GTD", True, 3),
@@ -111,7 +102,7 @@ def gtd(results: Results, page: Page) -> None:
         paper = paper_values("gtd_race_middle", statistic, size)
         page.compare(
             title, values, paper, higher_is_better=higher, digits=digits, claims=("high", "low", "elemmul"),
-            methods=methods,
+            methods=methods, same_size=statistic != "clustering",
         )  # fmt: skip
         drawn[title], crosses[title] = values, paper
     scores = results.values(lambda model: results.score(model, "race-middle"))
