@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from saobp.data.writing import first_line
 from saobp.refinement import Refinement
 from saobp.transformers import apply, load
 from saobp.transformers.load import checked_folder
@@ -71,7 +72,7 @@ def dataset_texts(name: str, split: str, column: str | None, limit: int) -> list
         data = datasets.load_dataset(name, split=split, streaming=True)
         rows = list(data.take(limit))
     except Exception as problem:
-        raise ValueError(f"cannot read split {split!r} of dataset {name!r}: {_first_line(problem)}") from None
+        raise ValueError(f"cannot read split {split!r} of dataset {name!r}: {first_line(problem)}") from None
     strings = [key for key, value in rows[0].items() if isinstance(value, str)] if rows else []
     if column is None and strings:
         column = strings[0]
@@ -107,7 +108,7 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
         model: Any = load(place, AutoModel) if is_refined else AutoModel.from_pretrained(place)
     except (OSError, ValueError, KeyError, ImportError) as problem:
         raise ValueError(
-            f"cannot load a model with its tokenizer from {name!r}: {_first_line(problem)}"
+            f"cannot load a model with its tokenizer from {name!r}: {first_line(problem)}"
         ) from None
     return model, tokenizer
 
@@ -117,8 +118,3 @@ def _kept(texts: Iterable[str], limit: int, where: str) -> list[str]:
     if not kept:
         raise ValueError(f"{where} holds no text")
     return kept[:limit]
-
-
-def _first_line(problem: BaseException) -> str:
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return lines[0] if lines else type(problem).__name__
