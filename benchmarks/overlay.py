@@ -23,10 +23,10 @@ from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import Table
 from saobp.quickstart.prose import read_prose
 from saobp.quickstart.story import Texts, prepare
+from saobp.training.batches import Share
 from saobp.training.objectives import objective_of
 from saobp.training.pretrain import new_model
 from saobp.training.recipes import PretrainRecipe, fast, tiny, with_steps
-from saobp.training.stream import Share
 
 RATE = 5e-4
 """Below that of the recipes: near the edge of stability a last bit decides when a loss falls."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from saobp.training.throughput import DEFAULT, MODELS, VERSIONS, pretraining_speed
+from saobp.benchmarking.pretraining import DEFAULT, MODELS, VERSIONS, pretraining_speed
 
 
 def main(arguments: list[str] | None = None) -> None:

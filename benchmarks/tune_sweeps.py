@@ -16,8 +16,8 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from saobp.kernels import launch
-from saobp.kernels.operator import refined_attention
+from saobp.kernels.bidirectional import launch
+from saobp.kernels.bidirectional.operator import refined_attention
 
 BACKWARD = ("value_gradient", "query_gradient", "key_gradient")
 

@@ -1,16 +1,12 @@
 """Self-attention refined by belief propagation, and instruments that show which heads collapse."""
 
-import sys
 from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-IS_COMMAND = Path(sys.argv[0] if sys.argv else "").name in ("saobp", "saobp.exe", "-m")
-"""Whether this process is the command, which gives help before it imports PyTorch."""
+from saobp._register_on_import import register_on_import
 
-if TYPE_CHECKING or not IS_COMMAND:
-    from saobp.attention import attention, refine
+if TYPE_CHECKING:
+    from saobp.functional import attention, refine
     from saobp.metrics.probe import probe
     from saobp.packing import attention_packed, pack, unpack
     from saobp.propagation import Factor, register_factor
@@ -35,30 +31,36 @@ __all__ = [
     "unpack",
 ]
 
+_MODULES = {
+    "Factor": "saobp.propagation",
+    "Refinement": "saobp.refinement",
+    "apply": "saobp.transformers.apply",
+    "attention": "saobp.functional",
+    "attention_packed": "saobp.packing",
+    "load": "saobp.transformers.load",
+    "pack": "saobp.packing",
+    "probe": "saobp.metrics.probe",
+    "refine": "saobp.functional",
+    "register_factor": "saobp.propagation",
+    "remove": "saobp.transformers.apply",
+    "unpack": "saobp.packing",
+}
+"""Where public names are defined; imported on first use, so ``saobp --help`` does not import PyTorch."""
 
-if not TYPE_CHECKING:
 
-    class _Package(ModuleType):
-        """In the command, public names come when one is asked for, and no module hides a function."""
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    try:
+        return import_module(f"saobp.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"saobp.{name}":
+            raise
+        raise AttributeError(f"module 'saobp' has no attribute {name!r}") from None
 
-        def __getattr__(self, name: str) -> Any:
-            if name not in __all__:
-                raise AttributeError(f"module 'saobp' has no attribute {name!r}")
-            for place in (
-                "attention",
-                "metrics.probe",
-                "packing",
-                "propagation",
-                "refinement",
-                "transformers",
-            ):
-                found = vars(import_module(f"saobp.{place}"))
-                vars(self).update({public: found[public] for public in __all__ if public in found})
-            return vars(self)[name]
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            if not (name in __all__ and isinstance(value, ModuleType)):
-                super().__setattr__(name, value)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
-    if IS_COMMAND:
-        sys.modules[__name__].__class__ = _Package
+
+register_on_import()

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from saobp.attention import (
+from saobp.functional import (
     Backend,
     attention,
     call_strength,
@@ -101,7 +101,7 @@ def attention_packed(
     if not (fused and cumulative_lengths.is_cuda):
         _check_values(cumulative_lengths, max_length, total)
     if fused:
-        from saobp.kernels.call import fused_attention
+        from saobp.kernels.dispatch import fused_attention
 
         out = fused_attention(
             q, k, v, refinement, strength,

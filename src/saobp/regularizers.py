@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from saobp.metrics.entropy import row_entropy
 from saobp.transformers.apply import attention_modules, head_count
+from saobp.transformers.capture import AttentionCall, Watcher
 from saobp.transformers.projections import query_key_weights
-from saobp.transformers.watch import AttentionCall, Watcher
 
 
 class Regularizer(nn.Module, ABC):

@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 import saobp
+from saobp.benchmarking import bert_models as models
 from saobp.benchmarking import model as model_benchmark
-from saobp.benchmarking import models
 from saobp.benchmarking.attention import attention_speed
 from saobp.benchmarking.cpu import cpu_inference
 from saobp.benchmarking.model import masked_batch, model_speed
@@ -28,7 +28,7 @@ def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_attention_on_a_cpu_records_that_the_kernels_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saobp.kernels.fused.INTERPRETED", False)
+    monkeypatch.setattr("saobp.kernels.support.INTERPRETED", False)
     saved: list[int] = []
     table = attention_speed(
         device="cpu",

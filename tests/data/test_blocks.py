@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from saobp.data import Blocks, TokenStore, as_it_is, open_corpus, prepare_tokens, train_vocabulary
-from saobp.data.tokens import Description
+from saobp.data.token_store import Description
 
 
 class Counting(TokenStore):

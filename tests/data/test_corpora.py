@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from saobp.data import files, open_corpus, parse_mixture
+from saobp.data import open_corpus, parse_mixture
+from saobp.data import readers as files
 from saobp.data.corpora import HubCorpus
 
 

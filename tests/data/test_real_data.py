@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from saobp.data import Blocks, encoder, load_tokenizer, open_corpus, prefix_of, prepare_tokens
-from saobp.data.vocabulary import tokenizer_text
+from saobp.data import Blocks, load_tokenizer, open_corpus, prefix_of, prepare_tokens
+from saobp.data import word_encoder as encoder
+from saobp.data.tokenizers import tokenizer_text
 
 pytestmark = pytest.mark.slow
 

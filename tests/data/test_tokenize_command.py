@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from saobp.benchmarking.tokenise import tokenise_speed
 from saobp.cli import app
 from saobp.commands.tokenize import obtain_tokenizer
-from saobp.data import TokenStore, encoder, load_tokenizer, prepare_corpora, train_vocabulary
-from saobp.testing.training import prose
+from saobp.data import TokenStore, load_tokenizer, prepare_corpora, train_vocabulary
+from saobp.data import word_encoder as encoder
+from saobp.testing.tiny_training import prose
 
 TEXT = "The fox sees a lazy dog, and runs. " * 40
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from saobp.data import TokenStore, encoding, open_corpus, prepare_corpora, prepare_tokens, train_vocabulary
+from saobp.data import TokenStore, open_corpus, prepare_corpora, prepare_tokens, train_vocabulary
+from saobp.data import parallel_encoding as encoding
 from saobp.data.corpora import FileCorpus
-from saobp.testing.training import forked
+from saobp.testing.tiny_training import forked
 
 PARAGRAPHS = [
     f"Story {n}: the fox number {n} sees {n * 7} lazy dogs, and runs. " * (1 + n % 5) for n in range(60)

@@ -14,14 +14,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from saobp.data import (
     Documents,
-    encoder,
     load_tokenizer,
     open_corpus,
     prefix_of,
     separator_of,
     train_vocabulary,
 )
-from saobp.data.vocabulary import SPECIAL, tokenizer_checksum, tokenizer_text
+from saobp.data import (
+    word_encoder as encoder,
+)
+from saobp.data.tokenizers import SPECIAL, tokenizer_checksum, tokenizer_text
 
 TEXTS = ["The quick brown fox jumps over the lazy dog.", "It's a fine day, isn't it? She can't know."] * 3
 
@@ -60,7 +62,7 @@ def test_bert_and_gpt2_from_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_learning_tells_how_far_it_is(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saobp.data.vocabulary.TOLD_AT_ONCE", 50)
+    monkeypatch.setattr("saobp.data.tokenizers.TOLD_AT_ONCE", 50)
     for number in range(20):
         (tmp_path / f"{number:02}.txt").write_text(TEXTS[number % 2])
     told: list[tuple[int, int]] = []

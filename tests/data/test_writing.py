@@ -13,8 +13,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from saobp.data import open_corpus, prepare_tokens, train_vocabulary, writing
-from saobp.data.writing import clear_unfinished, reason, replacing, write_atomically
+from saobp.data import open_corpus, prepare_tokens, train_vocabulary
+from saobp.storage import atomic as writing
+from saobp.storage.atomic import clear_unfinished, reason, replacing, write_atomically
 
 
 def names(folder: Path) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from saobp.kernels.problem import Problem, kept_problem
+from saobp.kernels.call_spec import Problem, kept_problem
 
 
 @pytest.fixture

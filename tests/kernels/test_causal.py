@@ -13,8 +13,8 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.kernels.problem import Problem
-from saobp.testing.budget import Operation, assert_within_budget, run
+from saobp.kernels.call_spec import Problem
+from saobp.testing.error_budget import Operation, assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 pytest.importorskip("triton")
@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float
 @pytest.fixture(autouse=True)
 def _by_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short calls in half precision have a kernel of their own; here they take the sweeps like the others."""
-    monkeypatch.setattr("saobp.kernels.call.is_short", lambda *_: False)
+    monkeypatch.setattr("saobp.kernels.dispatch.is_short", lambda *_: False)
 
 
 def fused(inputs: AttentionInputs, refinement: Refinement, **options: object) -> Operation:
@@ -133,13 +133,13 @@ def test_a_head_that_sees_one_key_has_no_gradient(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_spans(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of keys carried from span to span, down and up again."""
-    monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", 128)
+    monkeypatch.setattr("saobp.kernels.causal.launch.SPAN", 128)
     check(attention_inputs(1, 1, 270, 16, strength=0.7, dtype=dtype, device=DEVICE))
 
 
 def test_sums_of_keys_take_bounded_memory_per_token() -> None:
     """At most one number per block of a span's rows; about half of that where all rows are in one span."""
-    from saobp.kernels.causal_launch import SPAN, causal_block, sums_plane
+    from saobp.kernels.causal.launch import SPAN, causal_block, sums_plane
 
     def per_token(length: int) -> float:
         states = torch.empty(1, 1, length, 64, dtype=torch.float16, device="meta")
@@ -153,7 +153,7 @@ def test_sums_of_keys_take_bounded_memory_per_token() -> None:
 
 
 def test_spans_with_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", 64)
+    monkeypatch.setattr("saobp.kernels.causal.launch.SPAN", 64)
     check(attention_inputs(2, 1, 140, 16, strength=0.7, padding="left", dtype=torch.float16, device=DEVICE))
 
 
@@ -162,7 +162,7 @@ def test_no_row_depends_on_later_tokens(factor: str, monkeypatch: pytest.MonkeyP
     """A prefix gives the same rows bit for bit, in one span or several."""
     inputs = attention_inputs(1, 1, 200, 16, strength=1.0, device=DEVICE)
     whole = fused(inputs, Refinement(factor))(*inputs.leaves())
-    monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", 128)
+    monkeypatch.setattr("saobp.kernels.causal.launch.SPAN", 128)
     for length in (1, 65, 150):
         start = replace(
             inputs,
@@ -221,9 +221,9 @@ def test_dropout_drops_the_same_entries_in_both_directions(factor: str, dtype: t
 
 
 def test_packed_sequences_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    from saobp.kernels.causal_operator import causal_refined_attention
+    from saobp.kernels.causal.operator import causal_refined_attention
 
-    monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", 64)
+    monkeypatch.setattr("saobp.kernels.causal.launch.SPAN", 64)
     lengths = (5, 70, 0, 64)
     inputs = attention_inputs(1, 1, sum(lengths), 16, strength=0.7, device=DEVICE)
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
@@ -248,7 +248,7 @@ def test_packed_sequences_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_operators_are_sound() -> None:
-    from saobp.kernels.causal_operator import causal_refined_attention
+    from saobp.kernels.causal.operator import causal_refined_attention
 
     inputs = attention_inputs(1, 2, 20, 16, key_heads=1, strength=0.7, device=DEVICE)
     query, key, value, strength = inputs.leaves()
@@ -298,7 +298,7 @@ def test_the_way_of_weak_strengths(
     factor: str, padding: Any, span: int, careful: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Careful: every head is taken for one that underflowed."""
-    monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", span)
+    monkeypatch.setattr("saobp.kernels.causal.launch.SPAN", span)
     if careful:
         monkeypatch.setattr(Problem, "lowest_sum", 1e9)
         monkeypatch.setattr(Problem, "may_underflow", True)
@@ -310,7 +310,7 @@ def test_the_way_of_weak_strengths(
 @pytest.mark.usefixtures("weak_way")
 def test_heads_that_underflow_are_done_with_care(monkeypatch: pytest.MonkeyPatch) -> None:
     """One head whose rows have nothing but a shunned key, beside one of a common kind."""
-    monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", 128)
+    monkeypatch.setattr("saobp.kernels.causal.launch.SPAN", 128)
     inputs = attention_inputs(1, 2, 250, 16, device=DEVICE)
     collapsed = collapsed_inputs(inputs, 200.0)
     query, key = inputs.query.clone(), inputs.key.clone()
@@ -342,9 +342,9 @@ def test_collapsed_heads_of_weak_strength(gap: float, collapse: str, dtype: torc
 @pytest.mark.usefixtures("weak_way")
 def test_dropout_and_packing_of_weak_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed batch with dropout: identity values show what was kept, and gradients follow from that."""
-    from saobp.kernels.causal_operator import causal_refined_attention
+    from saobp.kernels.causal.operator import causal_refined_attention
 
-    monkeypatch.setattr("saobp.kernels.causal_launch.SPAN", 32)
+    monkeypatch.setattr("saobp.kernels.causal.launch.SPAN", 32)
     bounds, share = (0, 5, 75, 75, 139), 0.3
     inputs = attention_inputs(1, 1, 139, 80, device=DEVICE)
     query, key, value, _ = inputs.leaves()
@@ -375,7 +375,7 @@ def test_dropout_and_packing_of_weak_strengths(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("weak_way")
 def test_the_operator_of_weak_strengths_is_sound() -> None:
-    from saobp.kernels.causal_operator import causal_refined_attention
+    from saobp.kernels.causal.operator import causal_refined_attention
 
     query, key, value, _ = attention_inputs(1, 2, 70, 16, key_heads=1, device=DEVICE).leaves()
     strength = torch.tensor([0.2, 0.1], device=DEVICE)

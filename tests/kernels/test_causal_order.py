@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from saobp.kernels import causal_launch
-from saobp.kernels.causal_operator import causal_refined_attention
-from saobp.kernels.places import locate_sorted
-from saobp.kernels.problem import Problem, kept_problem
+from saobp.kernels.call_spec import Problem, kept_problem
+from saobp.kernels.causal import launch as causal_launch
+from saobp.kernels.causal.operator import causal_refined_attention
+from saobp.kernels.library.indexing import locate_sorted
 from saobp.testing.inputs import attention_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.testing.budget import assert_within_budget
+from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import attention_inputs, collapsed_inputs, drifting_inputs
 
 pytest.importorskip("triton")

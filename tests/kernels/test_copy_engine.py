@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 import saobp
-from saobp.kernels import causal_launch, launch
-from saobp.kernels.launch import copies_tiles
-from saobp.kernels.problem import Problem
-from saobp.kernels.start import Tiles
+from saobp.kernels.bidirectional import launch
+from saobp.kernels.bidirectional.launch import copies_tiles
+from saobp.kernels.call_spec import Problem
+from saobp.kernels.causal import launch as causal_launch
+from saobp.kernels.runtime.launcher import Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]

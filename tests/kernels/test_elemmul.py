@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 import saobp
-from saobp.testing.budget import Operation, assert_within_budget, run
+from saobp.testing.error_budget import Operation, assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -124,7 +124,7 @@ def fused_relative(raw, high, low, score_scale, PRECISE: tl.constexpr):
 @pytest.mark.parametrize("gap", [90.0, 1000.0])
 def test_collapsed_heads_with_fused_multiply_adds(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log-sum-exp of large scores is rounded, and weights made from it no longer sum to 1."""
-    for module in ("forward", "elemmul", "elemmul_backward"):
+    for module in ("bidirectional.forward", "elemmul.forward", "elemmul.backward"):
         monkeypatch.setattr(f"saobp.kernels.{module}.relative", fused_relative)
     inputs = collapsed_inputs(attention_inputs(1, 1, 40, 16, dtype=torch.float16, device=DEVICE), gap)
     assert_within_budget(fused(inputs), inputs, ELEMMUL)
@@ -184,7 +184,7 @@ def test_repeats_are_equal_to_the_bit() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_operators_are_sound(packed: bool) -> None:
-    from saobp.kernels.elemmul_operator import elemmul_attention
+    from saobp.kernels.elemmul.operator import elemmul_attention
 
     inputs = attention_inputs(
         1 if packed else 2, 2, 20, 16, key_heads=1, padding=None if packed else "right", device=DEVICE

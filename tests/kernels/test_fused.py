@@ -13,10 +13,10 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.kernels.operator import refined_attention
-from saobp.kernels.problem import STRONGEST, WEAKEST, Problem, kept_problem, parabola
-from saobp.kernels.short_operator import short_refined_attention
-from saobp.testing.budget import assert_within_budget
+from saobp.kernels.bidirectional.operator import refined_attention
+from saobp.kernels.bidirectional.short_operator import short_refined_attention
+from saobp.kernels.call_spec import STRONGEST, WEAKEST, Problem, kept_problem, parabola
+from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 GPU = torch.cuda.is_available()

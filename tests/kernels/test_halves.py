@@ -15,9 +15,10 @@ from saobp.testing.inputs import AttentionInputs, attention_inputs
 
 pytest.importorskip("triton")
 
-from saobp.kernels import halves, start
-from saobp.kernels.operator import refined_attention
-from saobp.kernels.problem import Problem, kept_problem
+from saobp.kernels.bidirectional.operator import refined_attention
+from saobp.kernels.call_spec import Problem, kept_problem
+from saobp.kernels.runtime import launcher as start
+from saobp.kernels.runtime import two_streams as halves
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import saobp
 from saobp import Refinement
-from saobp.kernels import causal_launch, launch, short_launch
-from saobp.kernels.problem import Problem, kept_problem
-from saobp.kernels.short_operator import short_refined_attention, short_refined_output
+from saobp.kernels.bidirectional import launch, short_launch
+from saobp.kernels.bidirectional.short_operator import short_refined_attention, short_refined_output
+from saobp.kernels.call_spec import Problem, kept_problem
+from saobp.kernels.causal import launch as causal_launch
 from saobp.testing.inputs import attention_inputs
 
 GPU = torch.cuda.is_available()

@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import saobp
 from saobp import Refinement
-from saobp.testing.budget import Operation, assert_within_budget, run
+from saobp.testing.error_budget import Operation, assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs, drifting_inputs
 
 pytest.importorskip("triton")
 
-from saobp.kernels.causal_operator import causal_refined_attention
-from saobp.kernels.fused import POTTS
-from saobp.kernels.short_causal_operator import short_causal_refined_attention
+from saobp.kernels.causal.operator import causal_refined_attention
+from saobp.kernels.causal.short_operator import short_causal_refined_attention
+from saobp.kernels.support import POTTS
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

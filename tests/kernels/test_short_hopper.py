@@ -17,13 +17,15 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.kernels import short_hopper, short_hopper_launch, short_launch
-from saobp.kernels.pairs import boosted
-from saobp.kernels.problem import Block, Problem, kept_problem
-from saobp.kernels.short_hopper_launch import hopper_serves
-from saobp.kernels.short_launch import weak_block
-from saobp.kernels.short_operator import short_refined_attention
-from saobp.testing.budget import assert_within_budget
+from saobp.kernels.bidirectional import short_launch
+from saobp.kernels.bidirectional.short_launch import weak_block
+from saobp.kernels.bidirectional.short_operator import short_refined_attention
+from saobp.kernels.call_spec import Block, Problem, kept_problem
+from saobp.kernels.hopper import launch as short_hopper_launch
+from saobp.kernels.hopper import short_forward as short_hopper
+from saobp.kernels.hopper.launch import hopper_serves
+from saobp.kernels.library.packed_bf16 import boosted
+from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.gluon_on_cpu import Barrier, OnCpu
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.kernels import short_launch
-from saobp.kernels.problem import Block, Problem, kept_problem
-from saobp.kernels.short_operator import short_refined_attention
-from saobp.kernels.start import Launch
-from saobp.testing.budget import assert_within_budget
+from saobp.kernels.bidirectional import short_launch
+from saobp.kernels.bidirectional.short_operator import short_refined_attention
+from saobp.kernels.call_spec import Block, Problem, kept_problem
+from saobp.kernels.runtime.launcher import Launch
+from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 GPU = torch.cuda.is_available()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton import knobs
 
-from saobp.kernels import start
+from saobp.kernels.runtime import launcher as start
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 
 from saobp.lab import EXPERIMENTS, get_scale
 from saobp.lab.axes import far_beyond
-from saobp.lab.drawing import brief, curves, dots, progress
-from saobp.lab.looks import LOOKS
-from saobp.lab.page import Page
+from saobp.lab.figures import brief, curves, dots, progress
+from saobp.lab.result_page import Page
+from saobp.lab.style import LOOKS
 
 NEAR = {"original": {42: 28.4, 1: 26.9}, "high": {42: 28.9, 1: 27.4}, "low": {42: 28.6, 1: 27.8}}
 WITH_FAR = {**NEAR, "elemmul": {42: 99.1, 1: 75.0}, "entropy": {42: 28.4}}

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from saobp.lab import EXPERIMENTS
-from saobp.lab.looks import LOOKS
 from saobp.lab.methods import METHODS
+from saobp.lab.style import LOOKS
 
 SIGHTS = {
     "full": np.eye(3),

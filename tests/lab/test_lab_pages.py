@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from saobp.lab import EXPERIMENTS, choose_experiments, get_scale
-from saobp.lab.page import Page, made_on, paper_digits
 from saobp.lab.pages import PAGES
 from saobp.lab.pages.common import claim_correlation
 from saobp.lab.plan import Measured, Plan, Tuned
+from saobp.lab.result_page import Page, made_on, paper_digits
 from saobp.lab.results import Results
 from saobp.lab.tabulate import tabulate, write_overview
-from saobp.testing.runs import make_run, record, write_json
+from saobp.testing.fake_runs import make_run, record, write_json
 
 MINI = get_scale("mini")
 SHIFT = {"original": 0.0, "high": -0.05, "low": 0.1, "elemmul": 0.0}

@@ -15,7 +15,7 @@ from saobp.lab.methods import METHODS, method_name
 from saobp.lab.pages import PAGES
 from saobp.lab.paper import TABLES, paper_table, paper_values
 from saobp.lab.plan import Measured, Plan, Tuned
-from saobp.lab.sharing import Piece, claimed, work_through
+from saobp.lab.work_queue import Piece, claimed, work_through
 from saobp.refinement import Refinement
 
 MINI = get_scale("mini")
@@ -130,9 +130,9 @@ def test_pieces_are_done_once_in_order_and_failures_leave_the_others_going(tmp_p
 
 def test_estimates_guess_before_and_know_after(tmp_path: Path) -> None:
     """A run of the same kind counts as it was, another by its cost."""
-    from saobp.data.writing import unfinished
-    from saobp.testing.runs import make_run, write_json
-    from saobp.training.runs import environment
+    from saobp.runs.folder import environment
+    from saobp.storage.atomic import unfinished
+    from saobp.testing.fake_runs import make_run, write_json
 
     plain, high = (Plan([], MINI).model("bert", method, 42) for method in ("original", "high"))
     guess = Estimates(tmp_path).pretraining(plain)

@@ -14,8 +14,8 @@ from saobp.lab import choose_experiments, get_scale
 from saobp.lab.plan import Plan
 from saobp.lab.restore import RESTORED, restore
 from saobp.lab.tabulate import tabulate
-from saobp.testing.runs import make_run, record, write_json
-from saobp.training.runs import RunError, RunFolder
+from saobp.runs.folder import RunError, RunFolder
+from saobp.testing.fake_runs import make_run, record, write_json
 
 MINI = get_scale("mini")
 PLAN = Plan(choose_experiments("steps"), MINI, 3)

@@ -16,14 +16,14 @@ from saobp.cli import app
 from saobp.lab import choose_experiments, get_scale
 from saobp.lab.bundle import is_rounded, keep_rounded, kept_packed, pack, small_files, unpack
 from saobp.lab.clock import Deadline
-from saobp.lab.measures import take
+from saobp.lab.data_sources import Sources, make_up
+from saobp.lab.measurements import take
 from saobp.lab.plan import Plan, check_same
 from saobp.lab.pretraining import pretrain_all
 from saobp.lab.session import Places, Session
-from saobp.lab.sources import Sources, make_up
 from saobp.lab.stages import finetune_all, measure_all
+from saobp.runs.folder import RunError, RunFolder
 from saobp.training.evaluation.run import load_language_model
-from saobp.training.runs import RunError, RunFolder
 
 SMOKE = get_scale("smoke")
 
@@ -180,7 +180,7 @@ def test_a_packed_archive_is_whole_or_left_out(trained: Path, tmp_path: Path) ->
 
 def test_data_are_made_up_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr("saobp.lab.sources.write_rows", lambda *_: 1 / 0)
+        broken.setattr("saobp.lab.data_sources.write_rows", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_up(tmp_path / "data")
     assert not list(tmp_path.iterdir())

@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 import saobp
 from saobp.cli import app
 from saobp.metrics.sources import example_model, load_model
-from saobp.testing.models import tiny_model
-from saobp.testing.planted import PLANTED_VERDICTS, planted_model
-from saobp.testing.tasks import save_tiny_bert
+from saobp.testing.planted_heads import PLANTED_VERDICTS, planted_model
+from saobp.testing.tiny_models import tiny_model
+from saobp.testing.tiny_tasks import save_tiny_bert
 
 HOSTILE = '<script>alert("x")</script> & <b>words</b> that are [red]text[/red] only {{ 7 * 7 }}'
 

@@ -14,7 +14,7 @@ import saobp
 from saobp import metrics
 from saobp.metrics import HealthCallback, HealthLog
 from saobp.metrics.verdict import verdict
-from saobp.testing.models import tiny_batch, tiny_model
+from saobp.testing.tiny_models import tiny_batch, tiny_model
 
 
 class Texts(torch.utils.data.Dataset):

@@ -11,9 +11,9 @@ from transformers.modeling_utils import AttentionInterface
 
 import saobp
 from saobp import metrics
-from saobp.metrics.calls import heads_of
+from saobp.metrics.attention_calls import heads_of
 from saobp.metrics.sampled import SAMPLED
-from saobp.testing.models import DECODERS, FAMILIES, tiny_batch, tiny_model
+from saobp.testing.tiny_models import DECODERS, FAMILIES, tiny_batch, tiny_model
 from saobp.transformers import AttentionCall, record_attention
 
 IMPLEMENTATIONS = ["eager", "sdpa", "saobp"]

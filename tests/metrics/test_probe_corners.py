@@ -8,9 +8,9 @@ from transformers import BartConfig, BartModel
 
 import saobp
 from saobp import metrics
-from saobp.metrics.estimates import exactly
+from saobp.metrics.estimate import exactly
 from saobp.metrics.sampled import Sampling
-from saobp.testing.models import DECODERS, tiny_batch, tiny_model
+from saobp.testing.tiny_models import DECODERS, tiny_batch, tiny_model
 from saobp.transformers import record_attention
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from saobp import Refinement
-from saobp.metrics.fused import FusedOperator, can_fuse
-from saobp.metrics.methods import Heads
+from saobp.metrics.fused_operator import FusedOperator, can_fuse
+from saobp.metrics.measure import Heads
 from saobp.metrics.sampled import operator_for
-from saobp.metrics.tiles import Mask
+from saobp.metrics.tiled_operator import Mask
 
 pytest.importorskip("triton")
 

@@ -10,8 +10,8 @@ import torch
 
 from saobp import Refinement, metrics
 from saobp.metrics import operators
-from saobp.metrics.estimates import balanced_signs, draw_rows
-from saobp.metrics.methods import STATES_HELD, SUMS_HELD, Heads, _even_parts
+from saobp.metrics.estimate import balanced_signs, draw_rows
+from saobp.metrics.measure import STATES_HELD, SUMS_HELD, Heads, _even_parts
 from saobp.metrics.operators import PlainOperator
 from saobp.metrics.sampled import SAMPLED, Sampling, operator_for
 
@@ -55,7 +55,7 @@ def telling_heads(length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     ],
 )
 def test_products_equal_those_with_the_map(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saobp.metrics.tiles.TILE_BYTES", 40_000)
+    monkeypatch.setattr("saobp.metrics.tiled_operator.TILE_BYTES", 40_000)
     refinement, strength = REFINEMENTS[name], torch.tensor([0.7, 0.2])
     query, key = states(1, 2, 53, 8), states(1, 2, 53, 8, seed=1)
     heads = Heads(query, key, strength, refinement, causal, 0.3)
@@ -73,7 +73,7 @@ def test_products_equal_those_with_the_map(name: str, causal: bool, monkeypatch:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", ["plain", "high", "damped low"])
 def test_windows_and_other_masks(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saobp.metrics.tiles.TILE_BYTES", 20_000)
+    monkeypatch.setattr("saobp.metrics.tiled_operator.TILE_BYTES", 20_000)
     query, key = states(1, 2, 40, 8), states(1, 2, 40, 8, seed=1)
     holes = torch.rand(1, 1, 40, 40, generator=torch.Generator().manual_seed(5)) < 0.8
     holes |= torch.eye(40, dtype=torch.bool)
@@ -219,7 +219,7 @@ def test_exact_measure_equals_the_statistics_of_the_maps() -> None:
 def test_small_working_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = states(2, 4, 30, 8), states(2, 2, 30, 8, seed=1)
     whole = [metrics.measure(query, key, method=method) for method in ("exact", "sampled")]
-    monkeypatch.setattr("saobp.metrics.methods.WORKING_BYTES", 1)
+    monkeypatch.setattr("saobp.metrics.measure.WORKING_BYTES", 1)
     pieces = [metrics.measure(query, key, method=method) for method in ("exact", "sampled")]
     for one, other in zip(whole, pieces, strict=True):
         for name in one:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import saobp
-from saobp.testing.budget import assert_within_budget, run
+from saobp.testing.error_budget import assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 FACTORS = ["none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior"]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import saobp
-from saobp.propagation import FactorGraph, lean
+from saobp.propagation import FactorGraph
+from saobp.propagation import cpu_inference as lean
 from saobp.propagation.reference import reference_attention
-from saobp.testing.budget import assert_within_budget
+from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 FACTORS = ["none", "high", "low", "high-listing", "low-listing", "elemmul", "elemmul-prior"]

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import saobp
-from saobp.testing.budget import Operation, assert_within_budget
+from saobp.testing.error_budget import Operation, assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs, padding_mask
-from saobp.testing.training import in_processes
+from saobp.testing.tiny_training import in_processes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HIGH = saobp.Refinement("high")

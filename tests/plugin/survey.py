@@ -14,7 +14,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 import saobp
-from saobp.testing.models import tiny_batch
+from saobp.testing.tiny_models import tiny_batch
 
 ENCODERS = """albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra
     ernie esm eurobert funnel layoutlm longformer megatron-bert mobilebert modernbert mpnet nystromformer

@@ -8,9 +8,9 @@ import torch
 from transformers import BertModel
 
 import saobp
-from saobp.testing.models import FAMILIES, tiny_batch, tiny_model
+from saobp.testing.tiny_models import FAMILIES, tiny_batch, tiny_model
 from saobp.transformers import attention_modules, strength_parameters
-from saobp.transformers.attached import attached
+from saobp.transformers.layer_refinement import attached
 
 
 def logits(model, batch):

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import saobp
-from saobp.testing.models import DECODERS, ENCODERS, FAMILIES, tiny_batch, tiny_model
+from saobp.testing.tiny_models import DECODERS, ENCODERS, FAMILIES, tiny_batch, tiny_model
 from saobp.transformers import strength_parameters
 
 ROUNDING = {"rtol": 1e-4, "atol": 2e-4}

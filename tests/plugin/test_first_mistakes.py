@@ -11,7 +11,7 @@ from transformers import BertModel
 import saobp
 from saobp import Refinement
 from saobp.metrics import measure
-from saobp.testing.models import tiny_model
+from saobp.testing.tiny_models import tiny_model
 
 
 def test_every_form_of_a_refinement_is_taken() -> None:

@@ -8,7 +8,7 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
 import saobp
-from saobp.testing.models import DECODERS, WINDOW, tiny_batch, tiny_model
+from saobp.testing.tiny_models import DECODERS, WINDOW, tiny_batch, tiny_model
 from saobp.transformers.cache import GrowingMemory
 
 ROUNDING = {"rtol": 1e-4, "atol": 5e-4}

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, BertForMaskedLM
 
 import saobp
-from saobp.testing.models import tiny_batch, tiny_model
+from saobp.testing.tiny_models import tiny_batch, tiny_model
 from saobp.transformers import strength_parameters
-from saobp.transformers.attached import attached
+from saobp.transformers.layer_refinement import attached
 
 
 def logits(model, batch):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import saobp
-from saobp.testing.models import tiny_batch, tiny_model
-from saobp.transformers.attend import saobp_attention
+from saobp.testing.tiny_models import tiny_batch, tiny_model
+from saobp.transformers.attention_function import saobp_attention
 
 ROUNDING = {"rtol": 1e-4, "atol": 2e-4}
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import saobp
-from saobp.testing.models import tiny_batch, tiny_model
+from saobp.testing.tiny_models import tiny_batch, tiny_model
 
 SHAPE = {
     "vocab_size": 64,

@@ -8,7 +8,7 @@ from torch import Tensor
 import saobp
 from saobp import Refinement
 from saobp.metrics import gtd
-from saobp.testing.models import tiny_batch, tiny_model
+from saobp.testing.tiny_models import tiny_batch, tiny_model
 from saobp.transformers import record_attention, strength_parameters
 
 

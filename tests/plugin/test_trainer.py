@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import saobp
-from saobp.testing.models import FAMILIES, tiny_batch, tiny_model
+from saobp.testing.tiny_models import FAMILIES, tiny_batch, tiny_model
 from saobp.transformers import strength_parameters
 
 

@@ -8,8 +8,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 import saobp
-from saobp.testing.models import tiny_batch, tiny_model
-from saobp.transformers import record_attention, watch
+from saobp.testing.tiny_models import tiny_batch, tiny_model
+from saobp.transformers import capture as watch
+from saobp.transformers import record_attention
 
 STRONG = "high:0.7"
 

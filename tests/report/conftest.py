@@ -11,8 +11,8 @@ import pytest
 from saobp.metrics.sources import example_model
 from saobp.report import explorer_data, write_explorer, write_report
 from saobp.testing.browser import HOSTILE, NO_CHROMIUM, Opened, chromium_path
-from saobp.testing.models import tiny_model
-from saobp.testing.runs import make_finetune, make_run
+from saobp.testing.fake_runs import make_finetune, make_run
+from saobp.testing.tiny_models import tiny_model
 
 
 @pytest.fixture(scope="session")

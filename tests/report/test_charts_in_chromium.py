@@ -10,7 +10,7 @@ import numpy
 
 from saobp.report import write_report
 from saobp.testing.browser import Opened
-from saobp.testing.runs import make_run
+from saobp.testing.fake_runs import make_run
 
 Open = Callable[..., Opened]
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.metrics.sources import example_model
-from saobp.report.codes import decode_head
 from saobp.report.explorer import explorer_data, is_explorer
+from saobp.report.quantized_scores import decode_head
 from saobp.report.server import BODY_BYTES, make_server
-from saobp.testing.models import tiny_model
+from saobp.testing.tiny_models import tiny_model
 
 JSON = {"Content-Type": "application/json"}
 

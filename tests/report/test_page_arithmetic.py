@@ -13,11 +13,11 @@ from saobp.metrics.verdict import largest_entropy, verdict
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
-from saobp.report.codes import decode_head, encode_head
 from saobp.report.explorer import explorer_data
 from saobp.report.page import LIMITS
+from saobp.report.quantized_scores import decode_head, encode_head
 from saobp.testing.browser import NO_NODE, PAGE_FOLDER, node_path, run_node
-from saobp.testing.models import tiny_model
+from saobp.testing.tiny_models import tiny_model
 
 needs_node = pytest.mark.skipif(node_path() is None, reason=NO_NODE)
 

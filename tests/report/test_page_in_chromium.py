@@ -18,12 +18,12 @@ from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
 from saobp.report import explorer_data, read_runs, write_report
-from saobp.report.codes import decode_head, encode_head
 from saobp.report.explorer import FORMAT
+from saobp.report.quantized_scores import decode_head, encode_head
 from saobp.report.server import make_server
 from saobp.testing.browser import HOSTILE, Opened
-from saobp.testing.models import tiny_model
-from saobp.testing.runs import make_run
+from saobp.testing.fake_runs import make_run
+from saobp.testing.tiny_models import tiny_model
 
 STATISTICS = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
 Open = Callable[..., Opened]

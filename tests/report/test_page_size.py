@@ -10,11 +10,11 @@ import pytest
 
 from saobp.metrics.sources import example_model
 from saobp.report import PAGE_BYTES, explorer_data, read_runs, write_explorer, write_report
-from saobp.report.budget import MOMENTS, POINTS, fitted, thinned
 from saobp.report.curves import read_curves
-from saobp.testing.models import tiny_model
+from saobp.report.page_size import MOMENTS, POINTS, fitted, thinned
+from saobp.testing.fake_runs import make_run
 from saobp.testing.pages import figure, page_of, words_of
-from saobp.testing.runs import make_run
+from saobp.testing.tiny_models import tiny_model
 
 
 def test_long_curves_are_thinned_and_keep_their_extremes() -> None:

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from saobp.cli import app
-from saobp.lab.looks import LOOKS
-from saobp.metrics.figures import heat_map
+from saobp.lab.style import LOOKS
+from saobp.metrics.plots import heat_map
 from saobp.metrics.sources import example_model
 from saobp.metrics.verdict import largest_entropy, verdict
 from saobp.report import Table, explorer_data, read_runs, write_explorer, write_report
 from saobp.report.reproduction import write_reproduction
-from saobp.report.runs import refinement_words
+from saobp.report.run_view import refinement_words
 from saobp.report.script import joined_script
-from saobp.report.words import NONE, shown, summary
-from saobp.testing.models import tiny_model
+from saobp.report.summaries import NONE, shown, summary
+from saobp.testing.fake_runs import make_finetune, make_run, write_json
 from saobp.testing.pages import figure, page_of, words_of
-from saobp.testing.runs import make_finetune, make_run, write_json
+from saobp.testing.tiny_models import tiny_model
 
 HIGH = {"factor": "high", "strength": "learned", "steps": 2, "damping": 0.0, "future": "strict"}
 
@@ -365,7 +365,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(
 
     run, page = make_run(tmp_path / "run"), tmp_path / "page.html"
     page.write_text("the old page")
-    monkeypatch.setattr("saobp.data.writing.to_disk", full)
+    monkeypatch.setattr("saobp.storage.atomic.to_disk", full)
     with pytest.raises(OSError, match="No space left"):
         write_report([run], page)
     assert page.read_text() == "the old page"

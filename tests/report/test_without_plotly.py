@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab.session import Session
-from saobp.report.library import MissingPlotlyError, plotly_library
-from saobp.testing.runs import make_run
+from saobp.report.plotly_bundle import MissingPlotlyError, plotly_library
+from saobp.testing.fake_runs import make_run
 
 SAID = "the page needs plotly, which is not installed here"
 

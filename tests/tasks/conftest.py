@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from saobp.testing.tasks import save_tiny_bert, save_tiny_gpt2, write_tasks
+from saobp.testing.tiny_tasks import save_tiny_bert, save_tiny_gpt2, write_tasks
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 import saobp
 from saobp.cli import app
 from saobp.data.tasks import TASKS, load_split
-from saobp.testing.tasks import save_tiny_bert
+from saobp.runs.folder import RunFolder
+from saobp.testing.tiny_tasks import save_tiny_bert
+from saobp.training.checkpoints import load_tokenizer_of
 from saobp.training.evaluation import (
     accuracy,
     boolq_questions,
@@ -23,10 +25,8 @@ from saobp.training.evaluation import (
     race_questions,
 )
 from saobp.training.evaluation.harness import harness_accuracy, has_harness
-from saobp.training.evaluation.text import read_wikitext
+from saobp.training.evaluation.wikitext import read_wikitext
 from saobp.training.evaluation.zero_shot import Question, log_likelihoods
-from saobp.training.runs import RunFolder
-from saobp.training.saved import load_tokenizer_of
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 import saobp
 from saobp.cli import app
 from saobp.data.tasks import ALL, load_task
-from saobp.testing.tasks import save_tiny_bert, write_tasks
+from saobp.runs.folder import RunError, RunFolder
+from saobp.testing.tiny_tasks import save_tiny_bert, write_tasks
+from saobp.training.checkpoints import checked_folder, load_tokenizer_of, model_checksum
 from saobp.training.finetune import finetune, recipe_for
-from saobp.training.finetune.jobs import run_jobs
-from saobp.training.finetune.models import load_with_head
 from saobp.training.finetune.run import encode_task, outcome
+from saobp.training.finetune.task_head import load_with_head
 from saobp.training.finetune.trainer import TaskTrainer
-from saobp.training.runs import RunError, RunFolder
-from saobp.training.saved import checked_folder, load_tokenizer_of, model_checksum
+from saobp.training.finetune.worker_processes import run_jobs
 from saobp.transformers import strength_parameters
 
 
@@ -340,7 +340,7 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(data_dir, bert, tmp_path
 
     task, recipe = load_task("cola", data_dir), quick("cola", epochs=1)
     straight = finetune(bert, task, tmp_path / "straight", seeds=[1], recipe=recipe)
-    monkeypatch.setattr("saobp.training.runs.RunFolder.checkpoint", full)
+    monkeypatch.setattr("saobp.runs.folder.RunFolder.checkpoint", full)
     told = []
     options = {"seeds": [1], "recipe": recipe, "checkpoint_seconds": 0.0, "say": told.append}
     assert finetune(bert, task, tmp_path / "full", **options) == straight

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saobp.data.tasks import load_task
-from saobp.testing.tasks import tiny_tokenizer
+from saobp.testing.tiny_tasks import tiny_tokenizer
 from saobp.training.finetune.encoding import BUCKETS, Layout, bucket_length, pair_lengths
+from saobp.training.finetune.examples import LengthBatches, choice_texts, encode_rows
 from saobp.training.finetune.recipe import recipe_for
-from saobp.training.finetune.rows import LengthBatches, choice_texts, encode_rows
 from saobp.training.finetune.span import best_spans, encode_spans, window_starts
 
 

@@ -16,11 +16,11 @@ import saobp
 from saobp.metrics.probe import Recorder
 from saobp.regularizers import Regularizer, regularizer
 from saobp.sizes import Size
-from saobp.training import models
-from saobp.training.heads import MEASURED
-from saobp.training.models import build_model
+from saobp.training import architectures as models
+from saobp.training.architectures import build_model
+from saobp.training.compiled_step import loss_as_forward
+from saobp.training.head_records import MEASURED
 from saobp.training.objectives import CausalLM, MaskedLM, Objective
-from saobp.training.step import loss_as_forward
 
 VOCABULARY = 60
 OBJECTIVE = MaskedLM(VOCABULARY, 4, (0, 1, 2, 3, 4))

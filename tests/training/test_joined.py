@@ -16,11 +16,12 @@ from transformers import BertConfig, BertModel, PreTrainedModel
 
 import saobp
 from saobp.sizes import Size
-from saobp.training import models, step
-from saobp.training.joined import is_joined, joinable, joined_projections
-from saobp.training.models import build_model
+from saobp.training import architectures as models
+from saobp.training import compiled_step as step
+from saobp.training.architectures import build_model
+from saobp.training.compiled_step import COMPILER_SETTINGS, gpu_options, loss_as_forward
+from saobp.training.fused_qkv import is_joined, joinable, joined_projections
 from saobp.training.objectives import CausalLM, MaskedLM, in_bfloat16, row_seeds
-from saobp.training.step import COMPILER_SETTINGS, gpu_options, loss_as_forward
 
 OBJECTIVE = MaskedLM(100, 4, (0, 1, 2, 3, 4))
 

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import saobp
-from saobp.testing.training import in_processes, prose, small_recipe, train_small
+from saobp.runs.folder import RunError, RunFolder
+from saobp.testing.tiny_training import in_processes, prose, small_recipe, train_small
 from saobp.training import trainer
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.runs import RunError, RunFolder
 from saobp.transformers import strength_parameters
 
 

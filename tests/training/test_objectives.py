@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import saobp
 from saobp.sizes import Size
-from saobp.testing.training import small_tokenizer
-from saobp.training import models
-from saobp.training.models import build_model
+from saobp.testing.tiny_training import small_tokenizer
+from saobp.training import architectures as models
+from saobp.training.architectures import build_model
+from saobp.training.compiled_step import loss_as_forward
 from saobp.training.objectives import CausalLM, MaskedLM, head_of, objective_of, row_seeds, scrambled
-from saobp.training.step import loss_as_forward
 
 SPECIAL = (0, 1, 2, 3, 4)
 OBJECTIVE = MaskedLM(1000, 4, SPECIAL)
@@ -147,7 +147,7 @@ def test_a_step_is_one_graph(family: str, refinement: str | None, precision: str
 
 
 def test_fused_operators_stay_in_the_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["saobp.attention"], "kernels_apply", lambda *_: True)
+    monkeypatch.setattr(sys.modules["saobp.functional"], "kernels_apply", lambda *_: True)
     model = small("bert", "high:0.2", dropout=0.0)
     ids, seeds = batch()
     torch._dynamo.reset()

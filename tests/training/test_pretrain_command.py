@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 
 import saobp
 from saobp.cli import app
-from saobp.testing.training import prose, small_recipe, small_tokenizer, train_small
+from saobp.runs.folder import RunFolder
+from saobp.testing.tiny_training import prose, small_recipe, small_tokenizer, train_small
 from saobp.training import trackers
-from saobp.training.runs import RunFolder
 from saobp.training.trainer import PretrainTrainer
 
 QUICK = (
@@ -240,15 +240,14 @@ def test_only_tokens_that_are_asked_for_are_verified(folder: Path) -> None:
 
 
 def test_help_comes_before_pytorch_is_imported_and_the_library_all_the_same() -> None:
-    """The command is told by its name; anything else has the whole library from the start."""
+    """Public names are imported on first use, and Transformers knows the plug-in all the same."""
     program = """
 import sys
-sys.argv[0] = "saobp"
 import saobp
 from saobp.cli import app
 heavy = {"torch", "transformers", "numpy", "pandas"} & set(sys.modules)
 assert not heavy, heavy
-import saobp, saobp.attention
+import saobp, saobp.functional
 assert [getattr(saobp, name).__name__ for name in saobp.__all__] == saobp.__all__
 from transformers.modeling_utils import AttentionInterface
 assert "saobp" in AttentionInterface.valid_keys(AttentionInterface())

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 import saobp
-from saobp.testing.training import RandomRows, small_recipe, small_tokenizer, train_small
+from saobp.runs.folder import RunFolder
+from saobp.testing.tiny_training import RandomRows, small_recipe, small_tokenizer, train_small
 from saobp.training import pretrain as pretraining
-from saobp.training.runs import RunFolder
-from saobp.training.stream import TOGETHER, Share, TrainingStream, held_out_batches
+from saobp.training.batches import TOGETHER, Share, TrainingStream, held_out_batches
 from saobp.training.trainer import PretrainTrainer, arguments
 
 KEYS = {"step", "tokens", "seconds", "loss", "grad_norm", "learning_rate"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import saobp
-from saobp.training.models import build_model
+from saobp.training.architectures import build_model
 from saobp.training.recipes import PretrainRecipe, fast, named_recipe, paper, parse_override, tiny, with_steps
 
 PAPER = {

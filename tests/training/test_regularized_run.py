@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from saobp.testing.training import in_processes, small_recipe, train_small
-from saobp.training.models import build_model
+from saobp.runs.folder import RunFolder
+from saobp.testing.tiny_training import in_processes, small_recipe, train_small
+from saobp.training.architectures import build_model
 from saobp.training.objectives import head_scores, hidden_states
-from saobp.training.runs import RunFolder
 
 
 @pytest.mark.parametrize("regularizer", ["entropy,weight=1,margin=0", "eigen,weight=1"])

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 import saobp
 from saobp.regularizers import EigenReg, EntropyReg, Regularizer, regularizer
-from saobp.testing.models import FAMILIES, HEADS, LAYERS, WIDTH, tiny_batch, tiny_model
+from saobp.testing.tiny_models import FAMILIES, HEADS, LAYERS, WIDTH, tiny_batch, tiny_model
 from saobp.transformers.apply import attention_modules
+from saobp.transformers.capture import record_attention, watch
 from saobp.transformers.projections import query_key_weights
-from saobp.transformers.watch import record_attention, watch
 
 BATCH = tiny_batch()
 LENGTHS = BATCH["attention_mask"].sum(-1).tolist()

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saobp.testing.training import small_recipe, train_small
-from saobp.training import replay
-from saobp.training.replay import PLAIN_STEPS, Batch, ReplayedStep, distance
-from saobp.training.runs import RunFolder
+from saobp.runs.folder import RunFolder
+from saobp.testing.tiny_training import small_recipe, train_small
+from saobp.training import graphed_step as replay
+from saobp.training.graphed_step import PLAIN_STEPS, Batch, ReplayedStep, distance
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="recording needs a GPU")
 

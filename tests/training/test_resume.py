@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from saobp.testing.training import forked, small_recipe, train_small
-from saobp.training import files, trainer
-from saobp.training.runs import FinishedRunError, RunError, RunFolder
+from saobp.runs import json_files as files
+from saobp.runs.folder import FinishedRunError, RunError, RunFolder
+from saobp.testing.tiny_training import forked, small_recipe, train_small
+from saobp.training import trainer
 
 RECIPE = {"dropout": 0.1, "refinement": "high:learned", "accumulation": 2}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from saobp.training import files
-from saobp.training.runs import FinishedRunError, RunError, RunFolder
+from saobp.runs import json_files as files
+from saobp.runs.folder import FinishedRunError, RunError, RunFolder
 
 RECIPE = {"size": "tiny", "betas": (0.9, 0.98), "refinement": None}
 

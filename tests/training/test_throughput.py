@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from saobp.benchmarking import pretraining as throughput
+from saobp.benchmarking.gpu_idle import LONG, Trace, Utilisation, union
 from saobp.benchmarking.table import Table
-from saobp.training import throughput
-from saobp.training.busy import LONG, Trace, Utilisation, union
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import saobp
-from saobp.attention import Backend
 from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import Cell, Table, milliseconds, ratio, spread
 from saobp.benchmarking.timing import Call, Failure, Result, Timing, captured, cuda_clock, in_turn, wall_clock
+from saobp.functional import Backend
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPILED = (2048, 8192)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import BertModel
 
+from saobp.benchmarking.bert_models import VOCABULARY, bert
 from saobp.benchmarking.machine import machine
-from saobp.benchmarking.models import VOCABULARY, bert
 from saobp.benchmarking.table import Table, milliseconds, ratio, spread
 from saobp.benchmarking.timing import in_turn, processor_clock, wall_clock
 from saobp.sizes import PAPER_SIZES

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import BertForMaskedLM, BertModel, PreTrainedModel
 
+from saobp.benchmarking.bert_models import MASK, VOCABULARY, bert
 from saobp.benchmarking.machine import machine
-from saobp.benchmarking.models import MASK, VOCABULARY, bert
 from saobp.benchmarking.table import Cell, Table, milliseconds, ratio, spread
 from saobp.benchmarking.timing import Call, Failure, Result, captured, cuda_clock, in_turn, wall_clock
 from saobp.sizes import PAPER_SIZES

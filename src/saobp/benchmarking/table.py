@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from saobp.benchmarking.timing import Failure, Result, Timing
-from saobp.data.writing import write_atomically
+from saobp.storage.atomic import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

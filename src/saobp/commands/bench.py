@@ -82,8 +82,8 @@ def model(
     limit: Annotated[float, typer.Option(help="Begin no further row after this many seconds.")] = 3600.0,
 ) -> None:
     """BERT training steps and inference on a GPU, refined against original."""
+    from saobp.benchmarking.bert_models import REFINEMENTS
     from saobp.benchmarking.model import STAGES, model_speed
-    from saobp.benchmarking.models import REFINEMENTS
     from saobp.sizes import PAPER_SIZES
 
     _require_cuda()

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.problems import in_words
+from saobp.commands.errors import in_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -117,7 +117,7 @@ def _diagnoses(
     """The subjects measured, and what the page's explorer needs of the first of them."""
     from saobp.metrics.diagnosis import diagnose as measured
     from saobp.metrics.health import CROSS_LAYER
-    from saobp.metrics.methods import STATISTICS
+    from saobp.metrics.measure import STATISTICS
     from saobp.metrics.sampled import SAMPLED
     from saobp.metrics.sources import load_model
     from saobp.refinement import Refinement
@@ -217,8 +217,8 @@ def _write(
     sample: str,
     explorer: dict[str, Any] | None,
 ) -> None:
-    from saobp.report.diagnosis import write_diagnosis, write_diagnosis_page
-    from saobp.report.library import MissingPlotlyError
+    from saobp.report.diagnosis_page import write_diagnosis, write_diagnosis_page
+    from saobp.report.plotly_bundle import MissingPlotlyError
 
     written = write_diagnosis(diagnoses, out, explorer)
     try:

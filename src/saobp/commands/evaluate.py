@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.problems import in_words
+from saobp.commands.errors import in_words
 
 
 def evaluate(
@@ -39,7 +39,7 @@ def evaluate(
     """Measure a language model: WikiText perplexity, and RACE-Middle and BoolQ zero-shot for decoders."""
     console = Console()
     try:
-        from saobp.commands.quiet import quiet_transformers
+        from saobp.commands.quiet_logs import quiet_transformers
         from saobp.training.evaluation.run import MEASURED
         from saobp.training.evaluation.run import evaluate as run
 

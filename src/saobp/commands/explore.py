@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from saobp.commands.problems import in_words
+from saobp.commands.errors import in_words
 
 
 def explore(
@@ -27,7 +27,7 @@ def explore(
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
 ) -> None:
     """Serve the explorer on this machine, for sentences typed in, until Ctrl-C."""
-    from saobp.report.library import MissingPlotlyError
+    from saobp.report.plotly_bundle import MissingPlotlyError
 
     console = Console()
     try:

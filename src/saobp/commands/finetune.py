@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.problems import check_data_dir, in_words
+from saobp.commands.errors import check_data_dir, in_words
 
 if TYPE_CHECKING:
     from saobp.data.tasks import TaskSpec
@@ -52,8 +52,8 @@ def finetune(
     try:
         from saobp.data.tasks import choose_tasks
         from saobp.refinement import Refinement
+        from saobp.training.checkpoints import config_of
         from saobp.training.finetune import recipe_for
-        from saobp.training.saved import config_of
 
         specs = choose_tasks(task)
         check_data_dir(data_dir)
@@ -100,7 +100,7 @@ def _in_turn(
     keep_model: bool,
 ) -> list[dict[str, Any]]:
     """One task after the other in this process; one that fails is left out."""
-    from saobp.commands.quiet import quiet_transformers
+    from saobp.commands.quiet_logs import quiet_transformers
     from saobp.data.tasks import load_task
     from saobp.training.finetune import finetune as run
 
@@ -146,7 +146,7 @@ def _side_by_side(
 ) -> list[dict[str, Any]]:
     """Several tasks at a time, the largest first, each by this command in a process of its own."""
     from saobp.data.tasks.load import find_file
-    from saobp.training.finetune.jobs import run_jobs
+    from saobp.training.finetune.worker_processes import run_jobs
 
     ordered = list(specs)
     if data_dir is not None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from saobp.commands.problems import in_words
+from saobp.commands.errors import in_words
 
 if TYPE_CHECKING:
     from saobp.training.recipes import PretrainRecipe
@@ -68,17 +68,17 @@ def pretrain(
             console.print_json(json.dumps(resolved.to_dict()))
             return
         assert out is not None
-        from saobp.training.runs import RunFolder
+        from saobp.runs.folder import RunFolder
 
         if resume and RunFolder(out).is_finished:
             RunFolder(out).check_recipe("pretrain", resolved.to_dict())
             say(f"The run in {out} is finished already; its result is in {out / 'result.json'}.")
             return
         RunFolder(out).check_free(resume)
-        from saobp.commands.bars import text_bars
+        from saobp.commands.progress import text_bars
+        from saobp.training.dataset import find_texts
         from saobp.training.pretrain import pretrain as train
         from saobp.training.progress import above_the_bar, plain_sentences
-        from saobp.training.texts import find_texts
         from saobp.training.trackers import trackers
 
         trackers(report_to)

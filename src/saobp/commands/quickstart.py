@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.problems import in_words
+from saobp.commands.errors import in_words
 
 if TYPE_CHECKING:
     from saobp.metrics.diagnosis import Diagnosis
@@ -65,7 +65,7 @@ def run(
     from saobp.commands.diagnose import show as show_heads
     from saobp.quickstart import prose, story
     from saobp.refinement import Refinement
-    from saobp.report.library import MissingPlotlyError
+    from saobp.report.plotly_bundle import MissingPlotlyError
     from saobp.training.pretrain import pretrain
 
     asked = Refinement.parse(refinement)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from saobp.commands.problems import in_words
+from saobp.commands.errors import in_words
 
 
 class Format(StrEnum):
@@ -38,7 +38,7 @@ def report(
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
 ) -> None:
     """Write a page to look at: curves, heads, verdicts, and an explorer where a run has one."""
-    from saobp.report.library import MissingPlotlyError
+    from saobp.report.plotly_bundle import MissingPlotlyError
 
     console = Console()
     base = runs[0] if len(runs) == 1 else Path()
@@ -54,7 +54,7 @@ def report(
             page = page / "report.html" if page.is_dir() else page
             written = [write_report(runs, page, title=title)]
         else:
-            from saobp.report.figures import write_figures
+            from saobp.report.static_figures import write_figures
 
             written = write_figures(runs, out or base / "figures", form.value)
     except (ValueError, OSError, MissingPlotlyError) as problem:
@@ -68,7 +68,7 @@ def _explore(runs: list[Path], sentences: list[str]) -> None:
     """Leave ``explorer.json`` in every run, from the model that training saved there."""
     from saobp.metrics.sources import load_model
     from saobp.report import explorer_data, write_explorer
-    from saobp.report.runs import run_folders, seed_folders
+    from saobp.report.run_view import run_folders, seed_folders
 
     for run in (own for folder in runs if folder.is_dir() for own in run_folders(folder)):
         folders = [run / "model", *(seed / "model" for seed in seed_folders(run))]

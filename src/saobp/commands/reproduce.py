@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.problems import check_data_dir, in_words
+from saobp.commands.errors import check_data_dir, in_words
 
 if TYPE_CHECKING:
     from saobp.lab.plan import Plan
@@ -82,7 +82,7 @@ def reproduce(
             raise ValueError(
                 "every run has one process: leave accelerate launch out, and add --jobs for more"
             )
-        from saobp.commands.quiet import only_errors, quiet_transformers
+        from saobp.commands.quiet_logs import only_errors, quiet_transformers
         from saobp.lab import choose_experiments, get_scale
         from saobp.lab.bundle import kept_packed
         from saobp.lab.bundle import unpack as unpacked
@@ -163,7 +163,7 @@ def _show_plan(console: Console, plan: Plan, places: Places, stages: list[str], 
     from saobp.lab.estimates import Estimates, disk_bytes
     from saobp.lab.pretraining import share_left
     from saobp.lab.stages import is_measured, is_tuned
-    from saobp.training.runs import RunFolder
+    from saobp.runs.folder import RunFolder
 
     models, runs = plan.trained(), places.runs
     estimates = Estimates(runs, jobs)

@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from saobp.commands.problems import check_data_dir, in_words
+from saobp.commands.errors import check_data_dir, in_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from saobp.data.tokens import Progress
+    from saobp.data.token_store import Progress
 
 
 def tokenize(
@@ -32,7 +32,7 @@ def tokenize(
     """Tokenise corpora once, in parallel, into memory-mapped files that training reuses."""
     console = Console()
     try:
-        from saobp.commands.bars import text_bars
+        from saobp.commands.progress import text_bars
         from saobp.data import parse_mixture, prepare_corpora
 
         names = parse_mixture(corpus)
@@ -65,7 +65,7 @@ def obtain_tokenizer(
     Both that and the two of the families are left in ``out``: the folder is then all that training needs.
     """
     from saobp.data import load_tokenizer
-    from saobp.data.beside import learned_tokenizer, leave_beside, size_to_learn
+    from saobp.data.tokenizer_store import learned_tokenizer, leave_beside, size_to_learn
 
     size = size_to_learn(name)
     if size is not None:

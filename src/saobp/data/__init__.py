@@ -2,8 +2,8 @@
 
 from saobp.data.blocks import Blocks, as_it_is, held_out_documents
 from saobp.data.corpora import Corpus, Documents, open_corpus, parse_mixture
-from saobp.data.tokens import TokenStore, prepare_corpora, prepare_tokens
-from saobp.data.vocabulary import load_tokenizer, prefix_of, separator_of, train_vocabulary
+from saobp.data.token_store import TokenStore, prepare_corpora, prepare_tokens
+from saobp.data.tokenizers import load_tokenizer, prefix_of, separator_of, train_vocabulary
 
 __all__ = [
     "Blocks",

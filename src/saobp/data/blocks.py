@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from saobp.data.tokens import TokenStore
+from saobp.data.token_store import TokenStore
 
 HELD_OUT = 0.01
 SPLITS = ("train", "validation")

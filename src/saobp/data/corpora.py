@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from saobp.data.files import parquet_bytes, parquet_rows, text_documents
-from saobp.data.writing import first_line
+from saobp.data.readers import parquet_bytes, parquet_rows, text_documents
+from saobp.storage.atomic import first_line
 
 COLUMN = "text"
 SPLITS = ("train", "validation", "test")

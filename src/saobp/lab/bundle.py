@@ -20,9 +20,9 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from saobp.data.writing import is_unfinished, unfinished
 from saobp.lab.plan import is_named
-from saobp.training.files import MANIFEST, whole_folder
+from saobp.runs.json_files import MANIFEST, whole_folder
+from saobp.storage.atomic import is_unfinished, unfinished
 
 WEIGHTS = "model.safetensors"
 RESULT = "result.json"

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from saobp.data.writing import is_unfinished
 from saobp.lab.plan import Measured, Trained, Tuned
-from saobp.training.files import read_json
-from saobp.training.runs import JOBS_VARIABLE, RunFolder, environment
+from saobp.runs.folder import JOBS_VARIABLE, RunFolder, environment
+from saobp.runs.json_files import read_json
+from saobp.storage.atomic import is_unfinished
 
 RATES = {"tiny": 12e6, "micro": 8e6, "mini": 4.2e6, "small": 2.0e6, "medium": 1.2e6}
 """Tokens a second of a large GPU with plain attention, before anything was measured."""

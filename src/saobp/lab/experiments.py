@@ -28,7 +28,7 @@ class Experiment:
 
     asks:      what the paper shows there, or the question
     bert, gpt2: methods that are trained in each family
-    measures:  taken of every trained model (see ``saobp.lab.measures``)
+    measures:  taken of every trained model (see ``saobp.lab.measurements``)
     tasks:     that the BERT models are fine-tuned on
     seeds:     how many, unless the command says otherwise
     corpora:   corpora that all of this is repeated on alone, beside the mixture

@@ -11,8 +11,8 @@ from typing import TypeVar
 from saobp.lab.experiments import Experiment
 from saobp.lab.methods import METHODS, Method, method_name
 from saobp.lab.scales import SEEDS, Scale, first_seeds
+from saobp.runs.folder import RunError, RunFolder
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.runs import RunError, RunFolder
 
 FAMILIES = ("bert", "gpt2")
 Work = TypeVar("Work", "Trained", "Tuned", "Measured")

@@ -12,13 +12,13 @@ from transformers import TrainerCallback
 
 from saobp.lab.bundle import is_rounded, keep_rounded
 from saobp.lab.clock import Deadline, TimeIsUpError
+from saobp.lab.data_sources import Sources
 from saobp.lab.estimates import Estimates
 from saobp.lab.plan import Trained, check_same
-from saobp.lab.sharing import Piece, Say, StageResult, work_through
-from saobp.lab.sources import Sources
+from saobp.lab.work_queue import Piece, Say, StageResult, work_through
+from saobp.runs.folder import RunFolder
 from saobp.training.pretrain import pretrain
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.runs import RunFolder
 
 
 def pretrain_all(

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from saobp.lab.plan import Plan, Trained, Tuned
-from saobp.training.files import read_json, write_json
+from saobp.runs.folder import RunError
+from saobp.runs.json_files import read_json, write_json
 from saobp.training.finetune.run import summarise
-from saobp.training.runs import RunError
 
 RESTORED = "restored"
 OUTSIDE = ("run", "kind", "result", "recipe")

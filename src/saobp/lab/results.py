@@ -10,8 +10,8 @@ from typing import Any
 
 from saobp.lab.experiments import Experiment
 from saobp.lab.plan import Measured, Plan, Trained, Tuned, check_same
-from saobp.training.files import read_json
-from saobp.training.runs import RunFolder, without_folders
+from saobp.runs.folder import RunFolder, without_folders
+from saobp.runs.json_files import read_json
 
 Values = dict[str, dict[int, float]]
 """By method, then by seed."""

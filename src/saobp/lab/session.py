@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from saobp.lab.clock import Deadline
-from saobp.lab.measures import UNDISTURBED
+from saobp.lab.data_sources import Sources, make_up
+from saobp.lab.measurements import UNDISTURBED
 from saobp.lab.plan import Measured, Plan
 from saobp.lab.pretraining import pretrain_all
 from saobp.lab.restore import RESTORED
 from saobp.lab.scales import Scale
-from saobp.lab.sharing import Say, StageResult
-from saobp.lab.sources import Sources, make_up
 from saobp.lab.stages import finetune_all, is_measured, is_tuned, measure_all
-from saobp.training.finetune.jobs import run_jobs
-from saobp.training.runs import RunFolder
+from saobp.lab.work_queue import Say, StageResult
+from saobp.runs.folder import RunFolder
+from saobp.training.finetune.worker_processes import run_jobs
 
 STAGES = ("tokens", "pretrain", "finetune", "measure", "tabulate")
 SHARED = ("pretrain", "finetune", "measure")
@@ -158,7 +158,7 @@ class Session:
 
     def write_page(self) -> None:
         """A page to look at for each family: the claims, and curves and heads of runs that have some."""
-        from saobp.report.library import MissingPlotlyError
+        from saobp.report.plotly_bundle import MissingPlotlyError
         from saobp.report.reproduction import write_reproduction
 
         runs, scale = self.places.runs, self.plan.scale.name

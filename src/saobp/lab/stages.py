@@ -10,15 +10,15 @@ from pathlib import Path
 from saobp.benchmarking.machine import commit
 from saobp.data.tasks import Task, load_task
 from saobp.lab.clock import Deadline
+from saobp.lab.data_sources import Sources
 from saobp.lab.estimates import Estimates
-from saobp.lab.measures import take
+from saobp.lab.measurements import take
 from saobp.lab.plan import Measured, Trained, Tuned
 from saobp.lab.pretraining import free_memory
-from saobp.lab.sharing import Piece, Say, StageResult, work_through
-from saobp.lab.sources import Sources
-from saobp.training.files import write_json
+from saobp.lab.work_queue import Piece, Say, StageResult, work_through
+from saobp.runs.folder import RunFolder, command_line, environment
+from saobp.runs.json_files import write_json
 from saobp.training.finetune import finetune, recipe_for
-from saobp.training.runs import RunFolder, command_line, environment
 
 NAMED = 3
 """Models that a sentence about what is lacking names."""

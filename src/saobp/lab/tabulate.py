@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from saobp.data.writing import write_atomically
 from saobp.lab.experiments import EXPERIMENTS, Experiment
-from saobp.lab.page import ANSWERS, Page, markdown_table
 from saobp.lab.pages import PAGES
 from saobp.lab.plan import Plan
 from saobp.lab.restore import RESTORED, recorded_runs
+from saobp.lab.result_page import ANSWERS, Page, markdown_table
 from saobp.lab.results import Results
 from saobp.lab.scales import SCALES
-from saobp.lab.sharing import Say
 from saobp.lab.statistics import UNDECIDED, Status
-from saobp.training.files import read_json
+from saobp.lab.work_queue import Say
+from saobp.runs.json_files import read_json
+from saobp.storage.atomic import write_atomically
 
 STORY = "story.md"
 """A page that someone wrote; where it lies in a results folder, the overview opens with it."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.metrics.estimates import Estimate
+from saobp.metrics.estimate import Estimate
 from saobp.metrics.verdict import Verdict, verdict
 
 CROSS_LAYER = "cross_layer_gtd"

@@ -12,15 +12,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from saobp.metrics.calls import heads_of
-from saobp.metrics.estimates import exactly
+from saobp.metrics.attention_calls import heads_of
+from saobp.metrics.estimate import exactly
 from saobp.metrics.gtd import BETA, HOPS, check_path, indirect_share
 from saobp.metrics.health import CROSS_LAYER, Health
-from saobp.metrics.methods import Heads, checked_statistics, measure_heads
+from saobp.metrics.measure import Heads, checked_statistics, measure_heads
 from saobp.metrics.sampled import SAMPLED, Sampling
 from saobp.propagation.beliefs import without_autocast
 from saobp.transformers.apply import attention_modules
-from saobp.transformers.watch import AttentionCall, watch
+from saobp.transformers.capture import AttentionCall, watch
 
 EXACT_UP_TO = 1024
 """Texts up to this many tokens are measured exactly by method ``auto``."""

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saobp.metrics.estimates import Estimate, Strata, balanced_signs, draw_rows, exactly, share_of
-from saobp.metrics.fused import FusedOperator, can_fuse
+from saobp.metrics.estimate import Estimate, Strata, balanced_signs, draw_rows, exactly, share_of
+from saobp.metrics.fused_operator import FusedOperator, can_fuse
 from saobp.metrics.operators import AttentionOperator, PlainOperator, SimilarityOperator
-from saobp.metrics.tiles import Mask, TiledOperator
+from saobp.metrics.tiled_operator import Mask, TiledOperator
 from saobp.refinement import Refinement
 
 SAMPLED = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")

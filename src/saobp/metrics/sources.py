@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from saobp.data.writing import first_line
 from saobp.refinement import Refinement
+from saobp.storage.atomic import first_line
 from saobp.transformers import apply, load
 from saobp.transformers.load import checked_folder
 
@@ -87,7 +87,7 @@ def example_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from saobp.testing.planted import planted_model
+    from saobp.testing.planted_heads import planted_model
 
     words = {word: place for place, word in enumerate(["[PAD]", "[UNK]"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))

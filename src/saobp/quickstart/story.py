@@ -22,9 +22,9 @@ from saobp.data import (
     prepare_tokens,
     train_vocabulary,
 )
-from saobp.data.tokens import Progress
+from saobp.data.token_store import Progress
 from saobp.metrics.diagnosis import Diagnosis, diagnose
-from saobp.metrics.figures import TITLES
+from saobp.metrics.plots import TITLES
 from saobp.metrics.sources import load_model
 from saobp.refinement import Refinement
 from saobp.report import Table, explorer_data, write_explorer, write_report

@@ -1,9 +1,9 @@
 """The page: runs and diagnoses to look at, and an explorer that refines attention in the browser."""
 
 from saobp.report.explorer import explorer_data, write_explorer
-from saobp.report.library import MissingPlotlyError
 from saobp.report.page import PAGE_BYTES, write_report
-from saobp.report.runs import Run, read_runs
+from saobp.report.plotly_bundle import MissingPlotlyError
+from saobp.report.run_view import Run, read_runs
 from saobp.report.tables import Table
 
 __all__ = [

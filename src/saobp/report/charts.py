@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from saobp.metrics.figures import TITLES
+from saobp.metrics.plots import TITLES
 from saobp.metrics.verdict import (
     COLLAPSED_BELOW,
     DIFFUSE_ABOVE,
@@ -20,10 +20,10 @@ from saobp.metrics.verdict import (
     SINK_FROM,
 )
 from saobp.report.curves import AXES, Series
-from saobp.report.library import MissingPlotlyError
-from saobp.report.runs import Run
+from saobp.report.plotly_bundle import MissingPlotlyError
+from saobp.report.run_view import Run
 from saobp.report.snapshots import Snapshot
-from saobp.report.words import shown
+from saobp.report.summaries import shown
 
 Figure = dict[str, Any]
 NAMES = {

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from saobp.data.writing import write_atomically
-from saobp.metrics.calls import heads_of
+from saobp.metrics.attention_calls import heads_of
 from saobp.metrics.diagnosis import CHARACTERS_PER_TOKEN, check_weights, longest_text
 from saobp.refinement import MAX_STRENGTH
-from saobp.report.codes import encode_head
-from saobp.report.files import number
-from saobp.transformers.watch import AttentionCall, watch
+from saobp.report.quantized_scores import encode_head
+from saobp.report.tolerant_json import number
+from saobp.storage.atomic import write_atomically
+from saobp.transformers.capture import AttentionCall, watch
 
 FORMAT = 1
 MAX_TOKENS = 48

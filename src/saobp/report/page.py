@@ -18,9 +18,8 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, Template
 
 from saobp import __version__
-from saobp.data.writing import write_atomically
-from saobp.metrics.figures import MARKS
 from saobp.metrics.gtd import BETA
+from saobp.metrics.plots import MARKS
 from saobp.metrics.verdict import (
     COLLAPSED_BELOW,
     DIFFUSE_ABOVE,
@@ -29,15 +28,16 @@ from saobp.metrics.verdict import (
     LOCALISED_BELOW,
     SINK_FROM,
 )
-from saobp.report.budget import fitted, thinned
 from saobp.report.charts import curve_figures, gtd_scale, head_figures, last_values, map_layout
 from saobp.report.curves import AXES
-from saobp.report.library import plotly_library, source_of
-from saobp.report.runs import Run, read_runs
+from saobp.report.page_size import fitted, thinned
+from saobp.report.plotly_bundle import plotly_library, source_of
+from saobp.report.run_view import Run, read_runs
 from saobp.report.script import joined_script, read_asset
 from saobp.report.snapshots import VERDICTS
+from saobp.report.summaries import MEANINGS, summary
 from saobp.report.tables import Table, fact_tables, head_table
-from saobp.report.words import MEANINGS, summary
+from saobp.storage.atomic import write_atomically
 
 PAGE_BYTES = 6_000_000
 LIMITS = {

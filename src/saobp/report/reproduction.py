@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from saobp.lab.looks import LOOKS
-from saobp.lab.page import ANSWERS
+from saobp.lab.result_page import ANSWERS
 from saobp.lab.statistics import UNDECIDED
+from saobp.lab.style import LOOKS
 from saobp.report.page import write_report
 from saobp.report.tables import Table
 

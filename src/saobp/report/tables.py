@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from saobp.report.charts import STRENGTHS, title_of
-from saobp.report.runs import Run
-from saobp.report.words import NONE, fact_text, shown
+from saobp.report.run_view import Run
+from saobp.report.summaries import NONE, fact_text, shown
 
 SMALLEST_ERROR = 0.0005
 

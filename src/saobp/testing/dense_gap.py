@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from saobp.attention import refine
+from saobp.functional import refine
 from saobp.refinement import Refinement
 from saobp.testing.oracles import high, loopy_propagation, potential_matrix
 

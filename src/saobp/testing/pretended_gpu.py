@@ -74,7 +74,7 @@ def compile_call(
     launched: list[str], factor: str, dtype: torch.dtype, length: int, **options: Any
 ) -> list[str]:
     """Kernels that a forward and a backward pass launch; both are done twice, by Triton and then directly."""
-    from saobp.kernels.call import fused_attention
+    from saobp.kernels.dispatch import fused_attention
     from saobp.refinement import Refinement
 
     learned = options.pop("learned", False)
@@ -101,7 +101,7 @@ def _padded(length: int) -> dict[str, Any]:
 
 def compile_hopper(launched: list[str]) -> list[str]:
     """As "short", where the kernel for Hopper takes calls of any size."""
-    from saobp.kernels import short_hopper_launch
+    from saobp.kernels.hopper import launch as short_hopper_launch
 
     short_hopper_launch.HOPPER_FROM = 0
     return (

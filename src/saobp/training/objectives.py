@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers import ModernBertForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from saobp.training.joined import is_joined
+from saobp.training.fused_qkv import is_joined
 
 _LOW = 0xFFFFFFFF
 _FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97

@@ -17,15 +17,15 @@ from transformers.utils import logging as hf_logging
 
 import saobp
 from saobp.data import TokenStore
-from saobp.training.heads import strengths_of
-from saobp.training.models import build_model
+from saobp.runs.folder import RunFolder
+from saobp.training.architectures import build_model
+from saobp.training.batches import Rows, Share
+from saobp.training.compiled_step import loss_as_forward
+from saobp.training.head_records import strengths_of
 from saobp.training.objectives import objective_of
 from saobp.training.progress import ProgressBar, above_the_bar
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.runs import RunFolder
 from saobp.training.sharding import gathered_weights, sharding_asked_for
-from saobp.training.step import loss_as_forward
-from saobp.training.stream import Rows, Share
 from saobp.training.trainer import PretrainTrainer, arguments
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from saobp.refinement import Refinement
 from saobp.regularizers import Regularizer, regularizer
-from saobp.training.models import shape_of
+from saobp.training.architectures import shape_of
 
 PRECISIONS = ("fp32", "bf16")
 SCHEDULES = ("linear", "cosine", "constant")

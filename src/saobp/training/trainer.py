@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from saobp.data.writing import reason, unfinished
-from saobp.metrics.logging import HealthLog
+from saobp.metrics.health_log import HealthLog
 from saobp.metrics.probe import Recorder
-from saobp.training.files import read_json, seal, write_json
-from saobp.training.heads import MEASURED, health_line, separate_strengths, strengths_of
+from saobp.runs.folder import RunError, RunFolder
+from saobp.runs.json_files import read_json, seal, write_json
+from saobp.storage.atomic import reason, unfinished
+from saobp.training.batches import Batch, Rows, Share, TrainingStream, health_batch, held_out_batches
+from saobp.training.graphed_step import ReplayedStep
+from saobp.training.head_records import MEASURED, health_line, separate_strengths, strengths_of
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.replay import ReplayedStep
-from saobp.training.runs import RunError, RunFolder
 from saobp.training.sharding import divide_by_layers
-from saobp.training.stream import Batch, Rows, Share, TrainingStream, health_batch, held_out_batches
 from saobp.training.trackers import trackers
 
 CLOCK = "clock.json"

@@ -13,10 +13,10 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from saobp.attention import LEAK_WARNING
+from saobp.functional import LEAK_WARNING
 from saobp.propagation.factors import Similarity, get_factor
 from saobp.refinement import Refinement
-from saobp.transformers.attached import (
+from saobp.transformers.layer_refinement import (
     ATTACHED,
     IMPLEMENTATION,
     LayerRefinement,

@@ -21,7 +21,7 @@ from saobp.transformers.apply import (
     check_model,
     switch_on,
 )
-from saobp.transformers.attached import ATTACHED, IMPLEMENTATION, attached
+from saobp.transformers.layer_refinement import ATTACHED, IMPLEMENTATION, attached
 
 _loading: ContextVar[bool] = ContextVar("saobp_loading", default=False)
 

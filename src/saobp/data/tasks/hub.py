@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from saobp.data.tasks.catalogue import TaskSpec
-from saobp.data.writing import first_line
+from saobp.storage.atomic import first_line
 
 _SPLITS = {("mnli", "validation"): "validation_matched"}
 

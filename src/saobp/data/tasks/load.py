@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from saobp.data.tasks.catalogue import TaskSpec, get_task
 from saobp.data.tasks.checks import WrongRowsError, check_overlap, check_rows
-from saobp.data.writing import first_line
+from saobp.storage.atomic import first_line
 
 
 @dataclass(frozen=True)

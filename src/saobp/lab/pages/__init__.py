@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
-from saobp.lab.page import Page
-from saobp.lab.pages import figures, questions, tables
+from saobp.lab.pages import open_questions as questions
+from saobp.lab.pages import paper_figures as figures
+from saobp.lab.pages import paper_tables as tables
+from saobp.lab.result_page import Page
 from saobp.lab.results import Results
 
 PAGES: dict[str, Callable[[Results, Page], None]] = {

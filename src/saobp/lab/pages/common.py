@@ -9,8 +9,8 @@ import numpy as np
 from scipy import stats
 
 from saobp.lab.experiments import Experiment
-from saobp.lab.page import Page
 from saobp.lab.plan import Trained
+from saobp.lab.result_page import Page
 from saobp.lab.results import Results, Values
 from saobp.lab.statistics import claim_status, paired_gain
 from saobp.metrics.correlation import pearson

@@ -19,6 +19,8 @@ from transformers import (
 
 from saobp.data.tasks import TASKS, Split, load_split
 from saobp.refinement import Refinement
+from saobp.runs.folder import RunFolder
+from saobp.training.checkpoints import config_of, load_model, load_tokenizer_of, model_checksum, model_name
 from saobp.training.evaluation.harness import harness_accuracy, require_harness
 from saobp.training.evaluation.perplexity import (
     POSITIONS,
@@ -26,10 +28,8 @@ from saobp.training.evaluation.perplexity import (
     masked_perplexity,
     pseudo_perplexity,
 )
-from saobp.training.evaluation.text import Text, read_wikitext
+from saobp.training.evaluation.wikitext import Text, read_wikitext
 from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, positions_of, race_questions
-from saobp.training.runs import RunFolder
-from saobp.training.saved import config_of, load_model, load_tokenizer_of, model_checksum, model_name
 
 MEASURED = ("wikitext", "race-middle", "boolq")
 SPLITS = {"race-middle": "test", "boolq": "validation"}

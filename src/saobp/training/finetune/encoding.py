@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from saobp.data.encoder import Encoder
-from saobp.data.vocabulary import tokenizer_text
+from saobp.data.tokenizers import tokenizer_text
+from saobp.data.word_encoder import Encoder
 
 BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Lengths that batches are padded to: few, so that kernels and compiled steps meet few shapes."""

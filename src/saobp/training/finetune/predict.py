@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from saobp.data.tasks import TaskSpec
 from saobp.metrics.health import Health
 from saobp.metrics.probe import Recorder
+from saobp.training.finetune.examples import Rows
 from saobp.training.finetune.recipe import FinetuneRecipe
-from saobp.training.finetune.rows import Rows
 from saobp.training.finetune.scores import score, span_scores
 from saobp.training.finetune.span import SpanRows, best_spans
 

@@ -14,20 +14,20 @@ from transformers import PreTrainedTokenizerFast, set_seed
 
 from saobp.data.tasks import Task
 from saobp.refinement import Refinement
-from saobp.training.files import write_json
-from saobp.training.finetune.models import load_with_head
-from saobp.training.finetune.recipe import SEEDS, FinetuneRecipe, recipe_for
-from saobp.training.finetune.rows import Rows, encode_rows
-from saobp.training.finetune.span import encode_spans
-from saobp.training.finetune.trainer import CHECKPOINT_SECONDS, TaskTrainer
-from saobp.training.runs import RunError, RunFolder
-from saobp.training.saved import (
+from saobp.runs.folder import RunError, RunFolder
+from saobp.runs.json_files import write_json
+from saobp.training.checkpoints import (
     effective_refinement,
     load_tokenizer_of,
     model_checksum,
     model_name,
     most_positions,
 )
+from saobp.training.finetune.examples import Rows, encode_rows
+from saobp.training.finetune.recipe import SEEDS, FinetuneRecipe, recipe_for
+from saobp.training.finetune.span import encode_spans
+from saobp.training.finetune.task_head import load_with_head
+from saobp.training.finetune.trainer import CHECKPOINT_SECONDS, TaskTrainer
 
 SeedProgress = Callable[[int, int, int], None]
 """Called with the seed, the step and the number of steps."""

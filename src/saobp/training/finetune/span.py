@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from saobp.data.tasks import Split
 from saobp.training.finetune.encoding import Layout, Sequences, TokenTable
+from saobp.training.finetune.examples import Rows
 from saobp.training.finetune.recipe import FinetuneRecipe
-from saobp.training.finetune.rows import Rows
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from saobp.data import as_it_is
 from saobp.data.tasks import TaskSpec
-from saobp.data.writing import reason
+from saobp.runs.folder import RunFolder
+from saobp.storage.atomic import reason
+from saobp.training.finetune.examples import EpochBatches, LengthBatches, Rows
 from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
 from saobp.training.finetune.recipe import FinetuneRecipe
-from saobp.training.finetune.rows import EpochBatches, LengthBatches, Rows
-from saobp.training.heads import MEASURED, health_line, separate_strengths, strengths_of
-from saobp.training.runs import RunFolder
+from saobp.training.head_records import MEASURED, health_line, separate_strengths, strengths_of
 
 CHECKPOINT_SECONDS = 60.0
 """An epoch's end writes a checkpoint if so much time has passed since the last; short runs start again."""

@@ -1,0 +1,136 @@
+"""Tokenise documents in several processes, in order, with a bounded number of them in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saobp.data import word_encoder as encoder
+
+CHARACTERS_AT_ONCE = 2**20
+WORTH_A_PROCESS = 8 * 2**20
+"""Bytes of text below which another process costs more than it gives."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some documents: their tokens without separators, how many each has, and the characters of text."""
+
+    tokens: NDArray[np.uint32]
+    counts: NDArray[np.int64]
+    size: int
+
+
+def processes_for(size: int, asked: int | None) -> int:
+    """How many processes tokenise ``size`` bytes: what was asked, else what cores and work allow."""
+    if asked is not None:
+        if asked < 1:
+            raise ValueError(f"at least 1 process must tokenise, not {asked}")
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, size // WORTH_A_PROCESS))
+
+
+def encoded_pieces(documents: Iterable[str], description: str, processes: int) -> Iterator[Piece]:
+    """The documents as pieces of tokens, in order."""
+    groups = _groups(documents)
+    if processes == 1:
+        own = encoder.Encoder(description)
+        for group in groups:
+            yield Piece(*own.encode(group), sum(map(len, group)))
+        return
+    with _Crew(processes, description) as crew:
+        waiting: deque[Future[Piece]] = deque()
+        for group in groups:
+            waiting.append(crew.submit(group))
+            if len(waiting) > 2 * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+class _Crew:
+    """Processes that run ``encoder.py``, each served by a thread of this one."""
+
+    def __init__(self, processes: int, description: str) -> None:
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        self.threads = ThreadPoolExecutor(processes)
+        program = [sys.executable, "-P", str(Path(encoder.__file__))]
+        try:
+            for _ in range(processes):
+                worker = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                self.workers.append(worker)
+                _send(worker, description)
+                self.free.put(worker)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> _Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.kill()
+        self.threads.shutdown(cancel_futures=True)
+        for worker in self.workers:
+            worker.wait()
+            for pipe in (worker.stdin, worker.stdout):
+                assert pipe is not None
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def submit(self, texts: list[str]) -> Future[Piece]:
+        return self.threads.submit(self._encode, texts)
+
+    def _encode(self, texts: list[str]) -> Piece:
+        worker = self.free.get()
+        assert worker.stdout is not None
+        try:
+            _send(worker, texts)
+            answer = pickle.load(worker.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError) as problem:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.wait(1)
+            raise ChildProcessError(
+                f"a tokenising process ended early (exit code {worker.poll()}): it may have run out of memory"
+            ) from problem
+        finally:
+            self.free.put(worker)
+        if isinstance(answer, str):
+            raise ChildProcessError(f"a tokenising process failed: {answer}")
+        tokens, counts = answer
+        return Piece(tokens, counts, sum(map(len, texts)))
+
+
+def _send(worker: subprocess.Popen[bytes], what: object) -> None:
+    assert worker.stdin is not None
+    pickle.dump(what, worker.stdin, protocol=pickle.HIGHEST_PROTOCOL)
+    worker.stdin.flush()
+
+
+def _groups(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Documents in groups of about a million characters."""
+    group: list[str] = []
+    characters = 0
+    for document in documents:
+        group.append(document)
+        characters += len(document)
+        if characters >= CHARACTERS_AT_ONCE:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group

@@ -1,0 +1,277 @@
+"""A corpus as token numbers in a memory-mapped file: made once, in parallel, checked, and reused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from saobp.data.corpora import Corpus, open_corpus
+from saobp.data.parallel_encoding import encoded_pieces, processes_for
+from saobp.data.tokenizers import separator_of, tokenizer_checksum, tokenizer_text
+from saobp.storage.atomic import NO_ROOM, only_one, reason, replacing
+
+TOKENS, DOCUMENTS, DESCRIPTION = "tokens.bin", "documents.npy", "store.json"
+FORMAT = 1
+
+Progress = Callable[[int, int], object]
+"""Told how many bytes of text are done, and about how many there are."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What ``store.json`` says; it is written last, so a store that has one is complete."""
+
+    format: int
+    dtype: str
+    tokens: int
+    documents: int
+    vocabulary: int
+    separator: int
+    tokenizer_checksum: str
+    corpus: str
+    corpus_checksum: str
+    tokens_checksum: str
+    documents_checksum: str
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """The tokens of a corpus; every document ends with the separator."""
+
+    folder: Path
+    description: Description
+
+    @classmethod
+    def open(cls, folder: str | Path, *, verify: bool = True) -> TokenStore:
+        """Open a finished store; ``verify`` also reads all of it to compare checksums."""
+        store = cls(Path(folder), _read_description(Path(folder)))
+        store._check_sizes()
+        if verify:
+            store.verify()
+        return store
+
+    @cached_property
+    def tokens(self) -> NDArray[Any]:
+        """Every token of the corpus, ``[tokens]``, mapped from the file."""
+        return np.memmap(self.folder / TOKENS, dtype=self.description.dtype, mode="r")
+
+    @cached_property
+    def documents(self) -> NDArray[np.int64]:
+        """Where each document starts, and at last where the final one ends: ``[documents + 1]``."""
+        return np.load(self.folder / DOCUMENTS, allow_pickle=False)
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the tokens."""
+        return self.description.tokens_checksum
+
+    @property
+    def vocabulary(self) -> int:
+        return self.description.vocabulary
+
+    @property
+    def separator(self) -> int:
+        return self.description.separator
+
+    def verify(self) -> None:
+        """Compare the files with the checksums they were written with."""
+        for name, said in (
+            (TOKENS, self.description.tokens_checksum),
+            (DOCUMENTS, self.description.documents_checksum),
+        ):
+            with (self.folder / name).open("rb") as contents:
+                found = hashlib.file_digest(contents, "sha256").hexdigest()
+            if found != said:
+                raise ValueError(
+                    f"{self.folder / name} has changed since it was written: its SHA-256 is {found[:12]}..., "
+                    f"{DESCRIPTION} says {said[:12]}...; delete {self.folder} and prepare it again"
+                )
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Refuse a tokenizer other than the one that made the store."""
+        if tokenizer_checksum(tokenizer) == self.description.tokenizer_checksum:
+            return
+        if len(tokenizer) != self.vocabulary:
+            raise ValueError(
+                f"the tokens in {self.folder} come from a vocabulary of {self.vocabulary}, "
+                f"not from this tokenizer's {len(tokenizer)}: prepare the corpus again"
+            )
+        raise ValueError(
+            f"the tokens in {self.folder} come from another tokenizer with as many tokens: "
+            "prepare the corpus again"
+        )
+
+    def _check_sizes(self) -> None:
+        said = self.description
+        for name in (TOKENS, DOCUMENTS):
+            if not (self.folder / name).is_file():
+                raise ValueError(f"{self.folder} is not complete: it has no {name}")
+        size, due = (self.folder / TOKENS).stat().st_size, said.tokens * np.dtype(said.dtype).itemsize
+        if size != due:
+            raise ValueError(
+                f"{self.folder / TOKENS} is {'truncated' if size < due else 'too long'}: "
+                f"{size} bytes where {DESCRIPTION} says {due}; delete {self.folder} and prepare it again"
+            )
+        try:
+            starts = self.documents
+        except (ValueError, OSError, EOFError) as problem:
+            raise ValueError(f"{self.folder / DOCUMENTS} cannot be read: {problem}") from problem
+        fits = starts.dtype == np.int64 and starts.shape == (said.documents + 1,)
+        if not fits or starts[0] != 0 or starts[-1] != said.tokens or np.any(np.diff(starts) < 1):
+            raise ValueError(
+                f"{self.folder / DOCUMENTS} does not hold {said.documents} rising starts that end at "
+                f"{said.tokens}; delete {self.folder} and prepare it again"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Only where it is: a loader's worker maps the file itself instead of being sent its contents."""
+        return {"folder": self.folder, "description": self.description}
+
+
+def prepare_tokens(
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: str | Path,
+    *,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> TokenStore:
+    """Tokenise a corpus into ``folder``, or open what is there if corpus and tokenizer are the same.
+
+    ``processes`` is how many work at once (default: as many as there are cores and work). A second process
+    that wants the same store waits for the first.
+    """
+    folder = Path(folder)
+    tell = progress or (lambda *_: None)
+    with only_one(folder):
+        ready = _matching(folder, corpus, tokenizer)
+        if ready is None:
+            try:
+                with replacing(folder) as new:
+                    _write(new, corpus, tokenizer, processes_for(corpus.size, processes), tell)
+            except OSError as problem:
+                if problem.errno not in NO_ROOM:
+                    raise
+                raise OSError(
+                    f"the tokens of {corpus.name} could not be written to {folder}, because {reason(problem)}"
+                ) from None
+            ready = TokenStore.open(folder, verify=False)
+        tell(max(corpus.size, 1), max(corpus.size, 1))
+        return ready
+
+
+def prepare_corpora(
+    names: Mapping[str, float | None] | list[str],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    processes: int | None = None,
+    progress: Callable[[str], Progress] | None = None,
+) -> dict[str, TokenStore]:
+    """A store for each corpus of a mixture, in a subfolder named after corpus and tokenizer.
+
+    ``progress`` is given words for what is done, and gives back what is told how far it is.
+    """
+    corpora = {name: open_corpus(name, data_dir) for name in names}
+    mark = tokenizer_checksum(tokenizer)[:8]
+    return {
+        name: prepare_tokens(
+            corpus,
+            tokenizer,
+            Path(folder, f"{folder_name(name)}-{mark}"),
+            processes=processes,
+            progress=None if progress is None else progress(f"tokenising {Path(name).name}"),
+        )
+        for name, corpus in corpora.items()
+    }
+
+
+def folder_name(corpus: str) -> str:
+    """A corpus's name as one part of a path; a longer path is told from its namesakes by a short mark."""
+    last = Path(corpus).name
+    if last == corpus:
+        return corpus
+    return f"{last}-{hashlib.sha256(corpus.encode()).hexdigest()[:6]}"
+
+
+def _matching(folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenStore | None:
+    """What is in the folder, if it is complete and of this corpus and tokenizer."""
+    if not (folder / DESCRIPTION).exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(
+                f"{folder} holds other files and no {DESCRIPTION}: name an empty or a new folder"
+            )
+        return None
+    try:
+        said = _read_description(folder)
+        if (said.corpus_checksum, said.tokenizer_checksum) != (
+            corpus.checksum,
+            tokenizer_checksum(tokenizer),
+        ):
+            return None
+        return TokenStore.open(folder)
+    except ValueError:
+        return None
+
+
+def _write(
+    folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, processes: int, tell: Progress
+) -> None:
+    vocabulary = len(tokenizer)
+    dtype = np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
+    separator = separator_of(tokenizer)
+    total, done = max(corpus.size, 1), 0
+    whole = hashlib.sha256()
+    ends: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
+    with (folder / TOKENS).open("wb") as out:
+        for piece in encoded_pieces(corpus.documents(), tokenizer_text(tokenizer), processes):
+            stops = np.cumsum(piece.counts)
+            separated = np.insert(piece.tokens, stops, separator).astype(dtype)
+            out.write(separated.data)
+            whole.update(separated.data)
+            ends.append(ends[-1][-1] + stops + np.arange(1, len(stops) + 1))
+            done += piece.size
+            tell(min(done, total), total)
+    starts = np.concatenate(ends)
+    np.save(folder / DOCUMENTS, starts)
+    with (folder / DOCUMENTS).open("rb") as contents:
+        documents_checksum = hashlib.file_digest(contents, "sha256").hexdigest()
+    description = Description(
+        format=FORMAT,
+        dtype=dtype.str,
+        tokens=int(starts[-1]),
+        documents=len(starts) - 1,
+        vocabulary=vocabulary,
+        separator=separator,
+        tokenizer_checksum=tokenizer_checksum(tokenizer),
+        corpus=corpus.name,
+        corpus_checksum=corpus.checksum,
+        tokens_checksum=whole.hexdigest(),
+        documents_checksum=documents_checksum,
+    )
+    (folder / DESCRIPTION).write_text(json.dumps(asdict(description), indent=2) + "\n", encoding="utf-8")
+
+
+def _read_description(folder: Path) -> Description:
+    file = folder / DESCRIPTION
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} is no token store: it has no {DESCRIPTION}")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is {values['format']}, this saobp reads {FORMAT}")
+        return Description(**{field.name: values[field.name] for field in fields(Description)})
+    except KeyError as problem:
+        raise ValueError(f"{file} does not describe a token store: it has no {problem}") from None
+    except (ValueError, TypeError) as problem:
+        raise ValueError(f"{file} does not describe a token store: {problem}") from None

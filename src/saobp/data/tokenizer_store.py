@@ -1,0 +1,103 @@
+"""The tokenizer that lies beside token stores: a family's own, or one learned from their texts.
+
+Whoever makes token stores leaves it there, so that the folder is all that training needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from saobp.data.corpora import Documents, open_corpus
+from saobp.data.token_store import Progress
+from saobp.data.tokenizers import load_tokenizer, save_tokenizer, train_vocabulary
+from saobp.storage.atomic import only_one, replacing
+
+ORIGIN = "learned_from.json"
+"""In the folder of a learned vocabulary: the names and checksums of its texts."""
+LEARNED = "train:"
+
+
+def place_beside(tokens: str | Path, family: str, size: int | None = None) -> Path:
+    """Where a family's tokenizer lies in a folder of token stores; with ``size``, a learned one."""
+    return Path(tokens, f"tokenizer-{words_of(family)}{'' if size is None else f'-{size}'}")
+
+
+def words_of(family: str) -> str:
+    """The family whose tokenizer a family of models uses: ModernBERT has BERT's."""
+    return "gpt2" if family == "gpt2" else "bert"
+
+
+def size_to_learn(tokenizer: str) -> int | None:
+    """The size in ``train:SIZE``; None for any other name of a tokenizer."""
+    if not tokenizer.startswith(LEARNED):
+        return None
+    size = tokenizer.removeprefix(LEARNED)
+    if not size.isdecimal():
+        raise ValueError(f"a tokenizer to train is written train:SIZE, as in train:8192, not {tokenizer!r}")
+    return int(size)
+
+
+def sizes_beside(tokens: str | Path, family: str) -> list[str]:
+    """Sizes of the learned vocabularies in a folder of token stores."""
+    start = f"{place_beside(tokens, family).name}-"
+    return sorted(path.name.removeprefix(start) for path in Path(tokens).glob(f"{start}*"))
+
+
+def learned_tokenizer(
+    tokens: str | Path,
+    family: str,
+    size: int,
+    corpora: Collection[str],
+    *,
+    data_dir: str | Path | None = None,
+    progress: Callable[[str], Progress] | None = None,
+) -> PreTrainedTokenizerFast:
+    """A vocabulary of ``size`` learned from corpora, once; one that lies there of other texts is refused."""
+    place = place_beside(tokens, family, size)
+    opened = {name: open_corpus(name, data_dir) for name in corpora}
+    if not place.is_dir():
+        if not opened:
+            raise ValueError("a vocabulary is learned from text, and no text was named by --corpus")
+        with only_one(place):
+            if not place.is_dir():
+                texts = Documents(tuple(opened.values()))
+                tell = None if progress is None else progress(f"learning a vocabulary of {size:,}")
+                kind = "bpe" if words_of(family) == "gpt2" else "wordpiece"
+                found = train_vocabulary(texts, size, kind, progress=tell)
+                _write(found, place, {name: corpus.checksum for name, corpus in opened.items()})
+    known = _origin(place).values()
+    other = [name for name, corpus in opened.items() if known and corpus.checksum not in known]
+    if other:
+        raise ValueError(
+            f"{place} was learned from other texts than {', '.join(other)} as they are now: use it all "
+            f"the same by --tokenizer {place}, or name another folder for the tokens"
+        )
+    return load_tokenizer(str(place))
+
+
+def leave_beside(
+    tokenizer: PreTrainedTokenizerFast, tokens: str | Path, family: str
+) -> PreTrainedTokenizerFast:
+    """Write a family's own tokenizer into a folder of token stores, unless it is there; returns what is."""
+    place = place_beside(tokens, family)
+    with only_one(place):
+        if not place.is_dir():
+            _write(tokenizer, place, {})
+    return load_tokenizer(str(place))
+
+
+def _write(tokenizer: PreTrainedTokenizerFast, place: Path, origin: dict[str, str]) -> None:
+    """Whole or not at all."""
+    with replacing(place) as new:
+        save_tokenizer(tokenizer, new)
+        if origin:
+            (new / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
+
+
+def _origin(place: Path) -> dict[str, str]:
+    file = place / ORIGIN
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}

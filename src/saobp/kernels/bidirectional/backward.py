@@ -1,0 +1,326 @@
+"""Gradients for long sequences, not causal: three sweeps, no atomics.
+
+With P the refined rows, D = rowsum(dO * O), dT = P * (dO V^T - D) and u = a / (1 - gamma a):
+
+1. ``value_gradient`` (over keys): dV = P^T dO and dc = sum_j dT = V . dV - P^T D.
+2. ``query_gradient`` (over rows): H = u (dT - dc), E = rowsum(H), dQ = (dT + gamma H) K - t (a K) with
+   t = gamma E, where the last product spares a sweep for E alone.
+3. ``key_gradient`` (over keys): dK = (dT + gamma H - a t)^T Q.
+
+The derivative with respect to gamma is the sum of E; strengths that learn count as unknown.
+
+In a collapsed row gradients are what is left after large terms cancel. So every sweep takes dO divided by the
+row's normaliser and rounded (``scaled_gradients``), and D from these very numbers; and dV and P^T D come from the
+same rounded weights. What rounding leaves of rowsum(dT), which is 0, is taken out within t as far as P lies
+along a: in a sink that other rows shun it does not.
+
+Where some row's normaliser may be so small that a product of weights underflows, every sweep is launched twice:
+the CAREFUL one, with a logarithm instead of a factor for ``key_part``, does the heads where that happened, the other
+one the rest.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.bidirectional.forward import add_row_sums, is_careful
+from saobp.kernels.bidirectional.gradient_terms import (
+    before_normalising,
+    closeness,
+    load_power,
+    prior_weights,
+    spoken_inverse,
+    spoken_pair,
+)
+from saobp.kernels.library.arithmetic import (
+    head_message,
+    head_seed,
+    kept,
+    load_anchor,
+    load_lse,
+    load_rows,
+    load_vector,
+    real_tokens,
+    store_rows,
+)
+from saobp.kernels.library.indexing import locate, row_bases, states_base
+from saobp.kernels.library.packed_bf16 import boosted, multiply, multiply_add, pair_message
+
+
+@triton.jit
+def value_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, parts_ptr, dv_ptr, heard_grad_ptr, heard_half_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row, part_row,
+    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
+    keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dV of a block of keys and the gradient of what these keys hear; if PRECISE is 0 that also times -gamma, rounded."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        return
+    if CHECKED:
+        careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful != (1 if CAREFUL else 0):
+            return
+    keys = block * KEYS + tl.arange(0, KEYS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    KIND: tl.constexpr = q_ptr.dtype.element_ty
+    pair = pair_message(message, KIND)
+    k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    keys_real = real_tokens(mask_base, keys, tokens, MASKED)
+    key_part = load_vector(key_part_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True).to(tl.float32)
+    # A key's factor is the same for all rows, so it can wait for their sum, if the type has room for that.
+    LATE_PART: tl.constexpr = HEARS and not CAREFUL and not POWER
+    dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
+    own = tl.zeros([KEYS, 16], tl.float32)
+    for start in tl.range(0, tokens, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, TAIL)
+        rows_real = real_tokens(mask_base, rows, tokens, MASKED)
+        scores, a = prior_weights(
+            tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows_real[None, :],
+            score_scale, False, PRECISE,
+        )  # fmt: skip
+        if PRECISE == 0 and not CAREFUL:
+            refined = boosted(a.to(KIND), spoken_pair(pair, rows_real[None, :].to(KIND), MASKED))
+        else:
+            anchor = load_anchor(anchor_ptr + row_base, rows, tokens, TAIL, CAREFUL)
+            power = load_power(power_ptr + row_base, rows, tokens, TAIL, POWER)
+            inverse = spoken_inverse(a, rows_real[None, :], message, PRECISE, MASKED)
+            refined = before_normalising(
+                scores, a * inverse, inverse, anchor[None, :], power[None, :], key_part[:, None],
+                HEARS and not LATE_PART, CAREFUL, POWER,
+            ).to(KIND)  # fmt: skip
+        if PRECISE == 2:
+            delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, TAIL)
+            own += tl.sum(refined * delta[None, :], 1)[:, None] * 0.0625
+        else:
+            parts = load_rows(parts_ptr + row_base * part_row, start, tokens, part_row, ROWS, 16, 16, TAIL)
+            own = tl.dot(refined, parts, own)
+        if DROPS:
+            refined = tl.where(kept(seed, rows[None, :], keys[:, None], drop_threshold), refined, 0.0)
+        grad = load_rows(g_base, start, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        dv = tl.dot(refined, grad, dv, input_precision=PRECISION)
+    heard_grad = -tl.sum(own, 1)
+    if DROPS:
+        dv *= keep_scale
+    if LATE_PART:
+        dv *= key_part[:, None]
+        heard_grad *= key_part
+    dv = tl.where(keys_real[:, None], dv, 0.0)
+    dv_base = states_base(dv_ptr, batch, head, first, d_batch, d_head, d_row)
+    store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
+    v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+    heard_grad += tl.sum(v.to(tl.float32) * dv, 1)
+    heard_grad = tl.where(keys_real, heard_grad, 0.0)
+    tl.store(heard_grad_ptr + row_base + keys, heard_grad, mask=keys < tokens)
+    if PRECISE == 0:
+        tl.store(heard_half_ptr + row_base + keys, -message[0] * heard_grad, mask=keys < tokens)
+
+
+@triton.jit
+def query_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, heard_half_ptr,
+    dq_ptr, strength_grad_ptr, row_term_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
+    keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of a block of rows, t, and E, the gradient of gamma, unless PRECISE is 0."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * ROWS >= tokens:
+        return
+    if CHECKED:
+        careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful != (1 if CAREFUL else 0):
+            return
+    rows = block * ROWS + tl.arange(0, ROWS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    gamma = message[0]
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+    grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
+    high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
+    anchor = load_anchor(anchor_ptr + row_base, rows, tokens, True, CAREFUL)
+    power = load_power(power_ptr + row_base, rows, tokens, True, POWER)
+    delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
+    norm = load_vector(inverse_ptr + row_base, rows, tokens, 0.0, True)
+    rows_real = real_tokens(mask_base, rows, tokens, MASKED)[:, None]
+    KIND: tl.constexpr = q_ptr.dtype.element_ty
+    speaks = rows_real.to(KIND)
+    pair = spoken_pair(pair_message(message, KIND), speaks, MASKED)
+    along = closeness(norm).to(KIND)[:, None]
+    ones = tl.full([KEYS, 16], 1.0, KIND)
+    dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    row_terms = tl.zeros([ROWS, 16], tl.float32)
+    strength_grad = tl.zeros([ROWS], tl.float32)
+    excess = tl.zeros([ROWS], tl.float32)
+    overlap = tl.zeros([ROWS], tl.float32)
+    square = tl.zeros([ROWS], tl.float32)
+    for start in tl.range(0, tokens, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        keys_real = real_tokens(mask_base, keys, tokens, MASKED)[None, :]
+        scores, a = prior_weights(
+            tl.dot(q, tl.trans(k), input_precision=PRECISION), high[:, None], low[:, None], keys_real,
+            score_scale, TAIL or MASKED, PRECISE,
+        )  # fmt: skip
+        prior_k = tl.dot(a.to(KIND), k, prior_k, input_precision=PRECISION)
+        d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        if DROPS:
+            keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
+            d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+        centred = d_rows - delta[:, None]
+        key_part = load_vector(key_part_ptr + row_base, keys, tokens if HEARS else 0, 0.0, TAIL or not HEARS)[
+            None, :
+        ]
+        if PRECISE == 0 and not CAREFUL:
+            u = boosted(a.to(KIND), pair)
+            d_logits = centred.to(KIND)
+            heard = tl.zeros([1, KEYS], KIND)
+            if HEARS:
+                d_logits = multiply(d_logits, multiply(u, key_part))
+                heard = load_vector(heard_half_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
+            else:
+                d_logits = multiply(d_logits, u)
+            if MASKED:
+                u = multiply(u, speaks)
+            d_heard = multiply_add(d_logits, pair[0], heard)
+            d_scores = multiply_add(u, d_heard, d_logits)
+            # From gamma H itself: it is lost in the rounding of d_scores, where d_logits is much larger.
+            row_terms = add_row_sums(
+                row_terms, multiply_add(d_logits, along, multiply(u, d_heard)), ones, PRECISE
+            )
+        else:
+            inverse = spoken_inverse(a, rows_real, message, PRECISE, MASKED)
+            u = a * inverse
+            weights = before_normalising(
+                scores, u, inverse, anchor[:, None], power[:, None], key_part, HEARS, CAREFUL, POWER
+            )
+            d_logits = centred * weights
+            heard = load_vector(
+                heard_grad_ptr + row_base, keys, tokens if HEARS else 0, 0.0, TAIL or not HEARS
+            )
+            d_message = u * (d_logits - heard[None, :])
+            if MASKED:
+                d_message = tl.where(rows_real, d_message, 0.0)
+            strength_grad += tl.sum(d_message, 1)
+            excess += tl.sum(d_logits, 1)
+            overlap += tl.sum(a * weights, 1)
+            square += tl.sum(a * a, 1)
+            d_scores = (d_logits + gamma * d_message).to(KIND)
+        dq = tl.dot(d_scores, k, dq, input_precision=PRECISION)
+    if PRECISE == 0 and not CAREFUL:
+        row_term = tl.max(row_terms, 1)
+    else:
+        if POWER:
+            norm /= power
+        # The share of P that lies along a.
+        share = tl.minimum(overlap * norm / tl.maximum(square, 1e-30), 1.0)
+        row_term = gamma * strength_grad + share * excess
+    if PRECISE != 0:
+        tl.store(strength_grad_ptr + row_base + rows, strength_grad, mask=rows < tokens)
+    tl.store(row_term_ptr + row_base + rows, row_term, mask=rows < tokens)
+    dq = (dq - row_term[:, None] * prior_k) * scale
+    dq_base = states_base(dq_ptr, batch, head, first, d_batch, d_head, d_row)
+    store_rows(dq_base, block * ROWS, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def key_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, row_term_ptr, dk_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
+    keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK of a block of keys."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        return
+    if CHECKED:
+        careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful != (1 if CAREFUL else 0):
+            return
+    keys = block * KEYS + tl.arange(0, KEYS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    gamma = message[0]
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+    keys_real = real_tokens(mask_base, keys, tokens, MASKED)
+    key_part = load_vector(key_part_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True).to(tl.float32)[
+        :, None
+    ]
+    heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)[:, None]
+    dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
+    for start in tl.range(0, tokens, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        grad = load_rows(g_base, start, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, TAIL)
+        anchor = load_anchor(anchor_ptr + row_base, rows, tokens, TAIL, CAREFUL)
+        power = load_power(power_ptr + row_base, rows, tokens, TAIL, POWER)
+        delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, TAIL)
+        row_term = load_vector(row_term_ptr + row_base, rows, tokens, 0.0, TAIL)
+        rows_real = real_tokens(mask_base, rows, tokens, MASKED)[None, :]
+        scores, a = prior_weights(
+            tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows_real,
+            score_scale, False, PRECISE,
+        )  # fmt: skip
+        inverse = spoken_inverse(a, rows_real, message, PRECISE, MASKED)
+        d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        if DROPS:
+            keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
+            d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+        centred = d_rows - delta[None, :]
+        if PRECISE == 0 and HEARS and not CAREFUL and not MASKED:
+            # The same in fewer operations: 1 + gamma u is the inverse message.
+            d_scores = a * (inverse * (inverse * key_part * centred - gamma * heard_grad) - row_term[None, :])
+        else:
+            u = a * inverse
+            d_logits = centred * before_normalising(
+                scores, u, inverse, anchor[None, :], power[None, :], key_part, HEARS, CAREFUL, POWER
+            )
+            d_message = u * (d_logits - heard_grad)
+            if MASKED:
+                d_message = tl.where(rows_real, d_message, 0.0)
+            d_scores = d_logits + gamma * d_message - a * row_term[None, :]
+        dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION)
+    dk = tl.where(keys_real[:, None], dk * scale, 0.0)
+    dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
+    store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)

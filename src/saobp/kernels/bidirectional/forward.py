@@ -1,0 +1,233 @@
+"""Long sequences, not causal: the third sweep, after those of ``sums``.
+
+``refined_output``: refined rows times values; ``careful_output`` repeats rows that underflowed. A tile of 128 rows
+is worked on in two halves, as there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.bidirectional.sums import raw_scores
+from saobp.kernels.library.arithmetic import (
+    fetch_tile,
+    head_message,
+    head_seed,
+    inverse_message,
+    kept,
+    load_lse,
+    load_rows,
+    load_vector,
+    real_tokens,
+    relative,
+    store_rows,
+)
+from saobp.kernels.library.indexing import locate, row_bases, states_base, states_of
+from saobp.kernels.library.packed_bf16 import boosted, multiply, pair_message
+
+
+@triton.jit
+def add_row_sums(totals, tile, ones, PRECISE: tl.constexpr):
+    """Adds the sums of a tile's rows to every column of ``totals`` ``[rows, 16]``: half types on the tensor cores.
+
+    Sums are of the rounded weights that meet the values. So a row that sees one key gives exactly its value.
+    """
+    if PRECISE == 2:
+        return totals + tl.sum(tile, 1)[:, None]
+    return tl.dot(tile, ones, totals)
+
+
+@triton.jit
+def refined_tile(
+    raw, high, low, rows_real, weight, score_scale, message, pair,
+    KIND: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Refined weights as a product, a * weight / message: one exponential per entry. Padding rows say nothing."""
+    a = tl.exp2(relative(raw, high[:, None], low[:, None], score_scale, PRECISE))
+    if PRECISE == 0:
+        refined = boosted(a.to(KIND), pair)
+        if MASKED:
+            refined = tl.where(rows_real[:, None], refined, a.to(KIND))
+        if HEARS:
+            refined = multiply(refined, weight[None, :])
+    else:
+        inverse = inverse_message(a, message, PRECISE)
+        if MASKED:
+            inverse = tl.where(rows_real[:, None], inverse, 1.0)
+        if HEARS:
+            a *= weight[None, :]
+        refined = (a * inverse).to(KIND)
+    return refined
+
+
+@triton.jit
+def store_output(
+    out_base, anchor_base, inverse_base, begin, tokens, o_row, out, totals, high, keep_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Output of some rows and the inverse of each one's normaliser. Returns the smallest normaliser."""
+    rows = begin + tl.arange(0, out.shape[0])
+    total = tl.max(totals, 1)
+    visible = (high < float("inf")) & (total > 0)
+    out *= tl.where(visible, keep_scale / total, 0.0)[:, None]
+    store_rows(out_base, begin, tokens, o_row, out, out.shape[0], DIM, BLOCK_DIM)
+    tl.store(inverse_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)
+    tl.store(anchor_base + rows, tl.zeros([out.shape[0]], tl.float32), mask=rows < tokens)
+    return tl.min(tl.where(high < float("inf"), total, 1.0), 0)
+
+
+@triton.jit
+def refined_output(
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, heard_ptr, weight_ptr,
+    anchor_ptr, inverse_ptr, lowest_ptr, k_map, v_map,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    heads, group, length, blocks, low_plane, score_scale, drop_threshold, keep_scale,
+    sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """Output of a block of rows, the inverse of each row's normaliser, and the block's smallest normaliser."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * ROWS >= tokens:
+        tl.store(lowest_ptr + tl.program_id(0), 1.0)
+        return
+    SPLIT: tl.constexpr = ROWS == 128
+    PART: tl.constexpr = 64 if SPLIT else ROWS
+    begin = block * ROWS
+    rows = begin + tl.arange(0, PART)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    key_states = states_of(k_map, k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    value_states = states_of(v_map, v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    KIND: tl.constexpr = v_ptr.dtype.element_ty
+    pair = pair_message(message, KIND)
+    ones = tl.full([KEYS, 16], 1.0, KIND)
+    q = load_rows(q_base, begin, tokens, q_row, PART, DIM, BLOCK_DIM, True)
+    high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
+    rows_real = real_tokens(mask_base, rows, tokens, MASKED)
+    totals = tl.zeros([PART, 16], tl.float32)
+    out = tl.zeros([PART, BLOCK_DIM], tl.float32)
+    if SPLIT:
+        rows_2 = rows + PART
+        q_2 = load_rows(q_base, begin + PART, tokens, q_row, PART, DIM, BLOCK_DIM, True)
+        high_2, low_2 = load_lse(lse_ptr + row_base, low_plane, rows_2, tokens, PRECISE, True)
+        rows_real_2 = real_tokens(mask_base, rows_2, tokens, MASKED)
+        totals_2 = tl.zeros([PART, 16], tl.float32)
+        out_2 = tl.zeros([PART, BLOCK_DIM], tl.float32)
+    for start in tl.range(0, tokens, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        k = fetch_tile(key_states, start, tokens, KEYS, DIM, BLOCK_DIM, TAIL, MAPPED)
+        v = fetch_tile(value_states, start, tokens, KEYS, DIM, BLOCK_DIM, TAIL, MAPPED)
+        real = real_tokens(mask_base, keys, tokens, MASKED)
+        weight = real
+        if HEARS:
+            weight = load_vector(weight_ptr + row_base, keys, tokens, 0.0, TAIL)
+        raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
+        if SPLIT and not MAPPED:
+            raw_2 = raw_scores(q_2, k, real, TAIL or MASKED, PRECISION)
+        refined = refined_tile(
+            raw, high, low, rows_real, weight, score_scale, message, pair, KIND, HEARS, PRECISE, MASKED
+        )
+        totals = add_row_sums(totals, refined, ones, PRECISE)
+        if DROPS:
+            refined = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
+        out = tl.dot(refined, v, out, input_precision=PRECISION)
+        if SPLIT:
+            if MAPPED:  # with few registers, one half after the other
+                raw_2 = raw_scores(q_2, k, real, TAIL or MASKED, PRECISION)
+            refined_2 = refined_tile(
+                raw_2, high_2, low_2, rows_real_2, weight, score_scale, message, pair, KIND, HEARS, PRECISE, MASKED
+            )  # fmt: skip
+            totals_2 = add_row_sums(totals_2, refined_2, ones, PRECISE)
+            if DROPS:
+                refined_2 = tl.where(
+                    kept(seed, rows_2[:, None], keys[None, :], drop_threshold), refined_2, 0.0
+                )
+            out_2 = tl.dot(refined_2, v, out_2, input_precision=PRECISION)
+    lowest = store_output(
+        out_base, anchor_ptr + row_base, inverse_ptr + row_base, begin, tokens, o_row, out, totals, high, keep_scale,
+        DIM, BLOCK_DIM,
+    )  # fmt: skip
+    if SPLIT:
+        lowest_2 = store_output(
+            out_base, anchor_ptr + row_base, inverse_ptr + row_base, begin + PART, tokens, o_row, out_2, totals_2, high_2,
+            keep_scale, DIM, BLOCK_DIM,
+        )  # fmt: skip
+        lowest = tl.minimum(lowest, lowest_2)
+    tl.store(lowest_ptr + tl.program_id(0), lowest)
+
+
+@triton.jit
+def careful_output(
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, heard_ptr, weight_ptr,
+    anchor_ptr, inverse_ptr, lowest_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    heads, group, length, blocks, low_plane, score_scale, lowest_sum, drop_threshold, keep_scale,
+    sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Does a block of rows again with logarithms if the product of weights came near underflow there.
+
+    That happens to a row whose whole weight sits on keys that the other rows shun. Nearly always there is
+    nothing to do, and registers are not shared with the fast way: hence a kernel of its own.
+    """
+    if tl.load(lowest_ptr + tl.program_id(0)) >= lowest_sum:
+        return
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
+    rows_real = real_tokens(mask_base, rows, tokens, MASKED)
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    anchor = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    for start in tl.range(0, tokens, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        raw = raw_scores(q, k, real_tokens(mask_base, keys, tokens, MASKED), True, PRECISION)
+        scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
+        inverse = inverse_message(tl.exp2(scores), message, PRECISE)
+        if MASKED:
+            inverse = tl.where(rows_real[:, None], inverse, 1.0)
+        scores += load_vector(heard_ptr + row_base, keys, tokens, float("-inf"), TAIL)[None, :]
+        raised = tl.maximum(top, tl.max(scores, 1))
+        anchor = tl.where(raised == float("-inf"), 0.0, raised)
+        shrink = tl.exp2(top - anchor)
+        refined = (tl.exp2(scores - anchor[:, None]) * inverse).to(v_ptr.dtype.element_ty)
+        total = total * shrink + tl.sum(refined.to(tl.float32), 1)
+        if DROPS:
+            refined = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
+        v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        out = tl.dot(refined, v, out * shrink[:, None], input_precision=PRECISION)
+        top = raised
+    visible = (high < float("inf")) & (total > 0)
+    out *= tl.where(visible, keep_scale / total, 0.0)[:, None]
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
+    tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)
+    tl.store(anchor_ptr + row_base + rows, anchor, mask=rows < tokens)
+
+
+@triton.jit
+def is_careful(lowest_ptr, line, blocks, lowest_sum, BLOCKS: tl.constexpr):
+    """1 if some refined row of the line has a normaliser so small that a product of weights may underflow.
+
+    ``line`` counts heads of all sequences; ``blocks`` is how many blocks of its rows noted a normaliser.
+    """
+    places = tl.arange(0, BLOCKS)
+    lowest = tl.min(tl.load(lowest_ptr + line * blocks + places, mask=places < blocks, other=1.0), 0)
+    return tl.where(lowest < lowest_sum, 1, 0)

@@ -1,0 +1,207 @@
+"""Short sequences, not causal: a program holds the whole map of one head, forward and backward in one launch each.
+
+Scores are computed once and stay in registers, so the cost is close to that of reading and writing the states.
+CAREFUL adds logarithms where the product of a weight and a key's factor could underflow.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.bidirectional.forward import add_row_sums
+from saobp.kernels.library.arithmetic import (
+    head_message,
+    head_seed,
+    inverse_message,
+    kept,
+    load_lse,
+    load_rows,
+    load_vector,
+    log2_message,
+    real_tokens,
+    store_rows,
+)
+from saobp.kernels.library.indexing import locate, row_bases, states_base
+from saobp.kernels.library.packed_bf16 import boosted, multiply, pair_message
+
+
+@triton.jit
+def inverse_or_zero(total, MAY_BE_EMPTY: tl.constexpr):
+    """1 / total; 0 for a row that sees no key, if there may be one."""
+    if MAY_BE_EMPTY:
+        return tl.where(total > 0, 1.0 / total, 0.0)
+    else:
+        return 1.0 / total
+
+
+@triton.jit
+def short_forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, anchor_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    heads, group, length, score_scale, drop_threshold, keep_scale,
+    sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr, SAVES: tl.constexpr,
+):  # fmt: skip
+    """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS; SAVES what the backward pass needs."""
+    _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
+    places = tl.arange(0, KEYS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    real = real_tokens(mask_base, places, tokens, MASKED)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    q = load_rows(q_base, 0, tokens, q_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if TAIL or MASKED:
+        scores = tl.where(real[None, :], scores, float("-inf"))
+    high = tl.max(scores, 1) * score_scale
+    if TAIL or MASKED:
+        visible = high > float("-inf")
+        high = tl.where(visible, high, 0.0)
+    scores = scores * score_scale - high[:, None]
+    a = tl.exp2(scores)
+    total = tl.sum(a, 1)
+    a *= inverse_or_zero(total, TAIL or MASKED)[:, None]
+    if SAVES:
+        high += tl.log2(total)
+        if TAIL or MASKED:
+            high = tl.where(visible, high, float("inf"))
+        tl.store(lse_ptr + row_base + places, high, mask=places < tokens)
+
+    PAIRS: tl.constexpr = PRECISE == 0 and not CAREFUL
+    KIND: tl.constexpr = v_ptr.dtype.element_ty
+    heard = tl.zeros([KEYS], tl.float32)
+    if HEARS:
+        sent = log2_message(a, message, PRECISE)
+        if MASKED:
+            sent = tl.where(real[:, None], sent, 0.0)
+        heard = tl.sum(sent, 0)
+        if TAIL or MASKED:
+            heard = tl.where(real, heard, float("-inf"))
+        peak = tl.max(heard, 0)
+        heard -= tl.where(peak == float("-inf"), 0.0, peak)
+        if SAVES:
+            key_part = heard if CAREFUL else tl.exp2(heard)
+            tl.store(key_part_ptr + row_base + places, key_part, mask=places < tokens)
+    if PAIRS:
+        refined = boosted(a.to(KIND), pair_message(message, KIND))
+        if MASKED:
+            refined = tl.where(real[:, None], refined, a.to(KIND))
+        if HEARS:
+            refined = multiply(refined, tl.exp2(heard).to(KIND)[None, :])
+    else:
+        weights = inverse_message(a, message, PRECISE)
+        if MASKED:
+            weights = tl.where(real[:, None], weights, 1.0)
+        if CAREFUL:
+            beliefs = scores + heard[None, :]
+            anchor = tl.max(beliefs, 1)
+            if TAIL or MASKED:
+                anchor = tl.where(visible, anchor, 0.0)
+                total = tl.where(visible, total, 1.0)
+            weights *= tl.exp2(beliefs - anchor[:, None])
+            if SAVES:
+                tl.store(anchor_ptr + row_base + places, anchor - tl.log2(total), mask=places < tokens)
+        elif HEARS:
+            weights *= a * tl.exp2(heard)[None, :]
+        else:
+            weights *= a
+        refined = weights.to(KIND)
+    totals = add_row_sums(tl.zeros([KEYS, 16], tl.float32), refined, tl.full([KEYS, 16], 1.0, KIND), PRECISE)
+    inverse = keep_scale * inverse_or_zero(tl.max(totals, 1), TAIL or MASKED)
+    if DROPS:
+        seed = head_seed(seed_ptr, row_base, DROPS)
+        refined = tl.where(kept(seed, places[:, None], places[None, :], drop_threshold), refined, 0.0)
+    out = tl.dot(refined, v, input_precision=PRECISION) * inverse[:, None]
+    store_rows(out_base, 0, tokens, o_row, out, KEYS, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def short_backward(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, anchor_ptr,
+    dq_ptr, dk_ptr, dv_ptr, strength_grad_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, scale, score_scale, drop_threshold, keep_scale,
+    sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ, dK and dV of one head, and the gradient of its gamma row by row; the letters are those of backward.py.
+
+    The whole map is at hand, so rows are normalised once more, and D and dc are sums of what is used: in collapsed
+    heads gradients are what is left after large terms cancel, and a rounded log-sum-exp would spoil that.
+    """
+    _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
+    places = tl.arange(0, KEYS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    d_base = states_base(0, batch, head, first, d_batch, d_head, d_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    real = real_tokens(mask_base, places, tokens, MASKED)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    gamma = message[0]
+    q = load_rows(q_base, 0, tokens, q_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    grad = load_rows(g_base, 0, tokens, g_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    high, _ = load_lse(lse_ptr + row_base, 0, places, tokens, PRECISE, TAIL)
+    if CAREFUL:
+        heard = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), True)
+        anchor = load_vector(anchor_ptr + row_base, places, tokens, 0.0, True)
+    elif HEARS:
+        weight = load_vector(key_part_ptr + row_base, places, tokens, 0.0, TAIL)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if TAIL or MASKED:
+        scores = tl.where(real[None, :], scores, float("-inf"))
+    scores = scores * score_scale - high[:, None]
+    a = tl.exp2(scores)
+    a *= inverse_or_zero(tl.sum(a, 1), TAIL or MASKED)[:, None]
+    inverse = inverse_message(a, message, PRECISE)
+    if MASKED:
+        inverse = tl.where(real[:, None], inverse, 1.0)
+    u = a * inverse
+    if CAREFUL:
+        refined = inverse * tl.exp2(scores + heard[None, :] - anchor[:, None])
+    elif HEARS:
+        refined = u * weight[None, :]
+    else:
+        refined = u
+    refined *= inverse_or_zero(tl.sum(refined, 1), TAIL or MASKED)[:, None]
+
+    if DROPS:
+        keep = kept(head_seed(seed_ptr, row_base, DROPS), places[:, None], places[None, :], drop_threshold)
+        dropped = tl.where(keep, refined * keep_scale, 0.0).to(grad.dtype)
+    else:
+        dropped = refined.to(grad.dtype)
+    dv = tl.dot(tl.trans(dropped), grad, input_precision=PRECISION)
+    store_rows(dv_ptr + d_base, 0, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
+
+    d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    if DROPS:
+        d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+    d_logits = refined * (d_rows - tl.sum(refined * d_rows, 1)[:, None])
+    if HEARS:
+        d_message = u * (d_logits - tl.sum(d_logits, 0)[None, :])
+    else:
+        d_message = u * d_logits
+    if MASKED:
+        d_message = tl.where(real[:, None], d_message, 0.0)
+    strength_grad = tl.sum(d_message, 1)
+    tl.store(strength_grad_ptr + row_base + places, strength_grad, mask=places < tokens)
+    d_scores = d_logits + gamma * (d_message - a * strength_grad[:, None])
+    rounded = d_scores.to(k.dtype)
+    dq = tl.dot(rounded, k, input_precision=PRECISION) * scale
+    store_rows(dq_ptr + d_base, 0, tokens, d_row, dq, KEYS, DIM, BLOCK_DIM)
+    dk = tl.dot(tl.trans(rounded), q, input_precision=PRECISION) * scale
+    store_rows(dk_ptr + d_base, 0, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)

@@ -1,0 +1,229 @@
+"""Short sequences, not causal, of weak known strengths: a head's map in half precision in the registers of one program.
+
+Scores are computed once, a part of the rows at a time, and rounded at once: to float16 for messages, which go to
+shared memory and are summed over rows there by the tensor cores, and to the inputs' type for refined weights, which
+wait in registers until the keys' factors are known. So little is held that several programs share a multiprocessor.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.bidirectional.forward import add_row_sums
+from saobp.kernels.library.arithmetic import (
+    INTERPRETED,
+    _hardware_inverse,
+    _hardware_log2,
+    head_message,
+    head_seed,
+    kept,
+    load_rows,
+    real_tokens,
+    store_rows,
+)
+from saobp.kernels.library.indexing import locate, row_bases, states_base
+from saobp.kernels.library.packed_bf16 import boosted, multiply, pair_logarithm, rounded
+from saobp.kernels.library.prefetch import fetch_ahead, fetch_for_later
+
+COLUMNS = tl.constexpr(8)
+"""Of products that only add up: so narrow ones take their second factor from registers."""
+
+
+@triton.jit
+def real_or(mask_base, places, tokens, yes, no, MASKED: tl.constexpr):
+    """``yes`` in places of real tokens and ``no`` in the others.
+
+    The compiler lays out a product's tile by the narrowest type that it can trace it back to, so the mask's bytes
+    are hidden from it.
+    """
+    chosen = tl.where(real_tokens(mask_base, places, tokens, MASKED), yes, no)
+    if MASKED and not INTERPRETED:
+        chosen = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [chosen], tl.float32, False, 1)
+    return chosen
+
+
+@triton.jit
+def inverse_or_zero(total, GAPS: tl.constexpr):
+    """1 / total; 0 for a row that sees no key, which only GAPS leave."""
+    if GAPS:
+        return tl.where(total > 0, _hardware_inverse(total), 0.0)
+    else:
+        return _hardware_inverse(total)
+
+
+@triton.jit
+def row_sums_of(tile):
+    """Sums of the rows of a tile in a half type, in each of COLUMNS columns."""
+    ones = tl.full([tile.shape[1], COLUMNS], 1.0, tile.dtype)
+    return add_row_sums(tl.zeros([tile.shape[0], COLUMNS], tl.float32), tile, ones, 0)
+
+
+@triton.jit
+def prior_rows(q, k, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    """Exponentials ``[rows, keys]`` of scores relative to each row's largest, in float16 and in KIND.
+
+    Also that score and the row's sum. GAPS: keys may be missing, even all; ``bound`` is minus infinity for those.
+    """
+    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if GAPS:
+        raw = tl.minimum(raw, bound[None, :])
+    high = tl.max(raw, 1) * score_scale
+    if GAPS:
+        high = tl.where(high > float("-inf"), high, 0.0)
+    e = tl.exp2(raw * score_scale - high[:, None])
+    fine, coarse = rounded(e, tl.float16), rounded(e, KIND)
+    # The other sum counts for nothing. But it has the compiler round now: left for later, float32 would stay.
+    total = tl.max(row_sums_of(fine) + 0.0 * row_sums_of(coarse), 1)
+    return fine, coarse, high, total
+
+
+@triton.jit
+def store_lse(base, rows, tokens, high, total, GAPS: tl.constexpr):
+    """Base-2 log-sum-exp of some rows; plus infinity for one that sees no key."""
+    lse = high + _hardware_log2(total)
+    if GAPS:
+        lse = tl.where(total > 0, lse, float("inf"))
+    tl.store(base + rows, lse, mask=rows < tokens)
+
+
+@triton.jit
+def polynomial(e, slope, bend, inverse):
+    """a + slope a^2 + bend a^3 over ``inverse``, for weights a = e inverse: rows need not be normalised first."""
+    slope = (slope * inverse).to(e.dtype)[:, None]
+    bend = (bend * inverse * inverse).to(e.dtype)[:, None]
+    return boosted(e, (bend, slope, bend))
+
+
+@triton.jit
+def add_heard(sums, e, inverse, message):
+    """Adds to ``sums [keys, columns]`` what keys hear from some rows, in units of the slope at 0, in two columns.
+
+    Rows are normalised by the product: one column has the inverse of each row's sum, the next what rounding left of it.
+    """
+    unit, slope, bend = pair_logarithm(message)
+    sent = polynomial(e, slope.to(tl.float32), bend.to(tl.float32), inverse)
+    column = tl.arange(0, COLUMNS)[None, :]
+    exact = tl.broadcast_to(inverse[:, None], [e.shape[0], COLUMNS])
+    near = exact.to(tl.float16)
+    left = (exact - near.to(tl.float32)).to(tl.float16)
+    factors = tl.where(column == 0, near, tl.where(column == 1, left, 0.0))
+    return tl.dot(tl.trans(sent), factors, sums)
+
+
+@triton.jit
+def boosted_rows(e, inverse, message):
+    """Refined weights but for the keys' factors and one factor of each row."""
+    gamma, r0, r1, r2, l0, l1, l2 = message
+    return polynomial(e, r1 / r0, r2 / r0, inverse)
+
+
+@triton.jit
+def hear_and_boost(
+    sums, q, k, bound, says, rows, lse_base, tokens, score_scale, message,
+    KIND: tl.constexpr, HEARS: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr, SAVES: tl.constexpr,
+):  # fmt: skip
+    """``sums`` of ``add_heard`` and the ``boosted_rows`` of a part of the rows; those that are padding say nothing."""
+    fine, coarse, high, total = prior_rows(q, k, bound, score_scale, KIND, GAPS, PRECISION)
+    if SAVES:
+        store_lse(lse_base, rows, tokens, high, total, GAPS)
+    inverse = inverse_or_zero(total, GAPS)
+    if GAPS:
+        inverse *= says
+    if HEARS:
+        sums = add_heard(sums, fine, inverse, message)
+    return sums, boosted_rows(coarse, inverse, message)
+
+
+@triton.jit
+def store_refined(
+    refined, weight, v, out_base, begin, tokens, o_row, seed, drop_threshold, keep_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, HEARS: tl.constexpr, DROPS: tl.constexpr, GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output of some rows, from ``boosted_rows`` and the keys' factors."""
+    ROWS: tl.constexpr = refined.shape[0]
+    KEYS: tl.constexpr = refined.shape[1]
+    if HEARS:
+        refined = multiply(refined, weight[None, :])
+    total = tl.max(row_sums_of(refined), 1)
+    if DROPS:
+        rows = begin + tl.arange(0, ROWS)
+        refined = tl.where(
+            kept(seed, rows[:, None], tl.arange(0, KEYS)[None, :], drop_threshold), refined, 0.0
+        )
+    out = tl.dot(refined, v, input_precision=PRECISION)
+    out *= (keep_scale * inverse_or_zero(total, GAPS))[:, None]
+    store_rows(out_base, begin, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def short_weak_forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, anchor_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    heads, group, length, score_scale, drop_threshold, keep_scale,
+    sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    HEARS: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr, SAVES: tl.constexpr,
+):  # fmt: skip
+    """Output of one head, and what the backward pass needs, as by ``short.short_forward``; in parts of ROWS rows, all or half."""
+    _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
+    SPLIT: tl.constexpr = ROWS < KEYS
+    GAPS: tl.constexpr = TAIL or MASKED
+    KIND: tl.constexpr = v_ptr.dtype.element_ty
+    places = tl.arange(0, KEYS)
+    rows = tl.arange(0, ROWS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    score_scale += 0.0 * message[0]  # so it stays in a register; an argument would be fetched for every entry
+    bound = real_or(mask_base, places, tokens, float("inf"), float("-inf"), MASKED)
+    fetch_ahead(v_base, tokens, v_row, KEYS)
+    if BLOCK_DIM > 64:
+        fetch_ahead(v_base + 64, tokens, v_row, KEYS)
+    fetch_for_later(q_ptr, q_batch, q_head, q_row, heads, 1, length, KEYS, PACKED)
+    fetch_for_later(k_ptr, k_batch, k_head, k_row, heads, group, length, KEYS, PACKED)
+    k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+    says = real_or(mask_base, rows, tokens, 1.0, 0.0, MASKED)
+    if SPLIT:
+        rows_2 = rows + ROWS
+        q_2 = load_rows(q_base, ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        says_2 = real_or(mask_base, rows_2, tokens, 1.0, 0.0, MASKED)
+
+    sums = tl.zeros([KEYS, COLUMNS], tl.float32)
+    sums, refined = hear_and_boost(
+        sums, q, k, bound, says, rows, lse_ptr + row_base, tokens, score_scale, message,
+        KIND, HEARS, GAPS, PRECISION, SAVES,
+    )  # fmt: skip
+    if SPLIT:
+        sums, refined_2 = hear_and_boost(
+            sums, q_2, k, bound, says_2, rows_2, lse_ptr + row_base, tokens, score_scale, message,
+            KIND, HEARS, GAPS, PRECISION, SAVES,
+        )  # fmt: skip
+
+    v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
+    weight = tl.zeros([KEYS], tl.float32)
+    if HEARS:
+        heard = tl.sum(sums, 1) * pair_logarithm(message)[0]
+        if GAPS:
+            heard = tl.minimum(heard, bound)
+        peak = tl.max(heard, 0)
+        weight = tl.exp2(heard - tl.where(peak == float("-inf"), 0.0, peak))
+        if SAVES:
+            tl.store(key_part_ptr + row_base + places, weight, mask=places < tokens)
+    weight = weight.to(KIND)
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    store_refined(
+        refined, weight, v, out_base, 0, tokens, o_row, seed, drop_threshold, keep_scale,
+        DIM, BLOCK_DIM, HEARS, DROPS, GAPS, PRECISION,
+    )  # fmt: skip
+    if SPLIT:
+        store_refined(
+            refined_2, weight, v, out_base, ROWS, tokens, o_row, seed, drop_threshold, keep_scale,
+            DIM, BLOCK_DIM, HEARS, DROPS, GAPS, PRECISION,
+        )  # fmt: skip

@@ -1,0 +1,258 @@
+"""Long sequences, not causal: what output and gradients are built on, in memory linear in length.
+
+1. ``row_sums``: log-sum-exp of every row's scores.
+2. ``column_messages``: what each key hears from all rows, gridded over keys, so without atomics;
+   ``key_weights`` turns it into factors at most 1.
+
+Tiles of 128 rows (in sweep 2, keys) are worked on in two halves with products of their own: while the tensor cores
+are at one half's product, exponentials of the other are taken.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.library.arithmetic import (
+    fetch_tile,
+    head_message,
+    load_lse,
+    load_rows,
+    log2_message,
+    real_tokens,
+    relative,
+)
+from saobp.kernels.library.indexing import head_base, locate, mask_base_of, row_bases, states_base, states_of
+from saobp.kernels.library.packed_bf16 import pair_logarithm, powers, short_log2, short_sums, sums_by_thread
+
+
+@triton.jit
+def raw_scores(q, k, keys_real, TAIL: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of a tile ``[rows, keys]``; minus infinity where TAIL says keys may be missing."""
+    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if TAIL:
+        raw = tl.where(keys_real[None, :], raw, float("-inf"))
+    return raw
+
+
+@triton.jit
+def as_reference(top, score_scale, PRECISE: tl.constexpr):
+    """A row's largest raw score as what its exponentials are relative to; 0 for a row that sees no key."""
+    reference = tl.where(top == float("-inf"), 0.0, top)
+    if PRECISE != 2:
+        reference *= score_scale
+    return reference
+
+
+@triton.jit
+def with_maximum(top, total, raw, score_scale):
+    """The rows' largest score and sum of exponentials relative to it, after a further tile."""
+    raised = tl.maximum(top, tl.max(raw, 1))
+    anchor = tl.where(raised == float("-inf"), 0.0, raised)
+    added = tl.sum(tl.exp2((raw - anchor[:, None]) * score_scale), 1)
+    return raised, total * tl.exp2((top - anchor) * score_scale) + added
+
+
+@triton.jit
+def write_lse(lse_base, low_plane, rows, tokens, reference, total, PRECISE: tl.constexpr):
+    """Log-sum-exp from reference and sum, in full float32 in two parts; plus infinity for a row that sees no key."""
+    if PRECISE == 2:
+        tl.store(lse_base + low_plane + rows, tl.where(total > 0, tl.log2(total), 0.0), mask=rows < tokens)
+    else:
+        reference += tl.log2(total)
+    tl.store(lse_base + rows, tl.where(total > 0, reference, float("inf")), mask=rows < tokens)
+
+
+@triton.jit
+def first_sums(q, k, keys_real, score_scale, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
+    """Of the first tile: the largest score of each row, as reference, and parts of the sum of exponentials."""
+    raw = raw_scores(q, k, keys_real, True, PRECISION)
+    reference = as_reference(tl.max(raw, 1), score_scale, PRECISE)
+    return reference, exponentials(raw, reference, score_scale, PRECISE)
+
+
+@triton.jit
+def exponentials(raw, reference, score_scale, PRECISE: tl.constexpr):
+    """Parts ``[rows, 8]`` of a tile's sums of exponentials."""
+    return sums_by_thread(powers(raw, reference[:, None], score_scale, PRECISE))
+
+
+@triton.jit
+def store_lse(
+    lse_base, low_plane, rows, reference, parts, q, k_base, k_row, mask_base, tokens, score_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp of some rows. A later score far above the reference overflows, or one far below it vanishes:
+
+    then the rows are done again with a running maximum, in narrow tiles: the usual way should not want for registers.
+    """
+    KEYS: tl.constexpr = 32
+    total = tl.sum(parts, 1)
+    if (tl.max(total) > 1e37) | (tl.min(total) < 1e-30):
+        top = tl.full([q.shape[0]], float("-inf"), tl.float32)
+        total = tl.zeros([q.shape[0]], tl.float32)
+        for start in tl.range(0, tokens, KEYS):
+            real = real_tokens(mask_base, start + tl.arange(0, KEYS), tokens, MASKED)
+            k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+            raw = raw_scores(q, k, real, True, PRECISION)
+            top, total = with_maximum(top, total, raw, score_scale)
+        reference = as_reference(top, score_scale, PRECISE)
+    write_lse(lse_base, low_plane, rows, tokens, reference, total, PRECISE)
+
+
+@triton.jit
+def row_sums(
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    heads, group, length, blocks, low_plane, score_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Base-2 log-sum-exp of each row; plus infinity for a row that sees no key, so that its weights are 0."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * ROWS >= tokens:
+        return
+    SPLIT: tl.constexpr = ROWS == 128
+    PART: tl.constexpr = 64 if SPLIT else ROWS
+    begin = block * ROWS
+    rows = begin + tl.arange(0, PART)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    mask_base = mask_base_of(mask_ptr, batch, length)
+    lse_base = head_base(lse_ptr, batch, head, first, heads, length)
+
+    # A score of the first tile serves as reference for the whole row: no running maximum is needed.
+    real = real_tokens(mask_base, tl.arange(0, KEYS), tokens, MASKED)
+    k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    q = load_rows(q_base, begin, tokens, q_row, PART, DIM, BLOCK_DIM, True)
+    reference, parts = first_sums(q, k, real, score_scale, PRECISE, PRECISION)
+    if SPLIT:
+        q_2 = load_rows(q_base, begin + PART, tokens, q_row, PART, DIM, BLOCK_DIM, True)
+        reference_2, parts_2 = first_sums(q_2, k, real, score_scale, PRECISE, PRECISION)
+    for start in tl.range(KEYS, tokens, KEYS):
+        real = real_tokens(mask_base, start + tl.arange(0, KEYS), tokens, MASKED)
+        k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
+        if SPLIT:
+            raw_2 = raw_scores(q_2, k, real, TAIL or MASKED, PRECISION)
+        parts += exponentials(raw, reference, score_scale, PRECISE)
+        if SPLIT:
+            parts_2 += exponentials(raw_2, reference_2, score_scale, PRECISE)
+    store_lse(
+        lse_base, low_plane, rows, reference, parts, q, k_base, k_row, mask_base, tokens, score_scale,
+        DIM, BLOCK_DIM, PRECISE, MASKED, PRECISION,
+    )  # fmt: skip
+    if SPLIT:
+        store_lse(
+            lse_base, low_plane, rows + PART, reference_2, parts_2, q_2, k_base, k_row, mask_base, tokens, score_scale,
+            DIM, BLOCK_DIM, PRECISE, MASKED, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def add_messages(
+    sums, raw, high, low, score_scale, message, logarithm, PRECISE: tl.constexpr
+):  # fmt: skip
+    """Adds to ``sums [keys, columns]``, whose columns are parts, what keys hear from a tile's rows."""
+    a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
+    if PRECISE == 0:
+        return sums + short_sums(short_log2(a.to(tl.float16), logarithm))
+    else:
+        return sums + tl.sum(log2_message(a, message, PRECISE), 1)[:, None]
+
+
+@triton.jit
+def load_speakers(
+    lse_base, low_plane, mask_base, start, tokens,
+    ROWS: tl.constexpr, TAIL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Both parts of the rows' log-sum-exp; plus infinity for padding. After the last tile, something that is not used."""
+    if not TAIL:
+        start = tl.minimum(start, tokens - ROWS)
+    rows, left = tl.arange(0, ROWS), tokens - start  # places in the tile: offsets that the compiler knows
+    high, low = load_lse(lse_base + start, low_plane, rows, left, PRECISE, TAIL)
+    if MASKED:
+        high = tl.where(real_tokens(mask_base + start, rows, left, MASKED), high, float("inf"))
+    return high, low
+
+
+@triton.jit
+def store_heard(base, keys, tokens, mask_base, sums, unit, MASKED: tl.constexpr):
+    """What keys hear, in units of ``unit``; minus infinity for padding. Returns the largest."""
+    heard = tl.sum(sums, 1) * unit
+    heard = tl.where(real_tokens(mask_base, keys, tokens, MASKED), heard, float("-inf"))
+    tl.store(base + keys, heard, mask=keys < tokens)
+    return tl.max(heard, 0)
+
+
+@triton.jit
+def column_messages(
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, heard_ptr, peak_ptr, q_map,
+    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    heads, group, length, blocks, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """Base-2 log messages that each key hears from all rows, and the largest of each block of keys."""
+    pid = tl.program_id(0)
+    block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        tl.store(peak_ptr + pid, float("-inf"))
+        return
+    SPLIT: tl.constexpr = KEYS == 128
+    PART: tl.constexpr = 64 if SPLIT else KEYS
+    begin = block * KEYS
+    keys = begin + tl.arange(0, PART)
+    queries = states_of(q_map, q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    logarithm = pair_logarithm(message)
+    COLUMNS: tl.constexpr = 8 if PRECISE == 0 else 1
+    unit = logarithm[0] if PRECISE == 0 else 1.0
+    k = load_rows(k_base, begin, tokens, k_row, PART, DIM, BLOCK_DIM, True)
+    sums = tl.zeros([PART, COLUMNS], tl.float32)
+    if SPLIT:
+        k_2 = load_rows(k_base, begin + PART, tokens, k_row, PART, DIM, BLOCK_DIM, True)
+        sums_2 = tl.zeros([PART, COLUMNS], tl.float32)
+    # A tile's log-sum-exp is fetched ahead of its product.
+    high, low = load_speakers(
+        lse_ptr + row_base, low_plane, mask_base, 0, tokens, ROWS, TAIL, PRECISE, MASKED
+    )
+    for start in tl.range(0, tokens, ROWS):
+        q = fetch_tile(queries, start, tokens, ROWS, DIM, BLOCK_DIM, TAIL, MAPPED)
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        if SPLIT:
+            raw_2 = tl.dot(k_2, tl.trans(q), input_precision=PRECISION)
+        sums = add_messages(sums, raw, high, low, score_scale, message, logarithm, PRECISE)
+        if SPLIT:
+            sums_2 = add_messages(sums_2, raw_2, high, low, score_scale, message, logarithm, PRECISE)
+        high, low = load_speakers(
+            lse_ptr + row_base, low_plane, mask_base, start + ROWS, tokens, ROWS, TAIL, PRECISE, MASKED
+        )
+    peak = store_heard(heard_ptr + row_base, keys, tokens, mask_base, sums, unit, MASKED)
+    if SPLIT:
+        keys += PART
+        peak_2 = store_heard(heard_ptr + row_base, keys, tokens, mask_base, sums_2, unit, MASKED)
+        peak = tl.maximum(peak, peak_2)
+    tl.store(peak_ptr + pid, peak)
+
+
+@triton.jit
+def key_weights(
+    heard_ptr, peak_ptr, weight_ptr, cu_ptr, heads, length, blocks,
+    KEYS: tl.constexpr, BLOCKS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """2^heard of each key relative to the head's largest; shifts heard by the same. Padding weighs 0."""
+    pid = tl.program_id(0)
+    block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
+    places = tl.arange(0, BLOCKS)
+    peaks = tl.load(peak_ptr + pid // blocks * blocks + places, mask=places < blocks, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    keys = block * KEYS + tl.arange(0, KEYS)
+    base = head_base(0, batch, head, first, heads, length)
+    heard = tl.load(heard_ptr + base + keys, mask=keys < tokens, other=float("-inf"))
+    heard -= tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(heard_ptr + base + keys, heard, mask=keys < tokens)
+    tl.store(weight_ptr + base + keys, tl.exp2(heard), mask=keys < tokens)

@@ -1,0 +1,361 @@
+"""Strict causal attention: a row hears the rows before it. Three sweeps over tiles on or under the diagonal.
+
+1. ``causal_row_sums``: log-sum-exp of every row's scores.
+2. ``earlier_messages`` (over keys, downwards): what each key has heard when a block of rows begins,
+   ``past[block, key]``. Rows come in spans of bounded length, so that ``past`` is linear in the sequence;
+   ``heard[key]`` carries the sum from one span to the next and is complete after the last.
+3. ``causal_output`` (over rows): within a tile the messages of earlier rows are a product with a strictly
+   triangular matrix of ones; refined rows times values.
+
+Listing factors, whose rows do not hear each other, take sweeps 1 and 3 alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.bidirectional.sums import as_reference, raw_scores, with_maximum, write_lse
+from saobp.kernels.causal.block_indexing import key_walk, row_walk, slot_place
+from saobp.kernels.library.arithmetic import (
+    fetch_tile,
+    head_message,
+    head_seed,
+    kept,
+    load_lse,
+    load_rows,
+    load_vector,
+    log2_message,
+    real_tokens,
+    relative,
+    store_rows,
+)
+from saobp.kernels.library.indexing import head_base, locate_sorted, mask_base_of, states_base, states_of
+from saobp.kernels.library.packed_bf16 import pair_logarithm, powers, short_log2, sums_by_thread
+
+
+@triton.jit
+def _add_exponentials(
+    total, reference, q, key_states, mask_base, start, stop, tokens, score_scale,
+    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """Adds the exponentials of a range of keys that every row of the tile may see."""
+    parts = tl.zeros([q.shape[0], 8], tl.float32)
+    for begin in tl.range(start, stop, KEYS):
+        real = real_tokens(mask_base, begin + tl.arange(0, KEYS), tokens, MASKED)
+        k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, TAIL, MAPPED)
+        raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
+        parts += sums_by_thread(powers(raw, reference[:, None], score_scale, PRECISE))
+    return total + tl.sum(parts, 1)
+
+
+@triton.jit
+def smaller(SIZE: tl.constexpr, TYPE: tl.constexpr):
+    """``[SIZE, SIZE]``: 1 where the first index is smaller than the second, else 0."""
+    return (tl.arange(0, SIZE)[:, None] < tl.arange(0, SIZE)[None, :]).to(TYPE)
+
+
+@triton.jit
+def larger(SIZE: tl.constexpr, TYPE: tl.constexpr):
+    """``[SIZE, SIZE]``: 1 where the first index is larger than the second, else 0."""
+    return (tl.arange(0, SIZE)[:, None] > tl.arange(0, SIZE)[None, :]).to(TYPE)
+
+
+@triton.jit
+def spoken(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
+    """Log messages of a tile's rows; padding is silent. ``rows_real`` comes ready to broadcast."""
+    if PRECISE == 0:
+        logarithm = pair_logarithm(message)
+        messages = short_log2(a.to(tl.float16), logarithm).to(tl.float32) * logarithm[0]
+    else:
+        messages = log2_message(a, message, PRECISE)
+    if MASKED:
+        messages = tl.where(rows_real, messages, 0.0)
+    return messages
+
+
+@triton.jit
+def add_heard(heard, lost, messages, PRECISE: tl.constexpr):
+    """Add to long sums; in full float32 ``lost`` collects what rounding takes from them."""
+    total = heard + messages
+    if PRECISE == 2:
+        added = total - heard
+        lost += (heard - (total - added)) + (messages - added)
+    return total, lost
+
+
+@triton.jit
+def load_heard(heard_base, low_plane, keys, tokens, PRECISE: tl.constexpr):
+    """Sums and, in full float32, what rounding took from them; 0 from ``tokens`` on."""
+    heard = load_vector(heard_base, keys, tokens, 0.0, True)
+    if PRECISE == 2:
+        return heard, load_vector(heard_base + low_plane, keys, tokens, 0.0, True)
+    return heard, tl.zeros_like(heard)
+
+
+@triton.jit
+def store_heard(heard_base, low_plane, keys, tokens, real, heard, lost, PRECISE: tl.constexpr):
+    tl.store(heard_base + keys, tl.where(real, heard, 0.0), mask=keys < tokens)
+    if PRECISE == 2:
+        tl.store(heard_base + low_plane + keys, tl.where(real, lost, 0.0), mask=keys < tokens)
+
+
+@triton.jit
+def causal_scores(
+    q, k, rows, keys, keys_real, EDGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Raw products ``[rows, keys]``; minus infinity for padding and, in an EDGE tile, for later keys."""
+    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if EDGE:
+        raw = tl.where(keys[None, :] <= rows[:, None], raw, float("-inf"))
+    if MASKED:
+        raw = tl.where(keys_real[None, :], raw, float("-inf"))
+    return raw
+
+
+@triton.jit(do_not_specialize=["section"])
+def causal_row_sums(
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, k_map,
+    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    heads, group, length, blocks, section, low_plane, score_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """Base-2 log-sum-exp of each row; plus infinity for a row that sees no key, so that its weights are 0."""
+    block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
+    block = blocks - 1 - block
+    if block * ROWS >= tokens:
+        return
+    rows = block * ROWS + tl.arange(0, ROWS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    key_states = states_of(k_map, k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    mask_base = mask_base_of(mask_ptr, batch, length)
+    q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+    edge = block * ROWS // KEYS * KEYS
+    stop = min(block * ROWS + ROWS, tokens)
+
+    # The largest score near the diagonal serves as reference for the whole row: no running maximum is needed.
+    reference = tl.full([ROWS], float("-inf"), tl.float32)
+    for begin in tl.range(edge, stop, KEYS):
+        keys = begin + tl.arange(0, KEYS)
+        k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, True, MAPPED)
+        real = real_tokens(mask_base, keys, tokens, MASKED)
+        reference = tl.maximum(
+            reference, tl.max(causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION), 1)
+        )
+    reference = as_reference(reference, score_scale, PRECISE)
+    total = tl.zeros([ROWS], tl.float32)
+    for begin in tl.range(edge, stop, KEYS):
+        keys = begin + tl.arange(0, KEYS)
+        k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, True, MAPPED)
+        real = real_tokens(mask_base, keys, tokens, MASKED)
+        raw = causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION)
+        total += tl.sum(tl.exp2(relative(raw, reference[:, None], 0.0, score_scale, PRECISE)), 1)
+    total = _add_exponentials(
+        total, reference, q, key_states, mask_base, 0, edge, tokens, score_scale,
+        KEYS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION, MAPPED,
+    )  # fmt: skip
+
+    # A score far above the reference overflows, or all far below it vanish: keep a running maximum.
+    if (tl.max(total) > 1e37) | (tl.min(total) < 1e-30):
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for begin in tl.range(0, stop, KEYS):
+            keys = begin + tl.arange(0, KEYS)
+            k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, True, MAPPED)
+            real = real_tokens(mask_base, keys, tokens, MASKED)
+            raw = causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION)
+            top, total = with_maximum(top, total, raw, score_scale)
+        reference = as_reference(top, score_scale, PRECISE)
+    lse_base = head_base(lse_ptr, batch, head, first, heads, length)
+    write_lse(lse_base, low_plane, rows, tokens, reference, total, PRECISE)
+
+
+@triton.jit
+def _add_earlier(
+    heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
+    start, stop, tokens, score_scale,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    EDGE: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for begin in tl.range(start, stop, ROWS):
+        begin = tl.multiple_of(begin, ROWS)
+        local = tl.arange(0, ROWS)
+        rows = begin + local
+        past_row = past_base + slot_place((begin - span_start) // ROWS, span_start, length, ROWS, PACKED)
+        tl.store(
+            past_row + keys, tl.where(keys_real, heard + lost, 0.0), mask=keys < min(tokens, begin + ROWS)
+        )
+        q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
+        high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
+        if MASKED:
+            high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        if EDGE:
+            raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
+        a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
+        heard, lost = add_heard(heard, lost, tl.sum(spoken(a, True, message, PRECISE, False), 1), PRECISE)
+    return heard, lost
+
+
+@triton.jit(do_not_specialize=["section"])
+def earlier_messages(
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, past_ptr, heard_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    heads, group, length, blocks, section, sums_plane, span_start, span_stop, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Log messages each key has heard before every block of the span's rows, and after the span."""
+    block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        return
+    keys = block * KEYS + tl.arange(0, KEYS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    row_base = head_base(0, batch, head, first, heads, length)
+    past_base = head_base(past_ptr, batch, head, first, heads, sums_plane)
+    mask_base = mask_base_of(mask_ptr, batch, length)
+    lse_base = lse_ptr + row_base
+    k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    keys_real = real_tokens(mask_base, keys, tokens, MASKED)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    # Rows of earlier spans have seen only keys before the span.
+    heard, lost = load_heard(heard_ptr + row_base, low_plane, keys, min(span_start, tokens), PRECISE)
+    walk = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
+    for leg in tl.static_range(3):
+        heard, lost = _add_earlier(
+            heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
+            walk[leg], walk[leg + 1], tokens, score_scale,
+            ROWS, DIM, BLOCK_DIM, leg != 1, PRECISE, MASKED, PACKED, PRECISION,
+        )  # fmt: skip
+    store_heard(heard_ptr + row_base, low_plane, keys, tokens, keys_real, heard, lost, PRECISE)
+
+
+@triton.jit
+def believed(
+    scores, rows_real, past, message, ROWS: tl.constexpr, TYPE: tl.constexpr, HEARS: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Prior weights of a tile ``[ROWS, keys]`` and its log beliefs, before normalisation.
+
+    ``past`` ``[1, keys]`` is what the keys heard before the tile; rows of the tile add theirs in order.
+    Without HEARS a row hears nothing but its own message, inverted.
+    """
+    a = tl.exp2(scores)
+    messages = spoken(a, rows_real, message, PRECISE, MASKED)
+    if HEARS and PRECISE == 2:
+        beliefs = scores + (past + tl.dot(larger(ROWS, TYPE), messages, input_precision="ieee"))
+    elif HEARS:
+        # The sum has at most ROWS terms, so half precision does.
+        beliefs = tl.dot(larger(ROWS, TYPE), messages.to(TYPE), scores + past)
+    else:
+        beliefs = scores - messages
+    return a, beliefs
+
+
+@triton.jit
+def heard_in_order(
+    scores, messages, past, ROWS: tl.constexpr, TYPE: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr
+):  # fmt: skip
+    """Log beliefs of a tile ``[keys, ROWS]``: ``believed`` turned around. ``past`` is ``[keys, 1]``."""
+    if HEARS and PRECISE == 2:
+        return scores + (past + tl.dot(messages, smaller(ROWS, TYPE), input_precision="ieee"))
+    if HEARS:
+        return tl.dot(messages.to(TYPE), smaller(ROWS, TYPE), scores + past)
+    return scores - messages
+
+
+@triton.jit
+def _add_output(
+    total, top, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
+    start, stop, tokens, score_scale, message, seed, drop_threshold, keep_scale,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
+    TYPE: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    for begin in tl.range(start, stop, KEYS):
+        begin = tl.multiple_of(begin, KEYS)
+        local = tl.arange(0, KEYS)
+        keys = begin + local
+        k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, EDGE)
+        real = real_tokens(mask_base, keys, tokens, MASKED)
+        raw = causal_scores(q, k, rows, keys, real, EDGE, MASKED, PRECISION)
+        scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
+        past = load_vector(past_base + begin, local, stop - begin if HEARS else 0, 0.0, EDGE or not HEARS)
+        _, beliefs = believed(
+            scores, rows_real[:, None], past[None, :], message, ROWS, TYPE, HEARS, PRECISE, MASKED
+        )
+        raised = tl.maximum(top, tl.max(beliefs, 1))
+        anchor = tl.where(raised == float("-inf"), 0.0, raised)
+        shrink = tl.exp2(top - anchor)
+        refined = tl.exp2(beliefs - anchor[:, None])
+        total = total * shrink + tl.sum(refined, 1)
+        if DROPS:
+            keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
+            refined = tl.where(keep, refined * keep_scale, 0.0)
+        v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, EDGE)
+        out = tl.dot(refined.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+        top = raised
+    return total, top, out
+
+
+@triton.jit(do_not_specialize=["section"])
+def causal_output(
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, past_ptr, belief_ptr, lowest_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    heads, group, length, blocks, section, sums_plane, span_start, low_plane, lowest_blocks, lowest_sum,
+    score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output of a block of the span's rows and the base-2 log normaliser of each refined row.
+
+    CHECKED: ``weak_output`` has been there; what it noted as near underflow is done again.
+    """
+    slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
+    slot = blocks - 1 - slot
+    row_start = span_start + slot * ROWS
+    if row_start >= tokens:
+        return
+    if CHECKED:
+        lowest_place = line * lowest_blocks + row_start // ROWS
+        if tl.load(lowest_ptr + lowest_place) >= lowest_sum:
+            return
+    TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
+    rows = row_start + tl.arange(0, ROWS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    row_base = head_base(0, batch, head, first, heads, length)
+    past_base = head_base(past_ptr, batch, head, first, heads, sums_plane)
+    past_base += slot_place(slot, span_start, length, ROWS, PACKED)
+    mask_base = mask_base_of(mask_ptr, batch, length)
+    q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
+    rows_real = real_tokens(mask_base, rows, tokens, MASKED)
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    for EDGE in tl.static_range(2):
+        start, stop = key_walk(row_start, tokens, ROWS, KEYS, EDGE)
+        total, top, out = _add_output(
+            total, top, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
+            start, stop, tokens, score_scale, message, seed, drop_threshold, keep_scale,
+            ROWS, KEYS, DIM, BLOCK_DIM, EDGE, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+        )  # fmt: skip
+    visible = (high < float("inf")) & (total > 0)
+    out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    store_rows(out_base, row_start, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
+    # In full float32 the normaliser has two parts, as the log-sum-exp does.
+    summed = tl.log2(total)
+    if PRECISE == 2:
+        tl.store(belief_ptr + low_plane + row_base + rows, tl.where(visible, summed, 0.0), mask=rows < tokens)
+    else:
+        top += summed
+    tl.store(belief_ptr + row_base + rows, tl.where(visible, top, float("inf")), mask=rows < tokens)

@@ -1,0 +1,194 @@
+"""Short strict causal sequences: a program holds the map of one head, in one launch; ``short`` is for the others.
+
+Of 128 rows the first 64 see half of the keys, so rows come in two parts: each sees the keys of its own part, on the
+diagonal, and all of those before. A row hears rows before it: within a part by a product with a strict triangle of
+ones, from the part before by a sum. A row beyond the sequence speaks to none but its like, so it needs no care.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.bidirectional.forward import add_row_sums
+from saobp.kernels.bidirectional.short import inverse_or_zero
+from saobp.kernels.bidirectional.sums import as_reference
+from saobp.kernels.causal.forward import causal_scores, larger
+from saobp.kernels.library.arithmetic import (
+    head_message,
+    head_seed,
+    kept,
+    load_rows,
+    log2_message,
+    real_tokens,
+    relative,
+    store_rows,
+)
+from saobp.kernels.library.indexing import locate, row_bases, states_base
+from saobp.kernels.library.packed_bf16 import pair_logarithm, rounded, short_log2
+from saobp.kernels.library.prefetch import fetch_for_later
+
+
+@triton.jit
+def message_unit(message, PRECISE: tl.constexpr):
+    """What ``sent_by`` counts in: for weak strengths the slope of messages, so that float16 has their digits."""
+    if PRECISE == 0:
+        return pair_logarithm(message)[0]
+    else:
+        return 1.0
+
+
+@triton.jit
+def sent_by(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
+    """Log messages of a tile's rows in the type of the product that adds them up; padding is silent."""
+    if MASKED:
+        a = tl.where(rows_real[:, None], a, 0.0)
+    if PRECISE == 0:
+        return short_log2(rounded(a, tl.float16), pair_logarithm(message))
+    elif PRECISE == 1:
+        return rounded(log2_message(a, message, PRECISE), tl.float16)
+    else:
+        return log2_message(a, message, PRECISE)
+
+
+@triton.jit
+def beliefs_of(scores, sent, message, HEARS: tl.constexpr, PRECISE: tl.constexpr):
+    """Log beliefs of a tile: scores and what its rows hear. Without HEARS that is their own message, inverted."""
+    unit = message_unit(message, PRECISE)
+    if HEARS:
+        earlier = (larger(sent.shape[0], tl.float32) * unit).to(sent.dtype)
+        if PRECISE == 2:
+            return scores + tl.dot(earlier, sent, input_precision="ieee")
+        else:
+            return tl.dot(earlier, sent, scores)
+    else:
+        return scores - unit * sent.to(tl.float32)
+
+
+@triton.jit
+def refined_rows(
+    q, k, k_before, rows_real, before_real, past, message, score_scale,
+    BEFORE: tl.constexpr, HEARS: tl.constexpr, CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Prior and refined weights of a part's rows, the latter not normalised, on its own keys and on those BEFORE.
+
+    Also what its own keys hear from it, or from the part before what it was given: ``past``. CAREFUL: refined weights
+    are relative to a row's largest, where they could underflow. Without BEFORE own weights stand in for the others.
+    """
+    local = tl.arange(0, q.shape[0])
+    raw = causal_scores(q, k, local, local, rows_real, True, MASKED, PRECISION)
+    top = tl.max(raw, 1)
+    raw_before = raw
+    if BEFORE:
+        raw_before = causal_scores(q, k_before, local, local, before_real, False, MASKED, PRECISION)
+        top = tl.maximum(top, tl.max(raw_before, 1))
+    reference = as_reference(top, score_scale, PRECISE)[:, None]
+    scores = relative(raw, reference, 0.0, score_scale, PRECISE)
+    scores_before = relative(raw_before, reference, 0.0, score_scale, PRECISE)
+    a, a_before = tl.exp2(scores), tl.exp2(scores_before)
+    total = tl.sum(a, 1)
+    if BEFORE:
+        total += tl.sum(a_before, 1)
+    inverse = inverse_or_zero(total, MASKED)[:, None]
+    a *= inverse
+    a_before *= inverse
+    sent = sent_by(a, rows_real, message, PRECISE, MASKED)
+    beliefs = beliefs_of(scores, sent, message, HEARS, PRECISE)
+    beliefs_before = beliefs
+    if BEFORE:
+        sent_before = sent_by(a_before, rows_real, message, PRECISE, MASKED)
+        if HEARS:
+            scores_before += past[None, :]
+        beliefs_before = beliefs_of(scores_before, sent_before, message, HEARS, PRECISE)
+    elif HEARS:
+        past = tl.sum(sent.to(tl.float32), 0) * message_unit(message, PRECISE)
+    if CAREFUL:
+        anchor = tl.max(beliefs, 1)
+        if BEFORE:
+            anchor = tl.maximum(anchor, tl.max(beliefs_before, 1))
+        if MASKED:
+            anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
+        beliefs -= anchor[:, None]
+        beliefs_before -= anchor[:, None]
+    return a, a_before, tl.exp2(beliefs), tl.exp2(beliefs_before), past
+
+
+@triton.jit
+def store_output(
+    refined, refined_before, v, v_before, base, start, tokens, stride, seed, drop_threshold, keep_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BEFORE: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Normalises the rows of a part, drops from them, and stores their products with values."""
+    ROWS: tl.constexpr = v.shape[0]
+    local = tl.arange(0, ROWS)
+    rows = (start + local)[:, None]
+    ones = tl.full([ROWS, 16], 1.0, v.dtype)
+    refined, refined_before = rounded(refined, v.dtype), rounded(refined_before, v.dtype)
+    totals = add_row_sums(tl.zeros([ROWS, 16], tl.float32), refined, ones, PRECISE)
+    if BEFORE:
+        totals = add_row_sums(totals, refined_before, ones, PRECISE)
+    if DROPS:
+        refined = tl.where(kept(seed, rows, (start + local)[None, :], drop_threshold), refined, 0.0)
+        refined_before = tl.where(kept(seed, rows, local[None, :], drop_threshold), refined_before, 0.0)
+    out = tl.dot(refined, v, input_precision=PRECISION)
+    if BEFORE:
+        out = tl.dot(refined_before, v_before, out, input_precision=PRECISION)
+    out *= (keep_scale * inverse_or_zero(tl.max(totals, 1), MASKED))[:, None]
+    store_rows(base, start, tokens, stride, out, ROWS, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def short_causal_forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr, past_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    heads, group, length, score_scale, drop_threshold, keep_scale,
+    sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, TAIL: tl.constexpr,
+    HEARS: tl.constexpr, CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output of one head of one sequence of at most ROWS tokens, or if SPLIT twice as many; not TAIL: exactly.
+
+    What the first part's keys hear from its rows goes to ``past``: the backward pass begins with the second part.
+    """
+    _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    ALL: tl.constexpr = 2 * ROWS if SPLIT else ROWS
+    fetch_for_later(q_ptr, q_batch, q_head, q_row, heads, 1, length, ALL, PACKED)
+    fetch_for_later(k_ptr, k_batch, k_head, k_row, heads, group, length, ALL, PACKED)
+    fetch_for_later(v_ptr, v_batch, v_head, v_row, heads, group, length, ALL, PACKED)
+    q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+    k = load_rows(k_base, 0, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
+    v = load_rows(v_base, 0, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
+    if SPLIT:
+        q_2 = load_rows(q_base, ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        k_2 = load_rows(k_base, ROWS, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        v_2 = load_rows(v_base, ROWS, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
+    real = real_tokens(mask_base, tl.arange(0, ROWS), tokens, MASKED)
+    past = tl.zeros([ROWS], tl.float32)
+    _, _, refined, _, past = refined_rows(
+        q, k, k, real, real, past, message, score_scale, False, HEARS, CAREFUL, PRECISE, MASKED, PRECISION
+    )
+    store_output(
+        refined, refined, v, v, out_base, 0, tokens, o_row, seed, drop_threshold, keep_scale,
+        DIM, BLOCK_DIM, False, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+    if SPLIT:
+        if HEARS:
+            tl.store(past_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS), past)
+        real_2 = real_tokens(mask_base, ROWS + tl.arange(0, ROWS), tokens, MASKED)
+        _, _, refined_2, refined_21, _ = refined_rows(
+            q_2, k_2, k, real_2, real, past, message, score_scale, True, HEARS, CAREFUL, PRECISE, MASKED, PRECISION
+        )  # fmt: skip
+        store_output(
+            refined_2, refined_21, v_2, v, out_base, ROWS, tokens, o_row, seed, drop_threshold, keep_scale,
+            DIM, BLOCK_DIM, True, PRECISE, MASKED, DROPS, PRECISION,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The ElemMul factor: attention applied twice, without forming A A^T."""

@@ -1,0 +1,311 @@
+"""``short_weak_forward`` for Hopper: a program takes several heads in turn, and the copy engine fetches the next one meanwhile.
+
+The arithmetic is that of ``short_weak``. Queries, keys and values lie in shared memory once: as soon as the scores of a head
+are known, the next head's queries and keys are fetched into the same place, and its values as soon as these have been
+multiplied. So there is no second stage, and several programs share a multiprocessor.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from saobp.kernels.bidirectional.short_weak import inverse_or_zero, real_or, store_lse
+from saobp.kernels.library.arithmetic import head_message, head_seed, kept
+from saobp.kernels.library.packed_bf16 import multiply, pair_logarithm
+
+KEYS = tl.constexpr(128)
+DIM = tl.constexpr(64)
+TILE_BYTES = tl.constexpr(2 * 128 * 64)
+COLUMNS = tl.constexpr(8)
+"""Of products that only add up."""
+_POWERS = (
+    "{ .reg .f32 x, y; fma.rn.f32 x, $2, $4, $6; fma.rn.f32 y, $3, $5, $7;"
+    " ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; cvt.rn.f16x2.f32 $0, y, x;"
+)
+BOTH_POWERS = tl.constexpr(_POWERS + " cvt.rn.bf16x2.f32 $1, y, x; }")
+FINE_POWERS = tl.constexpr(_POWERS + " mov.b32 $1, $0; }")
+POWER_REGISTERS = tl.constexpr("=r,=r,f,f,f,f,f,f")
+POLYNOMIAL = tl.constexpr(
+    "{ .reg .b32 t, z; mov.b32 z, 0x80008000;"
+    " fma.rn.f16x2 t, $1, $3, $2; fma.rn.f16x2 t, $1, t, z; fma.rn.f16x2 $0, $1, t, $1; }"
+)
+COARSE_POLYNOMIAL = tl.constexpr(POLYNOMIAL.value.replace("f16x2", "bf16x2"))
+
+
+@gluon.constexpr_function
+def tile_layout():
+    """Of tiles of half types in shared memory, as the copy engine writes and the tensor cores read them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@gluon.constexpr_function
+def product_layout(columns, warps):
+    """Of a product of that many columns in registers."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def narrow_layout(warps):
+    """Of sums of rows, by the smaller tensor instruction that takes both factors from registers."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8])
+
+
+@gluon.jit
+def row_sums_of(tile):
+    """Sums of the rows of a tile in a half type."""
+    narrow: tl.constexpr = narrow_layout(gl.num_warps())
+    left: tl.constexpr = gl.DotOperandLayout(0, narrow, 2)
+    right: tl.constexpr = gl.DotOperandLayout(1, narrow, 2)
+    ones = gl.full([tile.shape[1], COLUMNS], 1.0, tile.dtype, right)
+    none = gl.full([tile.shape[0], COLUMNS], 0.0, gl.float32, narrow)
+    return gl.max(mma_v2(gl.convert_layout(tile, left), ones, none), 1)
+
+
+@gluon.jit
+def place(line, heads, group):
+    """Batch, head and key head of a line: heads of all sequences, one after the other."""
+    batch = line // heads
+    head = line - batch * heads
+    return batch, head, head // group
+
+
+@gluon.jit
+def fetch(tensor_map, batch, head, into, ready):
+    """Asks the copy engine for the rows of a head."""
+    tma.async_copy_global_to_shared(tensor_map, [batch, head, 0, 0], ready, into)
+
+
+@gluon.jit
+def new_barrier():
+    """Tells when what was fetched is there."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    return barrier
+
+
+@gluon.jit
+def exponentials(raw, score_scale, high, KIND: tl.constexpr):
+    """2^(raw score_scale - high) in float16 and in KIND.
+
+    One piece of assembly from a pair's scores to what is kept of them: the compiler orders longer chains tile by
+    tile, which takes more registers than there are.
+    """
+    operands = [raw, score_scale, -high]
+    if KIND.is_fp16():
+        return gl.inline_asm_elementwise(
+            FINE_POWERS, POWER_REGISTERS, operands, (gl.float16, gl.float16), True, 2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            BOTH_POWERS, POWER_REGISTERS, operands, (gl.float16, gl.bfloat16), True, 2
+        )
+
+
+@gluon.jit
+def polynomial(e, slope, bend, inverse):
+    """As ``short_weak.polynomial``, in one piece of assembly."""
+    slope = (slope * inverse).to(e.dtype)[:, None]
+    bend = (bend * inverse * inverse).to(e.dtype)[:, None]
+    operands = [e, slope, bend]
+    if e.dtype == gl.float16:
+        return gl.inline_asm_elementwise(POLYNOMIAL, "=r,r,r,r", operands, gl.float16, True, 2)
+    else:
+        return gl.inline_asm_elementwise(COARSE_POLYNOMIAL, "=r,r,r,r", operands, gl.bfloat16, True, 2)
+
+
+@gluon.jit
+def prior_rows(raw, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr):
+    """As ``short_weak.prior_rows``, of scores that are known."""
+    if GAPS:
+        raw = gl.minimum(raw, bound[None, :])
+    high = gl.max(raw, 1) * score_scale
+    if GAPS:
+        high = gl.where(high > float("-inf"), high, 0.0)
+    fine, coarse = exponentials(raw, score_scale, high[:, None], KIND)
+    by_row: tl.constexpr = gl.SliceLayout(1, product_layout(KEYS, gl.num_warps()))
+    total = row_sums_of(fine)
+    # The other sum counts for nothing. But it has the compiler round now: left for later, float32 would stay.
+    total = gl.convert_layout(total + 0.0 * row_sums_of(coarse), by_row)
+    return fine, coarse, high, total
+
+
+@gluon.jit
+def say(messages, factors, fine, inverse, message):
+    """Puts what rows say into shared memory, and the factors of ``short_weak.add_heard`` that normalise it."""
+    unit, slope, bend = pair_logarithm(message)
+    messages.store(polynomial(fine, slope.to(gl.float32), bend.to(gl.float32), inverse))
+    narrow: tl.constexpr = narrow_layout(gl.num_warps())
+    exact = gl.convert_layout(inverse, gl.SliceLayout(1, narrow))[:, None]
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, narrow))[None, :]
+    near = exact.to(gl.float16)
+    left = (exact - near.to(gl.float32)).to(gl.float16)
+    factors.store(gl.where(column == 0, near, gl.where(column == 1, left, 0.0)))
+
+
+@gluon.jit
+def boosted_rows(coarse, inverse, message):
+    """As ``short_weak.boosted_rows``."""
+    gamma, r0, r1, r2, l0, l1, l2 = message
+    return polynomial(coarse, r1 / r0, r2 / r0, inverse)
+
+
+@gluon.jit
+def key_weights(
+    sums, memory, key_part_base, mask_base, length, message,
+    MASKED: tl.constexpr, GAPS: tl.constexpr, SAVES: tl.constexpr,
+):  # fmt: skip
+    """Factors of keys from what they heard. Each warp takes all keys, so it need not ask the others for the largest."""
+    spread: tl.constexpr = gl.BlockedLayout([KEYS // 32], [32], [gl.num_warps()], [0])
+    memory.store(gl.sum(sums, 1))
+    heard = memory.load(spread) * pair_logarithm(message)[0]
+    keys = gl.arange(0, KEYS, spread)
+    if GAPS:
+        heard = gl.minimum(heard, real_or(mask_base, keys, length, float("inf"), float("-inf"), MASKED))
+    peak = gl.max(heard, 0)
+    weight = gl.exp2(heard - gl.where(peak == float("-inf"), 0.0, peak))
+    if SAVES:
+        gl.store(key_part_base + keys, weight, mask=keys < length)
+    return weight
+
+
+@gluon.jit
+def times_values(refined, v, factor):
+    """Rows of the output. The product reads its first factor from registers, which must stay until it is done."""
+    ROWS: tl.constexpr = refined.shape[0]
+    values: tl.constexpr = product_layout(DIM, gl.num_warps())
+    refined = gl.convert_layout(refined, gl.DotOperandLayout(0, values, 2))
+    nothing = gl.full([ROWS, DIM], 0.0, gl.float32, values)
+    product = warpgroup_mma(refined, v, nothing, use_acc=False, is_async=True)
+    product, _ = warpgroup_mma_wait(0, deps=(product, refined))
+    return product * gl.convert_layout(factor, gl.SliceLayout(1, values))[:, None]
+
+
+@gluon.jit(do_not_specialize=["lines"])
+def short_hopper_forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, anchor_ptr,
+    q_map, k_map, v_map, out_map,
+    heads, group, length, lines, score_scale, drop_threshold, keep_scale,
+    sign, r0, r1, r2, l0, l1, l2,
+    TAIL: tl.constexpr, HEARS: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr,
+):  # fmt: skip
+    """Output of several heads, and what the backward pass needs, as by ``short_weak.short_weak_forward``."""
+    WARPS: tl.constexpr = gl.num_warps()
+    ROWS: tl.constexpr = 16 * WARPS
+    PARTS: tl.constexpr = KEYS // ROWS
+    GAPS: tl.constexpr = TAIL or MASKED
+    KIND: tl.constexpr = q_map.dtype
+    scores: tl.constexpr = product_layout(KEYS, WARPS)
+    totals: tl.constexpr = product_layout(COLUMNS, WARPS)
+    by_row: tl.constexpr = gl.SliceLayout(1, scores)
+    by_key: tl.constexpr = gl.SliceLayout(0, scores)
+    plain: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    q_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], q_map.layout)
+    k_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], k_map.layout)
+    v_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], v_map.layout)
+    messages = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], tile_layout())
+    factors = gl.allocate_shared_memory(gl.float16, [COLUMNS, ROWS], tile_layout()).permute((1, 0))
+    heard_memory = gl.allocate_shared_memory(gl.float32, [KEYS], plain)
+    weight_memory = gl.allocate_shared_memory(KIND, [KEYS], plain)
+    # The output lies where messages did, which are done with by then.
+    out_memory = messages._reinterpret(KIND, [1, 1, KEYS, DIM], out_map.layout)
+    q = q_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
+    k = k_memory._reinterpret(KIND, [KEYS, DIM], tile_layout()).permute((1, 0))
+    v = v_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
+    out = out_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
+    q_ready, k_ready, v_ready = new_barrier(), new_barrier(), new_barrier()
+    fence_async_shared()
+
+    # Programs that run side by side work on neighbours, whose states are neighbours in memory.
+    first, step = gl.program_id(0), gl.num_programs(0)
+    count = (lines - first + step - 1) // step
+    batch, head, key_head = place(first, heads, group)
+    mbarrier.expect(q_ready, TILE_BYTES)
+    mbarrier.expect(k_ready, TILE_BYTES)
+    mbarrier.expect(v_ready, TILE_BYTES)
+    tl.debug_barrier()
+    fetch(q_map, batch, head, q_memory, q_ready)
+    fetch(k_map, batch, key_head, k_memory, k_ready)
+    fetch(v_map, batch, key_head, v_memory, v_ready)
+    tl.debug_barrier()
+
+    for turn in range(count):
+        phase = turn & 1
+        more = turn + 1 < count
+        batch, head, _ = place(first + turn * step, heads, group)
+        next_batch, next_head, next_key_head = place(first + (turn + 1) * step, heads, group)
+        row_base = (batch.to(gl.int64) * heads + head) * length
+        mask_base = mask_ptr + batch.to(gl.int64) * length
+        message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+        keys = gl.arange(0, KEYS, by_key)
+        bound = real_or(mask_base, keys, length, float("inf"), float("-inf"), MASKED)
+
+        sums = gl.full([KEYS, COLUMNS], 0.0, gl.float32, totals)
+        waiting = ()
+        mbarrier.wait(q_ready, phase)
+        mbarrier.wait(k_ready, phase)
+        for part in gl.static_range(PARTS):
+            nothing = gl.full([ROWS, KEYS], 0.0, gl.float32, scores)
+            raw = warpgroup_mma(q.slice(part * ROWS, ROWS), k, nothing, use_acc=False, is_async=True)
+            # Also waits for sums of the part before. Then messages may be overwritten, as soon as all warps are here.
+            raw = warpgroup_mma_wait(0, deps=(raw,))
+            if part == 0:
+                tma.store_wait(0)
+            tl.debug_barrier()
+            if part == PARTS - 1 and more:
+                mbarrier.expect(q_ready, TILE_BYTES)
+                mbarrier.expect(k_ready, TILE_BYTES)
+                tl.debug_barrier()
+                fetch(q_map, next_batch, next_head, q_memory, q_ready)
+                fetch(k_map, next_batch, next_key_head, k_memory, k_ready)
+            fine, coarse, high, total = prior_rows(raw, bound, score_scale, KIND, GAPS)
+            if part == PARTS - 1:
+                mbarrier.wait(v_ready, phase)
+            rows = part * ROWS + gl.arange(0, ROWS, by_row)
+            if SAVES:
+                store_lse(lse_ptr + row_base, rows, length, high, total, GAPS)
+            inverse = inverse_or_zero(total, GAPS)
+            if GAPS:
+                inverse *= real_or(mask_base, rows, length, 1.0, 0.0, MASKED)
+            if HEARS:
+                say(messages, factors, fine, inverse, message)
+                fence_async_shared()
+                tl.debug_barrier()
+                sums = warpgroup_mma(messages.permute((1, 0)), factors, sums, use_acc=part > 0, is_async=True)
+            waiting += (boosted_rows(coarse, inverse, message),)
+
+        if HEARS:
+            sums = warpgroup_mma_wait(0, deps=(sums,))
+            weight = key_weights(
+                sums, heard_memory, key_part_ptr + row_base, mask_base, length, message, MASKED, GAPS, SAVES
+            )
+            weight_memory.store(weight.to(KIND))
+            weight = weight_memory.load(by_key)
+        for part in gl.static_range(PARTS):
+            refined = waiting[part]
+            if HEARS:
+                refined = multiply(refined, weight[None, :])
+            factor = keep_scale * inverse_or_zero(row_sums_of(refined), GAPS)
+            if DROPS:
+                rows = part * ROWS + gl.arange(0, ROWS, by_row)
+                seed = head_seed(seed_ptr, row_base, DROPS)
+                refined = gl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
+            out.slice(part * ROWS, ROWS).store(times_values(refined, v, factor).to(KIND))
+        fence_async_shared()
+        tl.debug_barrier()
+        if more:
+            mbarrier.expect(v_ready, TILE_BYTES)
+            tl.debug_barrier()
+            fetch(v_map, next_batch, next_key_head, v_memory, v_ready)
+        tma.async_copy_shared_to_global(out_map, [batch, head, 0, 0], out_memory)
+    tma.store_wait(0)

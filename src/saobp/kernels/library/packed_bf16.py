@@ -1,0 +1,148 @@
+"""Arithmetic in half types, two numbers to an instruction, for messages of weak strengths.
+
+A tile's weights are rounded to bfloat16 anyway before they meet values on the tensor cores. Rounding the
+prior weight first and refining it there halves the instructions, which is what limits these kernels. In other types
+(tests send them this way) the functions round as often. Log messages, which are summed up, take float16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.library.arithmetic import INTERPRETED, relative
+
+
+def _powers(count: int) -> tl.constexpr:
+    """Assembly for powers of 2 of ``count`` numbers x, the last by a cubic of its fraction: to 9e-5, from 2^-126 to 2^127.
+
+    That x is worked out once more as 254 y - 127 with y between 0 and 1: saturation costs nothing, comparisons would.
+    Minus infinity gives 0: there the exponent's bits are 0, and those of the fraction's power, 1, too.
+    """
+    exponentials = [f"ex2.approx.ftz.f32 ${place}, ${count + place};" for place in range(count - 1)]
+    raw, scale, shift = (f"${(block + 1) * count - 1}" for block in (2, 3, 4))
+    cubic = (
+        f"fma.rn.sat.f32 y, {raw}, {scale}, {shift}; fma.rm.f32 r, y, 0f437E0000, 0f4B3FFF81;"
+        "sub.f32 t, 0f4B3FFF81, r; fma.rn.f32 t, y, 0f437E0000, t;"
+        "fma.rn.f32 p, t, 0f3D9DD550, 0f3E691BC6; fma.rn.f32 p, p, t, 0f3F31F32C; fma.rn.f32 p, p, t, 0f3F800000;"
+        f"shl.b32 i, r, 23; mov.b32 j, p; add.s32 i, i, j; mov.b32 ${count - 1}, i;"
+    )
+    return tl.constexpr("{ .reg .f32 y, t, r, p; .reg .b32 i, j; " + " ".join(exponentials) + cubic + " }")
+
+
+_EIGHT_POWERS = _powers(8)
+_EIGHT_REGISTERS = tl.constexpr(",".join(["=f"] * 8 + ["f"] * 32))
+
+
+@triton.jit
+def powers(raw, reference, score_scale, PRECISE: tl.constexpr):
+    """2 to the power of scores relative to a reference.
+
+    In half precision an eighth of the entries is left to plain arithmetic: special functions are what limits sums of them.
+    """
+    x = relative(raw, reference, 0.0, score_scale, PRECISE)
+    if INTERPRETED or PRECISE != 0:
+        return tl.exp2(x)
+    else:
+        scale, shift = score_scale * (1.0 / 254), 0.5 - reference * (1.0 / 254)
+        operands = [x, raw, scale, shift]
+        return tl.inline_asm_elementwise(_EIGHT_POWERS, _EIGHT_REGISTERS, operands, tl.float32, True, 8)
+
+
+@triton.jit
+def rounded(x, KIND: tl.constexpr):
+    """float32 in the type KIND. Two at a time: left alone, the compiler may use a slower instruction for each."""
+    if INTERPRETED or KIND.primitive_bitwidth != 16:
+        return x.to(KIND)
+    elif KIND.is_fp16():
+        return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.float16, True, 2)
+    else:
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, True, 2)
+
+
+@triton.jit
+def widened(x):
+    """Numbers of a half type in float32: exactly, and in one instruction each."""
+    if INTERPRETED or x.dtype != tl.bfloat16:
+        return x.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.float32, True, 2
+        )
+
+
+@triton.jit
+def multiply_add(a, b, c):
+    """a b + c, rounded once."""
+    if INTERPRETED or (a.dtype != tl.bfloat16 and a.dtype != tl.float16):
+        return (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(a.dtype)
+    elif a.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.float16, True, 2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.bfloat16, True, 2
+        )
+
+
+@triton.jit
+def multiply(a, b):
+    """a b, rounded once."""
+    return multiply_add(a, b, tl.cast(-0.0, a.dtype))
+
+
+@triton.jit
+def pair_message(message, KIND: tl.constexpr):
+    """gamma and the coefficients of ``boosted`` in the type KIND."""
+    gamma, r0, r1, r2, l0, l1, l2 = message
+    return gamma.to(KIND), (r1 / r0).to(KIND), (r2 / r0).to(KIND)
+
+
+@triton.jit
+def boosted(a, pair):
+    """a / (1 - gamma a) but for a factor that all entries share, as a + a (c1 a + c2 a^2), which rounds little."""
+    gamma, c1, c2 = pair
+    slope = multiply_add(a, c2, c1)
+    return multiply_add(a, multiply(a, slope), a)
+
+
+@triton.jit
+def pair_logarithm(message):
+    """The slope l0 of log2(1 - gamma a) at 0, as float16 has it, and the coefficients of ``short_log2`` in that type."""
+    gamma, r0, r1, r2, l0, l1, l2 = message
+    slope = tl.where(l0 == 0.0, 1.0, l0)  # a head of strength 0 says nothing, but the quotients would not
+    return l0.to(tl.float16).to(tl.float32), (l1 / slope).to(tl.float16), (l2 / slope).to(tl.float16)
+
+
+@triton.jit
+def short_log2(a, logarithm):
+    """log2(1 - gamma a) / l0 for a in float16. Every sweep takes messages from here, so that sums of them retrace."""
+    l0, c1, c2 = logarithm
+    slope = multiply_add(a, c2, c1)
+    return multiply_add(a, multiply(a, slope), a)
+
+
+@triton.jit
+def sums_by_thread(tile):
+    """Parts ``[rows, 8]`` of a tile's row sums. A thread holds columns 8 apart, so threads need not ask each other."""
+    return tl.sum(tl.reshape(tile, [tile.shape[0], tile.shape[1] // 8, 8]), 1)
+
+
+@triton.jit
+def _halves(tile):
+    """Every other 8 columns of a tile, and the rest: no thread moves a number for it."""
+    ROWS: tl.constexpr = tile.shape[0]
+    HALF: tl.constexpr = tile.shape[1] // 2
+    eights = tl.reshape(tile, [ROWS, HALF // 8, 2, 8])
+    even, odd = tl.split(tl.permute(eights, (0, 1, 3, 2)))
+    return tl.reshape(even, [ROWS, HALF]), tl.reshape(odd, [ROWS, HALF])
+
+
+@triton.jit
+def short_sums(tile):
+    """Parts ``[rows, 8]`` in float32 of a float16 tile's row sums: three additions in pairs, then in float32."""
+    for _ in tl.static_range(3):
+        even, odd = _halves(tile)
+        tile = multiply_add(even, tl.full([1, 1], 1.0, tile.dtype), odd)
+    return sums_by_thread(tile.to(tl.float32))

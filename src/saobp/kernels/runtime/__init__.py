@@ -1,0 +1,1 @@
+"""Launching at little cost, custom operators, and halves of a call on two streams."""

@@ -1,0 +1,204 @@
+"""What is measured of a pretrained model; each measurement is a file, taken once."""
+
+from __future__ import annotations
+
+import base64
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from saobp.benchmarking.timing import captured, cuda_clock, wall_clock
+from saobp.data.tasks import TASKS, Split, load_split
+from saobp.lab.head_statistics import measure_texts
+from saobp.lab.scales import Scale
+from saobp.metrics.attention_calls import heads_of
+from saobp.training.checkpoints import model_checksum
+from saobp.training.evaluation.perplexity import causal_perplexity
+from saobp.training.evaluation.run import evaluate, load_language_model
+from saobp.training.evaluation.wikitext import read_wikitext
+from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, race_questions
+from saobp.transformers.capture import AttentionCall, watch
+
+MAP_TOKENS = 120
+"""As in the paper's sparsity maps."""
+COST_SHAPE = (32, 128)
+
+Taken = dict[str, Any]
+
+
+def take(measure: str, model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
+    """One measurement of a saved model that was pretrained on texts of ``length`` tokens, ready for JSON."""
+    began = time.monotonic()
+    taken = MEASURES[measure](model, scale, length, data_dir)
+    return {"measure": measure, "model": model_checksum(model), "seconds": time.monotonic() - began, **taken}
+
+
+def on_texts(task: str) -> Callable[[Path, Scale, int, Path | None], Taken]:
+    """Statistics of every head on the validation texts of a task."""
+
+    def measured(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
+        loaded, tokenizer, _ = load_language_model(model)
+        split = load_split(TASKS[task], "validation", data_dir).sample(scale.texts)
+        found = measure_texts(loaded, tokenizer, texts_of(split, task), length=min(scale.length, length))
+        return {"task": task, "data": {task: split.checksum}, **found}
+
+    return measured
+
+
+def texts_of(split: Split, task: str) -> list[str]:
+    """The texts of a task's rows, in one piece each."""
+    columns = [split.column(name) for name in TASKS[task].texts]
+    return [" ".join(parts) for parts in zip(*columns, strict=True)]
+
+
+def wikitext(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
+    """Pseudo- and masked perplexity of an encoder on WikiText-2."""
+    found = evaluate(
+        model,
+        ("wikitext",),
+        data_dir=data_dir,
+        length=length,
+        positions=scale.positions,
+        limit=6 if scale.name == "smoke" else None,
+    )
+    return {"data": {"wikitext": found["wikitext"]["checksum"]}, **found["wikitext"]}
+
+
+def zero_shot(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
+    """Perplexity of a decoder on WikiText-2 and its answers on RACE-Middle and BoolQ.
+
+    Windows and prompts have the length of pretraining: later positions were never trained. At the smoke scale
+    that is shorter than some answers, so there prompts have all positions.
+    """
+    loaded, tokenizer, is_decoder = load_language_model(model)
+    if not is_decoder:
+        raise ValueError(f"{model} is an encoder; zero-shot questions are asked of decoders")
+    if scale.name != "smoke":
+        loaded.config.max_position_embeddings = length
+    text = read_wikitext(tokenizer, data_dir)
+    race, boolq = (
+        load_split(TASKS[task], split, data_dir).sample(scale.rows)
+        for task, split in (("race-middle", "test"), ("boolq", "validation"))
+    )
+    perplexity = causal_perplexity(loaded, text.row, length=length)
+    return {
+        "data": {"wikitext": text.checksum, "race-middle": race.checksum, "boolq": boolq.checksum},
+        "wikitext": {**perplexity, "word_perplexity": math.exp(min(perplexity["nats"] / text.words, 700))},
+        "race-middle": accuracy(loaded, tokenizer, race_questions(race, every=True)),
+        "boolq": accuracy(loaded, tokenizer, boolq_questions(boolq)),
+    }
+
+
+def leak(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
+    """How far the states of the first half of a text move when its second half is replaced."""
+    del scale
+    loaded, tokenizer, _ = load_language_model(model)
+    row = read_wikitext(tokenizer, data_dir).row
+    count = min(32, len(row) // length - 1)
+    ids = torch.from_numpy(row[: (count + 1) * length].reshape(count + 1, length).copy()).to(loaded.device)
+    here, other, half = ids[:-1], ids[1:], length // 2
+    changed = torch.cat([here[:, :half], other[:, half:]], 1)
+    with torch.no_grad():
+        before, after = (
+            loaded.base_model(input_ids=one).last_hidden_state[:, :half] for one in (here, changed)
+        )
+    moved = (after - before).norm() / before.norm()
+    return {"moved": float(moved), "texts": count, "length": length}
+
+
+def maps(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
+    """The last layer's maps of one SQuAD text, as they are and as they would be without refinement."""
+    del scale
+    loaded, tokenizer, _ = load_language_model(model)
+    split = load_split(TASKS["squad"], "validation", data_dir)
+    text = max(split.column("context")[:50], key=len)
+    encoded = tokenizer(text, truncation=True, max_length=min(MAP_TOKENS, length), return_tensors="pt")
+    rows = last_layer(loaded, encoded["input_ids"])
+    names = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist())
+    return {
+        "data": {"squad": split.checksum},
+        "tokens": names,
+        **{name: {"shape": list(one.shape), "float16": _packed(one)} for name, one in rows.items()},
+    }
+
+
+def last_layer(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+    """``after`` as it is, ``before`` by softmax of the same scores: ``[heads, length, length]``."""
+    found: list[dict[str, Tensor]] = []
+
+    def keep(call: AttentionCall) -> None:
+        heads = heads_of(call)
+        assert heads is not None
+        scores, graph = heads.scores()
+        found.append(
+            {"before": torch.softmax(graph.hidden(scores), -1)[0].cpu(), "after": heads.maps().rows[0].cpu()}
+        )
+
+    model.eval()
+    with torch.no_grad(), watch(model, keep):
+        model(input_ids=ids.to(model.device))
+    return found[-1]
+
+
+def cost(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
+    """Milliseconds of a forward pass of 32 x 128 tokens; on a GPU in bfloat16, also as a CUDA graph."""
+    del data_dir, length
+    loaded, tokenizer, _ = load_language_model(model)
+    shape = (4, 32) if scale.name == "smoke" else COST_SHAPE
+    ids = torch.randint(len(tokenizer), shape, generator=torch.Generator().manual_seed(0)).to(loaded.device)
+    body = loaded.base_model
+    cuda = loaded.device.type == "cuda"
+    if cuda:
+        body = body.bfloat16()
+    call = _forward(torch.compile(body, dynamic=False) if cuda else body, ids)
+    for _ in range(3):
+        call()
+    clock = cuda_clock if cuda else wall_clock
+    turns = 3 if scale.name == "smoke" else 101
+    taken: Taken = {
+        "shape": list(shape),
+        "milliseconds": float(np.median([clock(call, 1) for _ in range(turns)])),
+    }
+    if cuda:
+        replay = captured(call)
+        taken["graph_milliseconds"] = float(np.median([clock(replay, 10) for _ in range(turns)]))
+    return taken
+
+
+def _forward(body: Callable[..., Any], ids: Tensor) -> Callable[[], object]:
+    def call() -> object:
+        with torch.no_grad():
+            return body(input_ids=ids)
+
+    return call
+
+
+def _packed(rows: Tensor) -> str:
+    return base64.b64encode(rows.half().numpy().tobytes()).decode()
+
+
+def unpacked(taken: Taken) -> np.ndarray:
+    """A map of ``maps``, ``[heads, length, length]``."""
+    raw = np.frombuffer(base64.b64decode(taken["float16"]), dtype=np.float16)
+    return raw.reshape(taken["shape"]).astype(np.float32)
+
+
+UNDISTURBED = ("cost",)
+"""Measurements of time, which nothing else on the machine may disturb."""
+MEASURES: dict[str, Callable[[Path, Scale, int, Path | None], Taken]] = {
+    "race-middle": on_texts("race-middle"),
+    "squad": on_texts("squad"),
+    "sst2": on_texts("sst2"),
+    "wikitext": wikitext,
+    "zero-shot": zero_shot,
+    "leak": leak,
+    "maps": maps,
+    "cost": cost,
+}

@@ -1,0 +1,188 @@
+"""The pages of the questions that the paper leaves open."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from saobp.data.tasks import ALL
+from saobp.lab.figures import head_grid
+from saobp.lab.methods import METHODS
+from saobp.lab.pages.common import BUDGET, has_any, mean_of, mean_score, methods_of
+from saobp.lab.paper import paper_values
+from saobp.lab.result_page import Page, means_in_words
+from saobp.lab.results import Results, Values
+from saobp.lab.statistics import UNDECIDED, Status
+
+MOVED = "first half moved by the second"
+
+
+def decoder_leak(results: Results, page: Page) -> None:
+    methods = methods_of(results.experiment, "gpt2")
+    held_out = results.values(results.perplexity, "gpt2")
+    moved = results.values(lambda model: (results.measured(model, "leak") or {}).get("moved"), "gpt2")
+    text = results.values(
+        lambda model: ((results.measured(model, "zero-shot") or {}).get("wikitext") or {}).get("perplexity"),
+        "gpt2",
+    )
+    drawn = {"WikiText-2 perplexity": text, "held-out perplexity": held_out, MOVED: moved}
+    page.say(f"In short, means over seeds. {means_in_words(drawn)}.")
+    page.say(
+        f"'{MOVED}' is how far the states of the first half of a text move, relative to their size, "
+        "when its second half is replaced: 0 for a causal model. A model whose states move has seen what it "
+        "has to predict, and its perplexity measures something else."
+    )
+    page.say(BUDGET)
+    page.compare("WikiText-2 perplexity", text, higher_is_better=False, methods=methods)
+    gains = page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods)
+    page.compare(MOVED, moved, higher_is_better=False, digits=3, methods=methods)
+    page.compared()
+    page.answer(
+        "The paper form, which leaks, has a lower held-out perplexity than Original", gains.get("paper")
+    )
+    page.answer(
+        "The strict form, which leaks nothing, has a lower held-out perplexity than Original",
+        gains.get("strict"),
+    )
+    page.dots("leak", drawn, "Perplexity, and how far the second half of a text moves states of the first.")
+
+
+def printed_forms(results: Results, page: Page) -> None:
+    page.say(BUDGET)
+    size, methods = results.plan.scale.size, methods_of(results.experiment)
+    forms = {"high-listing": "high", "low-listing": "low", "elemmul-prior": "elemmul"}
+    drawn = {}
+    held_out = results.values(results.perplexity)
+    page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods, digits=3)
+    drawn["held-out perplexity"] = held_out
+    measures: list[tuple[str, Values, str, int, bool, bool]] = [
+        ("GTD", mean_of(results, "race-middle", "gtd"), "gtd", 3, True, False),
+        (
+            "indirect entropy",
+            mean_of(results, "race-middle", "indirect_entropy"),
+            "indirect_entropy",
+            3,
+            True,
+            False,
+        ),
+        (
+            "RACE-Middle accuracy",
+            results.values(lambda model: results.score(model, "race-middle")),
+            "race_middle_acc",
+            2,
+            True,
+            results.is_partial("race-middle"),
+        ),
+    ]
+    for title, values, column, digits, higher, partial in measures:
+        paper = paper_values("gtd_race_middle", column, size)
+        paper |= {listed: paper[printed] for listed, printed in forms.items() if printed in paper}
+        page.compare(
+            title, values, paper, digits=digits, higher_is_better=higher, partial=partial, methods=methods,
+            claims=methods[1:],
+        )  # fmt: skip
+        drawn[title] = values
+    page.compared()
+    if page.claims:
+        _tally(page, methods[1:])
+    page.say(
+        "The equation multiplies messages over nodes (High, Low); the listing multiplies over the labels of "
+        "one row, which cancels ('as listed'). The printed ElemMul has no prior. Each form is set beside the "
+        "paper's row of that name; which one the authors ran is not known."
+    )
+    page.dots("forms", drawn, "The printed forms, by seed.")
+
+
+def strengths(results: Results, page: Page) -> None:
+    page.say(BUDGET)
+    values = results.values(results.perplexity)
+    methods = methods_of(results.experiment)
+    gains = page.compare("held-out perplexity", values, higher_is_better=False, digits=3, methods=methods)
+    page.compared()
+    for key in methods[1:]:
+        page.answer(f"{METHODS[key].title}: a lower perplexity than Original", gains.get(key), digits=3)
+    page.dots("perplexity", {"held-out perplexity": values}, "Matched tokens, by seed.")
+
+
+def learned(results: Results, page: Page) -> None:
+    page.say(f"{BUDGET} Strengths start at 0, one per head, and may take either sign; negative ones attract.")
+    drawn = {}
+    for family, elsewhere, words in (
+        ("bert", None, "held-out perplexity"),
+        *(("bert", corpus, f"held-out perplexity, {corpus} alone") for corpus in results.experiment.corpora),
+        ("gpt2", None, "held-out perplexity, strict causal"),
+    ):
+        values = results.values(results.perplexity, family, elsewhere)
+        gains = page.compare(
+            words, values, higher_is_better=False, digits=3, methods=methods_of(results.experiment, family)
+        )
+        page.answer(f"Learned strengths lower {words}", gains.get("learned"), digits=3)
+        if has_any(values):
+            drawn[words] = values
+    done = results.tasks_done(ALL)
+    average = results.values(lambda model: mean_score(results, model, done))
+    partial = [task for task in done if results.is_partial(task)]
+    gains = page.compare(
+        f"mean of {len(done) or 'the'} tasks",
+        average,
+        partial=bool(partial),
+        methods=methods_of(results.experiment),
+    )
+    mark = " *" if partial else ""
+    page.answer(f"Learned strengths raise the mean score{mark} after fine-tuning", gains.get("learned"))
+    for task in ALL:
+        scores = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
+        gains = page.compare(task, scores, partial=task in partial, methods=methods_of(results.experiment))
+        mark = " *" if task in partial else ""
+        page.answer(f"Learned strengths raise {task}{mark} after fine-tuning", gains.get("learned"))
+    page.compared()
+    page.dots("perplexity", drawn, "Original against learned strengths, by seed.")
+    for family in ("bert", "gpt2"):
+        grids = {
+            f"seed {model.seed}": np.array(results.run(model).result["strengths"])
+            for model in results.models(family)
+            if model.method.key == "learned" and results.run(model).result.get("strengths")
+        }
+        if grids:
+            signs = np.concatenate([grid.flatten() for grid in grids.values()])
+            page.say(
+                f"{family}: {int((signs > 0).sum())} of {signs.size} heads ended on repulsion (above 0), "
+                f"{int((signs < 0).sum())} on attraction."
+            )
+            page.figure(
+                f"strengths-{family}",
+                head_grid(grids, "strength, above 0 repels"),
+                f"Learned strengths, {family}.",
+            )
+
+
+def steps(results: Results, page: Page) -> None:
+    page.say(BUDGET)
+    values = results.values(results.perplexity)
+    methods = methods_of(results.experiment)
+    page.compare("held-out perplexity", values, higher_is_better=False, digits=3, methods=methods)
+    more = page.compare(
+        "held-out perplexity, against one step", values, base="high", higher_is_better=False, digits=3,
+        methods=("high", "two-steps", "three-steps"),
+    )  # fmt: skip
+    page.compared()
+    for key in ("two-steps", "three-steps"):
+        page.answer(f"{METHODS[key].title}: a lower perplexity than one step", more.get(key), digits=3)
+    page.dots("perplexity", {"held-out perplexity": values}, "Steps, by seed.")
+
+
+def _tally(page: Page, methods: Sequence[str]) -> None:
+    """How many of the paper's differences each method shows."""
+    columns: dict[Status, str] = {
+        "reproduces": "as the paper reports",
+        "does not reproduce": "otherwise",
+        UNDECIDED: UNDECIDED,
+        "not run": "not run",
+    }
+    rows = []
+    for title in (METHODS[key].title for key in methods):
+        found = Counter(one.status for one in page.claims if one.words.startswith(f"{title} against "))
+        rows.append([title, *(str(found[status]) for status in columns)])
+    page.table(("form", *columns.values()), rows)

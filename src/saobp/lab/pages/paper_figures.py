@@ -1,0 +1,203 @@
+"""The pages of the paper's figures."""
+
+from __future__ import annotations
+
+from saobp.lab.figures import correlations, curves, map_grid, scatter_with_margins
+from saobp.lab.measurements import unpacked
+from saobp.lab.methods import METHODS
+from saobp.lab.pages.common import (
+    SPREAD,
+    by_layer,
+    checkpoints,
+    claim_correlation,
+    correlation_in_words,
+    correlation_of,
+    epochs,
+    last_layer_by_head,
+    methods_of,
+)
+from saobp.lab.plan import Trained
+from saobp.lab.result_page import Page
+from saobp.lab.results import Results
+from saobp.lab.scales import SEEDS
+from saobp.lab.statistics import claim_status, paired_gain
+
+AXES = "Rows are tokens that attend, columns tokens attended to."
+LAST_HEADS = "entropy of last-layer heads (nats)"
+NOTHING = "Not run: no model of this experiment has been measured yet."
+
+
+def attention_maps(results: Results, page: Page) -> None:
+    rows = {}
+    for model in _shown(results):
+        taken = results.measured(model, "maps")
+        if taken is None:
+            continue
+        if model.recipe.refinement is None:
+            rows[model.method.title] = unpacked(taken["after"])
+        else:
+            rows[f"{model.method.title}\nbefore"] = unpacked(taken["before"])
+            rows[f"{model.method.title}\nafter"] = unpacked(taken["after"])
+    if not rows:
+        page.say(NOTHING)
+        return
+    page.say(
+        "The last layer of the seed-42 models on one SQuAD text. 'before' is the softmax of the scores that "
+        "the trained model computes, 'after' the rows that it uses; both are of the same model."
+    )
+    page.figure(
+        "maps",
+        map_grid(rows),
+        f"Attention of the last layer by method and head. {AXES} Colours are logarithmic.",
+    )
+
+
+def _shown(results: Results) -> list[Trained]:
+    """Models of the first seed: a picture shows one of each method."""
+    return [model for model in results.models() if model.seed == SEEDS[0]]
+
+
+def sparsity_maps(results: Results, page: Page) -> None:
+    rows, shares = {}, []
+    for model in _shown(results):
+        taken = results.measured(model, "maps")
+        if taken is not None:
+            maps = unpacked(taken["after"])
+            sparse = maps < 1 / maps.shape[-1]
+            rows[model.method.title] = 1.0 - sparse
+            shares.append([model.name, f"{sparse.mean():.3f}", *(f"{head.mean():.3f}" for head in sparse)])
+    if not rows:
+        page.say(NOTHING)
+        return
+    heads = max(len(row) for row in shares) - 2
+    page.table(("run", "sparsity", *(f"head {head}" for head in range(heads))), shares)
+    page.say(
+        f"{AXES} Entries of at least 1/length are white, the others black. One text: an illustration, no "
+        "evidence."
+    )
+    page.figure(
+        "maps",
+        map_grid(rows, binary=True),
+        "Entries of at least 1/length in the last layer on one SQuAD text, by method and head.",
+    )
+
+
+def gtd_graph(results: Results, page: Page) -> None:
+    series: dict[str, dict[str, list[tuple[float, float]]]] = {"clustering": {}, "betweenness": {}}
+    rows, notes = [], {}
+    for measure, theirs in (("clustering", "+0.70"), ("betweenness", "-0.43")):
+        everything: list[dict[str, float]] = []
+        by_run: dict[Trained, float | None] = {}
+        for model in results.models():
+            taken = results.measured(model, "race-middle")
+            if taken is None:
+                continue
+            points = [{"gtd": point["gtd"], "score": point[measure]} for point in taken["points"]]
+            pairs = [(point["gtd"], point["score"]) for point in points]
+            series[measure].setdefault(model.method.key, []).extend(pairs)
+            everything += points
+            rows.append([measure, model.name, theirs, correlation_in_words(points, "gtd")])
+            by_run[model] = correlation_of(points, "gtd")
+        if by_run:
+            claim_correlation(page, f"GTD against {measure}", float(theirs), by_run)
+        notes[measure] = f"r = {correlation_in_words(everything, 'gtd')}; the paper: {theirs}"
+    if not rows:
+        page.say(NOTHING)
+        return
+    page.table(("measure", "run", "paper, r", "ours, r"), rows)
+    page.say(
+        "A point is a pair of a RACE-Middle text and a head, up to 1,500 of them a model, drawn evenly. "
+        "Graphs: an edge where the symmetrised weight exceeds 1e-4, on 40 tokens drawn from the text. "
+        "Models are pretrained only; the paper's other figure of the kind, of a fine-tuned model, has no "
+        "page."
+    )
+    page.figure(
+        "points",
+        scatter_with_margins(series, "GTD", notes),
+        "GTD against clustering (CC) and betweenness (BC), a point per text and head, with histograms.",
+    )
+
+
+def gtd_performance(results: Results, page: Page) -> None:
+    series: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    notes, rows = {}, []
+    for score in ("held-out perplexity", *results.experiment.tasks):
+        everything = []
+        for model in results.models():
+            points = _points(results, model, score)
+            pairs = [(point["gtd"], point["score"]) for point in points]
+            series.setdefault(score, {}).setdefault(model.method.key, []).extend(pairs)
+            everything += points
+            if points:
+                rows.append([score, model.name, correlation_in_words(points, "gtd")])
+        notes[score] = f"r = {correlation_in_words(everything, 'gtd')}" if everything else "not run"
+    series = {score: methods for score, methods in series.items() if any(methods.values())}
+    if not series:
+        page.say(NOTHING)
+        return
+    page.say(
+        "A dot is a checkpoint: an evaluation during pretraining for perplexity, an epoch of fine-tuning for "
+        "a task. Dots of one run follow each other in time, so r says that both change while a model learns, "
+        "no more."
+    )
+    page.figure(
+        "checkpoints",
+        correlations(series, "GTD", notes),
+        "GTD against performance; scores of tasks are in percent.",
+    )
+    page.table(("score", "run", "r of GTD and score"), rows)
+
+
+def _points(results: Results, model: Trained, score: str) -> list[dict[str, float]]:
+    if score == "held-out perplexity":
+        return checkpoints(results, model)
+    return epochs(results, model, score)
+
+
+def layers(results: Results, page: Page) -> None:
+    _profile(results, page, "race-middle")
+
+
+def squad_profile(results: Results, page: Page) -> None:
+    _profile(results, page, "squad")
+
+
+def sst2_profile(results: Results, page: Page) -> None:
+    _profile(results, page, "sst2")
+
+
+def _profile(results: Results, page: Page, measure: str) -> None:
+    """GTD, indirect and attention entropy by layer, and the last layer's entropy by head."""
+    drawn = {
+        "GTD": by_layer(results, measure, "gtd"),
+        "indirect entropy (nats)": by_layer(results, measure, "indirect_entropy"),
+        "positional entropy (nats)": by_layer(results, measure, "attention_entropy"),
+        LAST_HEADS: last_layer_by_head(results, measure, "attention_entropy"),
+    }
+    if not drawn["GTD"]:
+        page.say(NOTHING)
+        return
+    page.say(
+        "Pretrained models, means over seeds with their range. Positional entropy is the row entropy of "
+        f"attention, averaged over positions, texts and heads. {SPREAD}"
+    )
+    words = f"GTD and entropies on {measure} by layer, and by head of the last layer: a line per method."
+    page.figure("layers", curves(drawn, {LAST_HEADS: "head"}), words)
+    for statistic, title in (("gtd", "GTD"), ("attention_entropy", "entropy")):
+        values = results.values(
+            lambda model, statistic=statistic: _deepest(results, model, measure, statistic)  # type: ignore[misc]
+        )
+        page.compare(f"{title}, last layer", values, digits=3, methods=methods_of(results.experiment))
+        if statistic == "attention_entropy":
+            gain = paired_gain(values.get("high", {}), values.get("original", {}))
+            words = f"{METHODS['high'].title} keeps the last layer's entropy above Original's on {measure}"
+            page.claim(words, claim_status(1.0, gain, same_size=False), gain, 3)
+    page.compared()
+
+
+def _deepest(results: Results, model: Trained, measure: str, statistic: str) -> float | None:
+    taken = results.measured(model, measure)
+    if taken is None:
+        return None
+    heads = taken["layers"][statistic][-1]
+    return float(sum(heads) / len(heads))

@@ -1,0 +1,288 @@
+"""One page of results: the paper's numbers, ours and their difference side by side, with verdicts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from saobp.lab.experiments import Experiment
+from saobp.lab.figures import brief, dots, save_figure
+from saobp.lab.methods import METHODS
+from saobp.lab.scales import Scale
+from saobp.lab.statistics import Gain, Spread, Status, answer_status, claim_status, paired_gain, spread
+from saobp.runs.json_files import write_json
+from saobp.storage.atomic import write_atomically
+
+SMOKE = (
+    "**Smoke run: tiny models on made-up or little text. The numbers only show that the code runs; "
+    "they say nothing about any method.**"
+)
+HEADERS = (
+    "measure",
+    "method",
+    "paper",
+    "ours",
+    "ours - paper",
+    "paper, method - base",
+    "ours, method - base [95 % interval]",
+    "verdict",
+)
+PAPER_S = (2, 4, 5)
+"""Columns that are left out where the paper has no numbers."""
+LISTED = 12
+"""Runs that are missing and named; more are counted."""
+
+ANSWERS: dict[Status, str] = {"reproduces": "yes", "does not reproduce": "no", "not shown": "no gain shown"}
+"""What the status of a question's claim is called."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something the paper says or a question asks, and what became of it here."""
+
+    words: str
+    status: Status
+    detail: str
+
+
+class Page:
+    """Collects what a page says and writes it."""
+
+    def __init__(self, experiment: Experiment, scale: Scale) -> None:
+        self.experiment, self.scale = experiment, scale
+        self.blocks: list[str] = []
+        self.claims: list[Claim] = []
+        self.figures: dict[str, Figure] = {}
+        self.lines: list[list[str]] = []
+        self.is_filled = False
+
+    @property
+    def has_something_to_say(self) -> bool:
+        """Whether there is a number, and one for a claim if the page has claims."""
+        decided = [claim for claim in self.claims if claim.status != "not run"]
+        return self.is_filled and bool(decided or not self.claims)
+
+    def say(self, paragraph: str) -> None:
+        self.blocks.append(paragraph)
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self.blocks.append(markdown_table(headers, rows))
+
+    def figure(self, name: str, figure: Figure, caption: str, alternative: str = "") -> None:
+        file = f"{self.scale.name}-{name}"
+        self.figures[file] = figure
+        self.is_filled = True
+        self.blocks.append(f"![{alternative or caption}]({file}.svg)\n\n{caption}")
+
+    def dots(
+        self,
+        name: str,
+        measures: Mapping[str, Mapping[str, Mapping[int, float]]],
+        caption: str,
+        paper: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        """A figure of every seed by measure and method, if any; its alternative text has the means."""
+        if any(any(methods.values()) for methods in measures.values()):
+            said = f"{caption} Means: {means_in_words(measures)}."
+            self.figure(name, dots(measures, paper), caption, said)
+
+    def compare(
+        self,
+        measure: str,
+        values: Mapping[str, Mapping[int, float]],
+        paper: Mapping[str, float] | None = None,
+        *,
+        base: str = "original",
+        higher_is_better: bool = True,
+        digits: int = 2,
+        partial: bool = False,
+        claims: Collection[str] = (),
+        methods: Sequence[str] | None = None,
+        same_size: bool = True,
+    ) -> dict[str, Gain | None]:
+        """Lines of the comparison table for one measure; gains against ``base`` in pairs of the same seed.
+
+        paper:   its numbers by method. Of a partial task only its gains are shown, never its scores
+        same_size: whether the size of the paper's differences compares too, or only their side
+        claims:  methods whose gain over the base the paper claims
+        methods: rows, also those without values; by default those that have some
+        """
+        paper = paper or {}
+        theirs_to = paper_digits(paper.values(), digits)
+        arrow = f"{measure}{' *' if partial else ''} {'↑' if higher_is_better else '↓'}"
+        gains: dict[str, Gain | None] = {}
+        rows = methods or list(values)
+        if any(values.values()):
+            self.is_filled = True
+        else:
+            self.lines.append([measure, "every method", "", "not run", *[""] * (len(HEADERS) - 4)])
+        for method in rows:
+            own = values.get(method, {})
+            is_base = method == base
+            gain = (
+                None if is_base else paired_gain(own, values.get(base, {}), higher_is_better=higher_is_better)
+            )
+            gains[method] = gain
+            theirs = paper.get(method)
+            their_gain = None if theirs is None or is_base or base not in paper else theirs - paper[base]
+            found = spread(own.values())
+            shown = None if partial else theirs
+            if any(values.values()):
+                line = [
+                    arrow,
+                    METHODS[method].title,
+                    "" if shown is None else f"{shown:.{theirs_to}f}",
+                    in_words(found, digits),
+                    "" if shown is None or found is None else f"{found.mean - shown:+.{digits}f}",
+                    "" if their_gain is None else f"{their_gain:+.{theirs_to}f}",
+                    gain_in_words(gain, digits),
+                    "" if is_base else verdict_in_words(gain, found),
+                ]
+                self.lines.append(line)
+            if method in claims and their_gain is not None:
+                status = claim_status(their_gain, gain, same_size=same_size and not partial)
+                pair = f"{METHODS[method].title} against {METHODS[base].title}"
+                mark = " *" if partial else ""
+                words = f"{pair}, {measure}{mark}: the paper has {their_gain:+.{theirs_to}f}"
+                self.claim(words, status, gain, digits)
+        return gains
+
+    def compared(self) -> None:
+        """Write the comparison table that ``compare`` has filled."""
+        if any("*" in line[0] for line in self.lines):
+            marked = (
+                "\\* Only a part of the training rows, or stand-ins for the validation rows, is to be had. "
+                "Methods compare with each other there; the paper's scores are of another training set and "
+                "are left out."
+            )
+        else:
+            marked = ""
+        empty = not any(line[column] for line in self.lines for column in PAPER_S)
+        kept = [place for place in range(len(HEADERS)) if not (empty and place in PAPER_S)]
+        self.table([HEADERS[place] for place in kept], [[line[p] for p in kept] for line in self.lines])
+        self.lines = []
+        if marked:
+            self.say(marked)
+
+    def claim(self, words: str, status: Status, gain: Gain | None, digits: int = 2, detail: str = "") -> None:
+        """Note a claim with our difference; ``detail`` says what it is where it is a mean over seeds."""
+        if gain is None:
+            self.claims.append(Claim(words, status, "no pair of runs"))
+            return
+        unit = "seed" if detail else "pair"
+        shown = f"{gain_in_words(gain, digits)} ({gain.pairs} {unit}{'s' if gain.pairs > 1 else ''})"
+        self.claims.append(Claim(words, status, f"{detail} {shown}".strip()))
+
+    def answer(self, words: str, gain: Gain | None, digits: int = 2) -> None:
+        """The answer to a question whether something is better: yes is 'reproduces'."""
+        self.claim(words, answer_status(gain), gain, digits)
+
+    def write(self, out: Path, records: list[dict[str, Any]], missing: Sequence[str]) -> list[Path]:
+        """``SCALE.md``, its figures, ``SCALE-runs.json`` and ``SCALE.json`` in the target's folder."""
+        folder, name = out / self.experiment.name, self.scale.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, figure in self.figures.items():
+            save_figure(figure, folder / file)
+        head = [f"# {self.experiment.title} ({name})", *([SMOKE] if name == "smoke" else [])]
+        asks = "The question" if self.experiment.kind == "question" else "The paper"
+        head += [f"{asks}: {self.experiment.asks}", *self._claim_table()]
+        tail = [_missing(missing)] if missing else []
+        tail += [made_on(records), f"The record of every run: [{name}-runs.json]({name}-runs.json)."]
+        page = folder / f"{name}.md"
+        write_atomically(page, "\n\n".join([*head, *self.blocks, *tail]) + "\n")
+        outcome = {
+            "target": self.experiment.name,
+            "kind": self.experiment.kind,
+            "title": self.experiment.title,
+            "scale": name,
+            "runs": len(records),
+            "missing": list(missing),
+            "claims": [asdict(claim) for claim in self.claims],
+        }
+        write_json(folder / f"{name}.json", outcome)
+        lines = ",\n".join(json.dumps(record) for record in records)
+        write_atomically(folder / f"{name}-runs.json", f"[\n{lines}\n]\n")
+        return [page]
+
+    def _claim_table(self) -> list[str]:
+        if not self.claims:
+            return []
+        answers = ANSWERS if self.experiment.kind == "question" else {}
+        rows = [[claim.words, answers.get(claim.status, claim.status), claim.detail] for claim in self.claims]
+        return [markdown_table(("claim", "here", "our difference [95 % interval]"), rows)]
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(headers)} |", f"|{'---|' * len(headers)}"]
+    lines += [f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def paper_digits(values: Iterable[float], digits: int) -> int:
+    """Decimals that the paper prints for a measure, two at least, and no more than ours have."""
+    printed = [f"{value:.{digits}f}".rstrip("0").partition(".")[2] for value in values]
+    return min(digits, max([2, *map(len, printed)]))
+
+
+def in_words(found: Spread | None, digits: int) -> str:
+    """``12.30 ± 0.40 (3)``: mean, standard deviation, seeds."""
+    if found is None:
+        return "not run"
+    if found.deviation is None:
+        return f"{found.mean:.{digits}f} (1)"
+    return f"{found.mean:.{digits}f} ± {found.deviation:.{digits}f} ({found.seeds})"
+
+
+def means_in_words(measures: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
+    """``perplexity: 300 (Original), 303 (High); ...``, over the seeds of each method."""
+    parts = []
+    for measure, methods in measures.items():
+        found = {key: spread(own.values()) for key, own in methods.items()}
+        means = [f"{brief(one.mean)} ({METHODS[key].title})" for key, one in found.items() if one is not None]
+        if means:
+            parts.append(f"{measure}: {', '.join(means)}")
+    return "; ".join(parts)
+
+
+def gain_in_words(gain: Gain | None, digits: int) -> str:
+    if gain is None:
+        return ""
+    if gain.low is None or gain.high is None:
+        return f"{gain.difference:+.{digits}f}"
+    return f"{gain.difference:+.{digits}f} [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}]"
+
+
+def verdict_in_words(gain: Gain | None, found: Spread | None) -> str:
+    if gain is None:
+        return "not run" if found is None else "no pair"
+    if gain.verdict == "undecided":
+        return f"undecided ({gain.pairs} pair{'s' if gain.pairs > 1 else ''})"
+    return "no gain (within the spread)" if gain.verdict == "no gain" else gain.verdict
+
+
+def made_on(records: Sequence[Mapping[str, Any]]) -> str:
+    """Hardware and commits of the runs, and a warning where they were not trained on the same texts."""
+    hardware = Counter(str(one.get("environment", {}).get("hardware", "unknown")) for one in records)
+    commits = Counter(str(one.get("commit", "unknown")) for one in records)
+    texts: dict[str, set[str]] = {}
+    for one in records:
+        for name, checksum in one.get("data", {}).items() if one["kind"] == "pretrain" else ():
+            texts.setdefault(f"{one['run'].split('-')[0]}, {name}", set()).add(checksum)
+    other = sorted(name for name, checksums in texts.items() if len(checksums) > 1)
+    warning = f" **Runs were not all trained on the same texts: {'; '.join(other)}.**" if other else ""
+    return f"Made on {_counted(hardware)}, at commit {_counted(commits)}.{warning}"
+
+
+def _counted(found: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in found.most_common()) or "nothing"
+
+
+def _missing(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"Not run: {', '.join(names[:LISTED])}{more}."

@@ -1,0 +1,93 @@
+"""From an attention call of a model, as it is watched, to heads that can be measured."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saobp.metrics.measure import Heads
+from saobp.transformers.attention_function import HARMLESS
+from saobp.transformers.capture import AttentionCall
+
+ROWS_AT_ONCE = 1024
+
+
+def heads_of(call: AttentionCall, texts: int | None = None, *, linear: bool = False) -> Heads | None:
+    """The heads of one call, for its first ``texts`` texts; None where rows and keys are different tokens.
+
+    ``linear`` looks for a causal or full mask inside a 4-D one, which keeps the sampled method on fused
+    kernels.
+    """
+    length = call.query.shape[-2]
+    if length != call.key.shape[-2] or _is_cross_attention(call):
+        return None
+    _refuse_unknown(call)
+    refinement, strength = call.refinement()
+    query, key = call.query.detach()[:texts], call.key.detach()[:texts]
+    mask = call.mask
+    padding: Tensor | None = None
+    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+        padding = None if mask is None else mask[:texts, -length:].bool()
+        applies = mask is not None or call.implementation != "eager"
+        window = call.sliding_window if "flash" in call.implementation or call.is_refined else None
+        window = None if window is None or window >= length else window
+        causal = call.is_causal and applies
+        return Heads(query, key, strength.detach(), refinement, causal, call.scaling, padding, window)
+    graph, bias = call.graph()
+    assert graph.visible is not None
+    visible = graph.visible[:texts].expand(-1, -1, length, length)
+    real = visible.any(-1) if graph.speaks is None else visible.any(-1) & graph.speaks[:texts, ..., 0]
+    bias = None if bias is None or not bool(bias.any()) else bias[:texts].expand(-1, -1, length, length)
+    if not bool(real.all()):
+        padding = real.any(1).expand(len(query), -1)
+    causal = False
+    kind = _kind_of(visible, padding) if linear and bias is None else None
+    if kind is not None:
+        causal = kind == "causal"
+    return Heads(
+        query,
+        key,
+        strength.detach(),
+        refinement,
+        causal,
+        call.scaling,
+        padding,
+        visible=visible if kind is None else None,
+        bias=bias,
+        in_order=call.is_causal,
+    )
+
+
+def _kind_of(visible: Tensor, padding: Tensor | None) -> str | None:
+    """``causal`` or ``full`` if that, with padding, is all that the mask says about real rows."""
+    length = visible.shape[-1]
+    keys = torch.arange(length, device=visible.device)
+    fits = {"full": True, "causal": True}
+    for places in keys.split(ROWS_AT_ONCE):
+        seen = visible[:, :, places]
+        for kind in fits:
+            hoped = (keys <= places[:, None])[None, None] if kind == "causal" else torch.ones_like(seen)
+            if padding is not None:
+                hoped = hoped & padding[:, None, None, :]
+            differs = seen != hoped
+            if padding is not None:
+                differs = differs & padding[:, None, places, None]
+            fits[kind] = fits[kind] and not bool(differs.any())
+    return next((kind for kind, fit in fits.items() if fit), None)
+
+
+def _is_cross_attention(call: AttentionCall) -> bool:
+    """Whether keys come from another text, which equal lengths do not rule out."""
+    own = call.name.rpartition(".")[2].lower()
+    named = any(word in own for word in ("cross", "encoder_attn", "encdecattention"))
+    return named or ".crossattention" in call.name or bool(getattr(call.module, "is_cross_attention", False))
+
+
+def _refuse_unknown(call: AttentionCall) -> None:
+    for name, value in call.options.items():
+        if name in HARMLESS or value is None or value is False:
+            continue
+        raise ValueError(
+            f"{type(call.module).__name__} passes {name!r} to its attention, which changes the rows in a way "
+            "that saobp's statistics do not know"
+        )

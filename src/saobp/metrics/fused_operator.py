@@ -1,0 +1,91 @@
+"""Refined attention as an operator, by the fused kernels: A^T X is the gradient that their values receive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from saobp.kernels.support import POTTS, unsupported
+from saobp.metrics.tiled_operator import Mask, TiledOperator
+from saobp.refinement import Refinement
+
+ROWS_AT_ONCE = 16
+"""Single rows that are refined together; each takes several times its size on the way."""
+
+
+class FusedOperator:
+    """Products with refined maps where the kernels support them.
+
+    What the kernels sum up beforehand, the rows' normalisers and what keys hear, does not depend on the
+    values: it is kept, and each product is a single sweep. Single rows follow from the same sums.
+    """
+
+    causal = False
+
+    def __init__(
+        self, query: Tensor, key: Tensor, refinement: Refinement, strength: Tensor, *, scale: float
+    ) -> None:
+        """query and key ``[heads, tokens, dim]``; strength ``[heads]``."""
+        from saobp.kernels.bidirectional.launch import run_sums, saved_pieces
+        from saobp.kernels.call_spec import Problem
+
+        sign, hears = POTTS[refinement.factor]
+        query, key = query.contiguous()[None], key.contiguous()[None]
+        strength = strength.float()
+        bound = -math.expm1(-sign * float(strength.abs().max()))
+        self.problem = Problem.of(query, key, None, None, query.shape[2], scale, 0.0, sign, hears, bound)
+        self.states = (query, key)
+        self.strength = strength
+        self.saved = run_sums(self.problem, query, key, strength)
+        self.rows_known = False
+        heard = None
+        if hears:  # kernels count in powers of two
+            heard = saved_pieces(self.problem)[0]["heard"].view(self.saved) * math.log(2)
+        self.single_rows = TiledOperator(
+            query[0], key[0], refinement, strength, Mask(), scale=scale, heard=heard
+        )
+
+    def rows(self, places: Tensor) -> Tensor:
+        return torch.cat([self.single_rows.rows(some) for some in places.split(ROWS_AT_ONCE)], 1)
+
+    def sweep(self, forward: Tensor | None, backward: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        output = None if forward is None else self._by_width(forward, self._spread)
+        return output, None if backward is None else self._by_width(backward, self._gather)
+
+    def _by_width(self, states: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """The kernels take values as wide as keys: pad, and go in pieces."""
+        parts = []
+        width = self.problem.dim
+        for part in states.split(width, -1):
+            missing = width - part.shape[-1]
+            padded = functional.pad(part, (0, missing)) if missing else part
+            parts.append(product(padded[None].contiguous())[0, ..., : part.shape[-1]])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        from saobp.kernels.bidirectional.launch import run_output
+
+        out = run_output(self.problem, *self.states, values, self.strength, self.saved)
+        self.rows_known = True
+        return out
+
+    def _gather(self, states: Tensor) -> Tensor:
+        from saobp.kernels.bidirectional.launch import run_value_gradient
+
+        if not self.rows_known:
+            self._spread(torch.zeros_like(states))
+        return run_value_gradient(self.problem, states, *self.states, self.strength, self.saved)
+
+
+def can_fuse(query: Tensor, key: Tensor, refinement: Refinement, mask: Mask, scale: float) -> bool:
+    """Whether the kernels support these heads, ``[heads, tokens, dim]`` each."""
+    return (
+        query.is_cuda
+        and mask.is_plain
+        and refinement.factor in POTTS
+        and unsupported(query[None], key[None], query[None], refinement, mask.causal, scale, 0.0) is None
+    )

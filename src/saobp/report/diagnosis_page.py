@@ -1,0 +1,63 @@
+"""What a diagnosis leaves behind: JSON, CSV, figures, and the page that shows all of it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from saobp.metrics.diagnosis import Diagnosis
+from saobp.metrics.plots import heat_map, layer_curves, save
+from saobp.report.explorer import write_explorer
+from saobp.report.page import write_report
+from saobp.storage.atomic import write_atomically
+
+SAMPLE_CHARACTERS = 400
+
+
+def write_diagnosis(
+    diagnoses: Sequence[Diagnosis], folder: Path, explorer: dict[str, Any] | None = None
+) -> list[Path]:
+    """Write everything but the page into ``folder``; ``saobp report`` reads it like that of a run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [_write_json(diagnoses, folder / "diagnosis.json"), _write_csv(diagnoses, folder / "heads.csv")]
+    (folder / "explorer.json").unlink(missing_ok=True)
+    if explorer is not None:
+        written.append(write_explorer(explorer, folder))
+    for statistic in diagnoses[0].statistics:
+        written.append(save(heat_map(diagnoses, statistic), folder / f"{statistic}.png"))
+    return [*written, save(layer_curves(diagnoses), folder / "layers.png")]
+
+
+def write_diagnosis_page(diagnoses: Sequence[Diagnosis], folder: Path, sample: str) -> Path:
+    """``report.html`` of a folder with a diagnosis; ``sample`` is the first text, shown as text."""
+    cut = sample[:SAMPLE_CHARACTERS] + ("…" if len(sample) > SAMPLE_CHARACTERS else "")
+    title = "Attention health: " + " beside ".join(one.subject for one in diagnoses)
+    return write_report([folder], folder / "report.html", title=title, sample=cut)
+
+
+def _write_json(diagnoses: Sequence[Diagnosis], path: Path) -> Path:
+    records = [_without_nan(diagnosis.to_dict()) for diagnosis in diagnoses]
+    write_atomically(path, json.dumps(records, indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def _write_csv(diagnoses: Sequence[Diagnosis], path: Path) -> Path:
+    rows = [{"subject": one.subject, **head.to_dict()} for one in diagnoses for head in one.heads]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN: null says that there is no number."""
+    if isinstance(value, dict):
+        return {name: _without_nan(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

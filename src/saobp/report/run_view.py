@@ -1,0 +1,237 @@
+"""Run folders as the page shows them: what is there, and a sentence for what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from saobp.report.curves import Series, joined, read_curves
+from saobp.report.explorer import is_explorer
+from saobp.report.snapshots import Snapshot, diagnosed, read_snapshot
+from saobp.report.tolerant_json import Problems, flat, number, read_lines, read_object
+
+CAUSAL_FAMILIES = {"bert": False, "modernbert": False, "gpt2": True}
+FILES = ("recipe.json", "record.json", "result.json", "metrics.jsonl", "health.jsonl", "diagnosis.json")
+Facts = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, or one subject of a diagnosis.
+
+    curves:   by quantity, one series per seed
+    facts, recipe, result: name and value, in the order of the page
+    problems: sentences on what is missing or cannot be read
+    colours:  of its curves on a light and on a dark ground; by default those of its place on the page
+    dash:     which of the dashes its curves have, beside another run of the same colour
+    """
+
+    name: str
+    kind: str
+    curves: dict[str, list[Series]] = field(default_factory=dict)
+    health: list[Snapshot] = field(default_factory=list)
+    facts: Facts = field(default_factory=list)
+    recipe: Facts = field(default_factory=list)
+    result: Facts = field(default_factory=list)
+    problems: Problems = field(default_factory=list)
+    explorer: dict[str, Any] | None = None
+    colours: tuple[str, str] | None = None
+    dash: int = 0
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Every run of the given folders, under names that tell them apart."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {str(folder)!r} with a run")
+    opened = [own for folder in folders for own in run_folders(folder)]
+    runs = [run for folder in opened for run in _read_folder(folder)]
+    return [replace(run, name=name) for run, name in zip(runs, _told_apart(runs, opened), strict=True)]
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """The folder itself, or the runs in one that only collects them, as that of several tasks does."""
+    if _is_run(folder):
+        return [folder]
+    return sorted(path for path in folder.iterdir() if path.is_dir() and _is_run(path)) or [folder]
+
+
+def seed_folders(folder: Path) -> list[Path]:
+    """The runs of single seeds inside a fine-tuning run."""
+    return sorted(path for path in folder.glob("seed-*") if path.is_dir())
+
+
+def refinement_words(refinement: Any) -> str:
+    """A refinement as it is written on the command line, such as ``high:0.2``."""
+    if not isinstance(refinement, dict) or refinement.get("factor") in (None, "none"):
+        return "none"
+    strength = refinement.get("strength")
+    words = f"{refinement['factor']}:{'per layer' if isinstance(strength, list) else strength}"
+    extra = [
+        f"{name}={refinement[name]}"
+        for name, usual in (("steps", 1), ("damping", 0.0), ("future", "strict"))
+        if refinement.get(name, usual) != usual
+    ]
+    return ",".join([words, *extra])
+
+
+def _is_run(folder: Path) -> bool:
+    return bool(seed_folders(folder)) or any((folder / name).is_file() for name in FILES)
+
+
+def _read_folder(folder: Path) -> list[Run]:
+    if (folder / "diagnosis.json").is_file():
+        return _read_diagnosis(folder)
+    return [_read_run(folder)]
+
+
+def _read_run(folder: Path) -> Run:
+    problems: Problems = []
+    seeds = seed_folders(folder)
+    told = seeds[0] if seeds and not (folder / "recipe.json").is_file() else folder
+    recipe = read_object(told / "recipe.json", problems, "what was trained is not known")
+    record = read_object(told / "record.json", problems, "when, where and on which data is not known")
+    if told != folder and record:
+        record["seed"] = ", ".join(seed.name.removeprefix("seed-") for seed in seeds)
+    result = read_object(folder / "result.json", problems)
+    status = str(record.get("status", "unknown"))
+    if not (folder / "result.json").is_file():
+        problems.append(f"result.json is missing: the run has not finished (its status is {status}).")
+    kind = str(recipe.get("kind", "run"))
+    if seeds:
+        parts = [_curves(seed, problems, seed.name.replace("-", " ", 1)) for seed in seeds]
+        curves = joined(parts)
+        health = _health(seeds[0], recipe, problems) if (seeds[0] / "health.jsonl").is_file() else []
+    elif kind == "evaluate":
+        curves, health = {}, []
+    else:
+        curves = _curves(folder, problems)
+        health = _health(folder, recipe, problems)
+    facts = _facts(recipe, record)
+    if seeds and health:
+        facts.append(("heads shown", f"of {seeds[0].name.replace('-', ' ', 1)}"))
+    return Run(
+        folder.resolve().name,
+        kind,
+        curves,
+        health,
+        facts,
+        [(name, value) for name, value in flat(recipe) if name != "kind"],
+        flat(result),
+        problems,
+        _explorer(folder, problems),
+    )
+
+
+def _curves(folder: Path, problems: Problems, of: str = "") -> dict[str, list[Series]]:
+    found: Problems = []
+    lines = read_lines(
+        folder / "metrics.jsonl",
+        found,
+        "there are no curves",
+        lambda entry: number(entry.get("step")) is not None,
+    )
+    curves = read_curves(lines, of)
+    if "loss" not in curves and any("loss" in line for line in lines):
+        found.append("no training loss in metrics.jsonl is a finite number.")
+    problems += [f"{of}: {problem}" if of else problem for problem in found]
+    return curves
+
+
+def _health(folder: Path, recipe: dict[str, Any], problems: Problems) -> list[Snapshot]:
+    length, family = number(recipe.get("length")), recipe.get("family")
+    causal = CAUSAL_FAMILIES.get(family) if isinstance(family, str) else None
+    snapshots: list[Snapshot] = []
+
+    def keep(entry: dict[str, Any]) -> bool:
+        snapshot = read_snapshot(entry, length, causal)
+        if snapshot is not None:
+            snapshots.append(snapshot)
+        return snapshot is not None
+
+    read_lines(folder / "health.jsonl", problems, "there is nothing to say about single heads", keep)
+    return snapshots
+
+
+def _facts(recipe: dict[str, Any], record: dict[str, Any]) -> Facts:
+    facts: Facts = []
+    if recipe:
+        names = [str(recipe[name]) for name in ("family", "size") if recipe.get(name) is not None]
+        model = " ".join(names) or "/".join(Path(str(recipe.get("model", ""))).parts[-2:])
+        facts += [("model", model)] if model else []
+        facts += [("task", recipe["task"])] if recipe.get("task") is not None else []
+        facts.append(("refinement", refinement_words(recipe.get("refinement"))))
+        if recipe.get("regularizer") is not None:
+            facts.append(("regularizer", recipe["regularizer"]))
+    for name in ("status", "seed", "started", "finished", "seconds"):
+        if record.get(name) is not None:
+            facts.append((name, _moment(record[name]) if name in ("started", "finished") else record[name]))
+    environment = record.get("environment")
+    if isinstance(environment, dict):
+        facts += [(str(name), value) for name, value in environment.items() if value is not None]
+    data = record.get("data")
+    if isinstance(data, dict):
+        facts += [(f"data: {name}", f"sha256 {str(sum_)[:16]}…") for name, sum_ in data.items()]
+    for name in ("commit", "command"):
+        if record.get(name) is not None:
+            facts.append((name, record[name]))
+    return facts
+
+
+def _moment(value: Any) -> Any:
+    """``2026-01-31 12:00:05 UTC`` instead of the form that files hold."""
+    try:
+        when = datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        return value
+    zone = when.strftime(" %Z").rstrip()
+    return f"{when:%Y-%m-%d %H:%M:%S}{zone}"
+
+
+def _explorer(folder: Path, problems: Problems) -> dict[str, Any] | None:
+    if not (folder / "explorer.json").is_file():
+        return None
+    data = read_object(folder / "explorer.json", problems)
+    if data and not is_explorer(data):
+        problems.append("explorer.json does not have the form of this version: there is nothing to explore.")
+    return data if data and is_explorer(data) else None
+
+
+def _read_diagnosis(folder: Path) -> list[Run]:
+    problems: Problems = []
+    try:
+        records = json.loads((folder / "diagnosis.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        records = []
+    good = [record for record in records if isinstance(record, dict)] if isinstance(records, list) else []
+    explorer = _explorer(folder, problems)
+    runs = []
+    for record in good:
+        snapshot = diagnosed(record)
+        if snapshot is None:
+            problems.append("a record of diagnosis.json cannot be read and is left out.")
+            continue
+        settings = record.get("settings")
+        facts = [(name, record[name]) for name in ("texts", "tokens") if name in record]
+        facts += [(name, value) for name, value in flat(settings) if value is not None]
+        runs.append(Run(str(record.get("subject", "model")), "diagnosis", health=[snapshot], facts=facts))
+    if not runs:
+        problems.append("diagnosis.json cannot be read, so there is nothing to say about single heads.")
+        runs = [Run(folder.resolve().name, "diagnosis")]
+    runs[0] = replace(runs[0], problems=problems, explorer=explorer)
+    return runs
+
+
+def _told_apart(runs: Sequence[Run], folders: Sequence[Path]) -> list[str]:
+    names = [run.name for run in runs]
+    if len(set(names)) == len(names):
+        return names
+    if len(runs) == len(folders):
+        names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{run.name} ({place})" for place, run in enumerate(runs, 1)]

@@ -1,0 +1,96 @@
+"""Figures for papers and slides, from the same data as the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from saobp.metrics.plots import COLOURS, TITLES, heat_map, layer_curves, short_name
+from saobp.report.run_view import Run, read_runs
+
+FIRST = ("loss", "eval_loss", "eval_perplexity")
+TEXT_STAYS_TEXT: dict[Any, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "saobp"}
+"""Fonts that a publisher accepts, and the same file for the same data."""
+
+
+def write_figures(folders: Sequence[Path], out: Path, form: str) -> list[Path]:
+    """Curves, and heat maps and layers of the last measured health, as files of ``form`` in ``out``."""
+    runs = read_runs(folders)
+    figures: dict[str, Figure] = {}
+    if drawn_curves(runs):
+        figures["curves"] = training_curves(runs)
+    measured = [run.health[-1].diagnosis(run.name) for run in runs if run.health]
+    if measured:
+        shared = [name for name in measured[0].statistics if all(name in one.statistics for one in measured)]
+        for name in shared:
+            if name in TITLES:
+                figures[name] = heat_map(measured, name)
+        figures["layers"] = layer_curves(measured)
+    if not figures:
+        raise ValueError(
+            "there is nothing to draw: " + " ".join(problem for run in runs for problem in run.problems)
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    with matplotlib.rc_context(TEXT_STAYS_TEXT):
+        for name, figure in figures.items():
+            path = out / f"{name}.{form}"
+            stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
+            figure.savefig(path, dpi=200, metadata=stamp)
+            written.append(path)
+    return written
+
+
+def drawn_curves(runs: Sequence[Run]) -> list[str]:
+    """Losses and everything measured on held-out data; rates and speeds are left to the page."""
+    found = dict.fromkeys(name for run in runs for name in run.curves)
+    others = [name for name in found if name.startswith("eval_") and name not in FIRST]
+    return [*(name for name in FIRST if name in found), *others]
+
+
+def training_curves(runs: Sequence[Run]) -> Figure:
+    """One panel for each quantity that any run has, over steps; the seeds of a run share its colour."""
+    names = drawn_curves(runs)
+    columns = min(2, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(4.2 * columns, 2.9 * rows), layout="constrained")
+    panels = numpy.atleast_1d(figure.subplots(rows, columns)).flatten()
+    for panel, name in zip(panels, names, strict=False):
+        for place, run in enumerate(runs):
+            for number, series in enumerate(run.curves.get(name, [])):
+                values = [numpy.nan if value is None else value for value in series.values]
+                panel.plot(
+                    numpy.array(series.axes["step"], dtype=float),
+                    values,
+                    color=COLOURS[place % len(COLOURS)],
+                    linewidth=1.3 if not series.of else 0.9,
+                    marker="o" if len(values) <= 16 else None,
+                    markersize=3,
+                    label=short_name(run.name) if number == 0 else None,
+                )
+        title = "training loss" if name == "loss" else name.replace("eval_", "validation ", 1)
+        panel.set_title(title.replace("_", " "), fontsize=9)
+        panel.set_xlabel("step")
+        if name.endswith("perplexity"):
+            _logarithmic(panel)
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in panels[len(names) :]:
+        panel.set_visible(False)
+    if len(runs) > 1:
+        panels[0].legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _logarithmic(panel: Axes) -> None:
+    """Perplexities on a logarithmic axis, as on the page, with plain numbers beside it."""
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter(NullFormatter())

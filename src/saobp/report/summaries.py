@@ -1,0 +1,136 @@
+"""What a run's numbers say, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from saobp.metrics.verdict import COLLAPSED_BELOW, LOCALISED_BELOW, Verdict
+from saobp.report.curves import Series
+from saobp.report.run_view import Run
+from saobp.report.snapshots import Snapshot
+from saobp.report.tolerant_json import number
+
+MEANINGS: dict[Verdict, str] = {
+    "localised": (
+        f"each token stays with itself or a few fixed others, by a GTD below {LOCALISED_BELOW} "
+        f"or an entropy below {100 * COLLAPSED_BELOW:g} % of the largest"
+    ),
+    "sink": "at least half of all attention goes to one token",
+    "diffuse": "attention is spread so evenly that it hardly tells tokens apart",
+    "healthy": "direct and indirect paths are in balance",
+    "borderline": "between healthy and one of the other kinds",
+    "undefined": "a statistic is missing or not a number",
+}
+PLACES_NAMED, LAYERS_NAMED = 12, 4
+NONE = "\N{EN DASH}"
+"""In tables, where there is no number."""
+
+
+def summary(run: Run) -> list[str]:
+    """A few sentences on how the run ended and how its heads are."""
+    return [*_training_words(run), *(_head_words(run.health[-1]) if run.health else [])]
+
+
+def _training_words(run: Run) -> list[str]:
+    words = []
+    for name, title in (("loss", "training loss"), ("eval_loss", "validation loss")):
+        curves = [series for series in run.curves.get(name, []) if len(series.values) > 1]
+        if len(curves) == 1:
+            words.append(f"The {title} {_course(curves[0])}.")
+        else:
+            words += [f"The {title} of {one.of} {_course(one)}." for one in curves if one.values[-1] is None]
+    numbers = dict(run.result)
+    perplexity = number(numbers.get("eval_perplexity", numbers.get("perplexity")))
+    if perplexity is not None:
+        words.append(f"It ended at a validation perplexity of {perplexity:.4g}.")
+    if "best.mean" in numbers and "task" in numbers:
+        mean, spread = number(numbers["best.mean"]), number(numbers.get("best.std"))
+        seeds = len({name.split(".")[1] for name in numbers if name.startswith("seeds.")})
+        if mean is not None and spread is not None:
+            several = f" over {seeds} seeds: {mean:.2f} ± {spread:.2f}."
+            score = several if seeds > 1 else f", one seed: {mean:.2f}."
+            words.append(f"Best {numbers.get('metric', 'score')} on {numbers['task']}{score}")
+    if numbers.get("partial") is True:
+        notes = numbers.get("notes")
+        told = [str(note) for note in notes] if isinstance(notes, list) else []
+        words.append("Partial data" + (f": {'; '.join(told)}." if told else "."))
+    return words
+
+
+def _course(series: Series) -> str:
+    """How a curve with at least one number went; one that ends without numbers has failed."""
+    there = [place for place, value in enumerate(series.values) if value is not None]
+    first, last = (series.values[place] for place in (there[0], there[-1]))
+    words = f"went from {first:.2f} to {last:.2f}" if len(there) > 1 else f"was {first:.2f}"
+    if there[-1] == len(series.values) - 1:
+        return words
+    step = series.axes["step"][there[-1] + 1]
+    return f"{words} and is not a number from step {step:,.0f} on"
+
+
+def _head_words(last: Snapshot) -> list[str]:
+    when = "" if last.step is None else f"At step {last.step:,}, "
+    healthy = last.count("healthy")
+    opening = f"{when}{healthy} of {last.heads} heads {'is' if healthy == 1 else 'are'} healthy."
+    words = [opening[0].upper() + opening[1:]]
+    for kind in ("localised", "sink", "diffuse", "borderline", "undefined"):
+        places = [
+            (layer, head)
+            for layer, row in enumerate(last.verdicts)
+            for head, word in enumerate(row)
+            if word == kind
+        ]
+        if places:
+            words.append(f"{len(places)} {kind} ({_named(places)}): {MEANINGS[kind]}.")
+    return words
+
+
+def _named(places: Sequence[tuple[int, int]]) -> str:
+    """``layer 0 heads 1, 2; layer 3 head 0``, or of many the layers that have most of them."""
+    layers: dict[int, list[int]] = {}
+    for layer, head in places:
+        layers.setdefault(layer, []).append(head)
+    if len(places) > PLACES_NAMED:
+        fullest = sorted(sorted(layers), key=lambda layer: -len(layers[layer]))[:LAYERS_NAMED]
+        return "most in " + ", ".join(f"layer {layer} ({len(layers[layer])})" for layer in fullest)
+    return "; ".join(
+        f"layer {layer} head{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}"
+        for layer, heads in layers.items()
+    )
+
+
+def shown(value: float | None, digits: int = 3) -> str:
+    """A number in a table: fixed digits near one, few significant ones for others, a dash for none."""
+    if value is None:
+        return NONE
+    size = abs(value)
+    if value and size < 10**-digits:
+        return f"{value:.1e}"
+    few = float(f"{value:.4g}")
+    text = f"{few:.3g}" if size >= 1e9 else f"{few:,.0f}" if size >= 1000 else f"{value:.{digits}f}"
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def fact_text(value: Any) -> str:
+    """A fact as it stands in a table."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.5g}"
+    text = str(value) if not isinstance(value, list) else _list_text(value)
+    return text if len(text) <= 400 else f"{text[:399]}…"
+
+
+def _list_text(entries: list[Any]) -> str:
+    """Entries after each other; of numbers by layer and head only how many and how large."""
+    found = [number(value) for row in entries if isinstance(row, list) for value in row]
+    values = [value for value in found if value is not None]
+    is_grid = all(isinstance(row, list) for row in entries) and 0 < len(values) == len(found)
+    if not is_grid:
+        return ", ".join("[…]" if isinstance(entry, list) else fact_text(entry) for entry in entries)
+    low, high = min(values), max(values)
+    spread = f"all {low:.4g}" if low == high else f"from {low:.4g} to {high:.4g}"
+    return f"{len(values)} values, {spread}"

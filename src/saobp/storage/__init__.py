@@ -1,0 +1,1 @@
+"""Atomic writes and locks: files and folders that are complete or absent."""

@@ -1,0 +1,173 @@
+"""From what the user names to rows of tokens: raw texts, or token stores that are ready."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from saobp.data import (
+    Blocks,
+    TokenStore,
+    load_tokenizer,
+    parse_mixture,
+    prefix_of,
+    prepare_corpora,
+)
+from saobp.data.token_store import DESCRIPTION, Progress
+from saobp.data.tokenizer_store import (
+    learned_tokenizer,
+    leave_beside,
+    place_beside,
+    size_to_learn,
+    sizes_beside,
+    words_of,
+)
+from saobp.data.tokenizers import tokenizer_checksum
+from saobp.storage.atomic import is_unfinished
+from saobp.training.objectives import MaskedLM
+
+_HUB = re.compile(r"[\w.-]+/[\w.-]+$")
+"""What a dataset on the hub is called."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a run reads; without a held-out share there is nothing to validate on."""
+
+    train: Blocks
+    validation: Blocks | None
+    tokenizer: PreTrainedTokenizerFast
+
+
+def find_texts(
+    family: str,
+    corpus: str,
+    *,
+    length: int,
+    seed: int,
+    tokens: str | Path,
+    data_dir: str | Path | None = None,
+    tokenizer: str | None = None,
+    vocabulary: int | None = None,
+    held_out: float = 0.01,
+    progress: Callable[[str], Progress] | None = None,
+) -> Texts:
+    """Rows of a mixture such as ``"wikipedia_en:0.6,gutenberg_books:0.4"``.
+
+    tokens:     folder of token stores; a corpus that can be found as text is tokenised there once, another
+                must be there already. The tokenizer is left beside them, so that the folder is enough later
+    corpus:     empty for all stores in that folder
+    tokenizer:  a name or folder; by default the one in ``tokens``, else the family's own
+    vocabulary: learn one of this size from the corpus instead; ``tokenizer="train:SIZE"`` says the same
+    progress:   given words for what takes long, gives back what is told how far it is
+    """
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise ValueError(f"the data folder {data_dir} does not exist: check --data-dir")
+    folder = Path(tokens)
+    mixture = parse_mixture(corpus) if corpus else {}
+    there = {store.description.corpus for store in stores_in(folder)}
+    raw = [name for name in mixture if _is_text(name, data_dir) or (name not in there and _HUB.match(name))]
+    if not mixture and not there:
+        raise ValueError(f"{folder} holds no token store: name texts by --corpus")
+    for name in mixture:
+        if name not in raw and name not in there:
+            raise ValueError(
+                f"there is no text {name!r}"
+                + ("" if data_dir is None else f" in {data_dir}")
+                + f" and no token store of it in {folder}: check --corpus, --data-dir and --tokens"
+            )
+    words = find_tokenizer(
+        family,
+        folder,
+        raw,
+        data_dir=data_dir,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        progress=progress,
+    )
+    if family != "gpt2":
+        MaskedLM.of(words)
+    made = prepare_corpora(raw, words, folder, data_dir=data_dir, progress=progress) if raw else {}
+    ready = ready_stores(folder, words)
+    for name in mixture:
+        if name not in made and name not in ready:
+            raise ValueError(
+                f"the tokens of {name} in {folder} come from another tokenizer: name it by --tokenizer"
+            )
+    stores = {name: made.get(name) or ready[name] for name in mixture} if mixture else ready
+    if not stores:
+        raise ValueError(f"{folder} holds no token store for this tokenizer: name texts by --corpus")
+    for name in stores.keys() - made.keys():
+        stores[name].verify()
+    weights = mixture if any(weight is not None for weight in mixture.values()) else None
+    blocks = partial(
+        Blocks,
+        stores,
+        weights,
+        length=length,
+        seed=seed,
+        held_out=held_out,
+        prefix=None if family == "gpt2" else prefix_of(words),
+    )
+    return Texts(blocks(split="train"), blocks(split="validation") if held_out else None, words)
+
+
+def find_tokenizer(
+    family: str,
+    folder: Path,
+    raw: list[str],
+    *,
+    data_dir: str | Path | None,
+    tokenizer: str | None,
+    vocabulary: int | None,
+    progress: Callable[[str], Progress] | None = None,
+) -> PreTrainedTokenizerFast:
+    """The tokenizer asked for, or the one beside the tokens, or the family's; left beside the tokens."""
+    if tokenizer is not None and vocabulary is not None:
+        raise ValueError("give a tokenizer or the size of a vocabulary to learn, not both")
+    size = vocabulary if tokenizer is None else size_to_learn(tokenizer)
+    if size is not None:
+        return learned_tokenizer(folder, family, size, raw, data_dir=data_dir, progress=progress)
+    if tokenizer is not None:
+        return load_tokenizer(tokenizer, data_dir)
+    beside = place_beside(folder, family)
+    if beside.is_dir():
+        return load_tokenizer(str(beside))
+    if not raw:
+        _check_not_learned(folder, family)
+    found = load_tokenizer(words_of(family), data_dir)
+    return leave_beside(found, folder, family) if raw else found
+
+
+def _check_not_learned(folder: Path, family: str) -> None:
+    """Ask for the size where the only vocabularies beside the tokens are learned ones."""
+    sizes = sizes_beside(folder, family)
+    if sizes:
+        raise ValueError(
+            f"{folder} holds a vocabulary learned for {family}: add --vocabulary {' or '.join(sizes)}, or "
+            "name a tokenizer by --tokenizer"
+        )
+
+
+def stores_in(folder: Path) -> list[TokenStore]:
+    """The token stores in a folder, not yet verified."""
+    if not folder.is_dir():
+        return []
+    found = sorted(path.parent for path in folder.glob(f"*/{DESCRIPTION}"))
+    return [TokenStore.open(path, verify=False) for path in found if not is_unfinished(path)]
+
+
+def ready_stores(folder: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, TokenStore]:
+    """Token stores that this tokenizer made, by the name of their corpus, not yet verified."""
+    mark = tokenizer_checksum(tokenizer)
+    found = [store for store in stores_in(folder) if store.description.tokenizer_checksum == mark]
+    return {store.description.corpus: store for store in found}
+
+
+def _is_text(name: str, data_dir: str | Path | None) -> bool:
+    return Path(name).exists() or (data_dir is not None and Path(data_dir, name).exists())

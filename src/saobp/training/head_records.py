@@ -1,0 +1,45 @@
+"""What training keeps of each head: statistics of its attention, and its strength, learned or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from saobp.metrics.health import CROSS_LAYER, Health
+from saobp.training.sharding import whole
+from saobp.transformers.layer_refinement import attached, strength_parameters
+
+STATISTICS = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
+MEASURED = (*STATISTICS, CROSS_LAYER)
+
+
+def health_line(step: int, health: Health, strengths: list[list[float]] | None) -> dict[str, Any]:
+    """A line of ``health.jsonl``: every statistic as a list of heads for each layer."""
+    return {
+        "step": step,
+        "layers": list(health.layers),
+        "statistics": {
+            name: [heads.tolist() for heads in health.values(name).values()] for name in STATISTICS
+        },
+        CROSS_LAYER: list(health.cross_layer_gtd().values()),
+        "strengths": strengths,
+    }
+
+
+def strengths_of(model: nn.Module) -> list[list[float]] | None:
+    """Strength of each head by layer, None without refinement; all processes call this together."""
+    found = [whole(own.strength.detach()).float().cpu().tolist() for _, own in attached(model)]
+    return found or None
+
+
+def separate_strengths(optimizer: torch.optim.Optimizer, model: PreTrainedModel, rate: float) -> None:
+    """Move learned strengths to a group of their own, the last one: no weight decay, own learning rate."""
+    strengths = strength_parameters(model)
+    moved = {id(strength) for strength in strengths}
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
+    if strengths:
+        optimizer.add_param_group({"params": strengths, "weight_decay": 0.0, "lr": rate})

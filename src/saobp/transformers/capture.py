@@ -1,0 +1,224 @@
+"""See every attention call of a model, whatever its attention implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+from saobp.propagation.graph import FactorGraph
+from saobp.propagation.reference import reference_attention
+from saobp.refinement import Refinement
+from saobp.transformers.apply import attention_modules
+from saobp.transformers.attention_function import graph_of, own_refinement, reject
+from saobp.transformers.cache import Memory
+from saobp.transformers.layer_refinement import IMPLEMENTATION, is_causal_call
+from saobp.transformers.masks import View, padded_view, read_mask, window_view
+
+_ARGUMENTS = ("query", "key", "value", "attention_mask", "dropout", "scaling")
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of one attention module, just before it is computed.
+
+    name, index:         the attention module's name in the model, and its place among them
+    query:               ``[batch, heads, queries, dim]``; key and value may have fewer heads
+    mask, options:       as the implementation gets them; ``graph`` reads the mask
+    """
+
+    name: str
+    index: int
+    module: nn.Module
+    implementation: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    scaling: float
+    dropout: float
+    is_causal: bool
+    sliding_window: int | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_refined(self) -> bool:
+        return self.implementation == IMPLEMENTATION
+
+    def refinement(self) -> tuple[Refinement, Tensor]:
+        """How the rows are refined, with the strength of each head; factor ``none`` for other models."""
+        refinement, strength, _ = self._own()
+        return refinement, strength
+
+    def graph(self) -> tuple[FactorGraph, Tensor | None]:
+        """Who sees and hears whom, with padding rows silent, and what the mask adds to the scores."""
+        if self.is_refined:
+            return graph_of(
+                self.mask,
+                self.query,
+                self.key.shape[-2],
+                self._own()[0],
+                self.is_causal,
+                self.sliding_window,
+            )
+        view = self._view()
+        return FactorGraph(view.visible, view.speaks, causal=self.is_causal), view.bias
+
+    def rows(self) -> Tensor:
+        """The attention rows ``[batch, heads, queries, keys]`` before dropout, refined if the model's are."""
+        reject(self.module, self.options)
+        refinement, strength, memory = self._own()
+        graph, bias = self.graph()
+        return reference_attention(
+            self.query,
+            self.key,
+            self.value,
+            refinement,
+            strength,
+            graph,
+            bias=bias,
+            scale=self.scaling,
+            past=None if memory is None else memory.heard,
+        ).rows
+
+    def _own(self) -> tuple[Refinement, Tensor, Memory | None]:
+        if self.is_refined:
+            return own_refinement(self.module, self.query)
+        return Refinement("none"), torch.zeros(self.query.shape[1], device=self.query.device), None
+
+    def _view(self) -> View:
+        """Read the mask of eager, sdpa or flash attention: the same None means three different things."""
+        queries, keys = self.query.shape[-2], self.key.shape[-2]
+        if self.mask is not None and (not isinstance(self.mask, Tensor) or self.mask.ndim == 4):
+            return read_mask(self.mask, queries, keys)
+        if "flash" in self.implementation:
+            padding = None if self.mask is None else self.mask[:, -keys:].bool()
+            if self.sliding_window is not None or self.is_causal:
+                window = keys if self.sliding_window is None else self.sliding_window
+                return window_view(window, queries, keys, self.is_causal, padding, self.query.device)
+            return padded_view(None, padding)
+        if self.mask is None and self.implementation == "sdpa" and self.is_causal and queries > 1:
+            return View(torch.ones(queries, keys, dtype=torch.bool, device=self.query.device).tril())
+        return View() if self.mask is None else read_mask(self.mask, queries, keys)
+
+
+Callback = Callable[[AttentionCall], object]
+
+
+class Watcher:
+    """Calls ``callback`` with every attention call of ``model`` made inside :meth:`watching`.
+
+    Made once for a model, its steps cost nothing; and a step compiled inside of it, callback included, goes
+    on fitting, since the compiler finds the same watcher every time.
+    """
+
+    def __init__(self, model: nn.Module, callback: Callback) -> None:
+        self.model, self.callback = model, callback
+        self.places = {module: (name, index) for index, (name, module) in enumerate(attention_modules(model))}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        for module in self.places:
+            config: Any = module.config
+            if getattr(module, "reorder_and_upcast_attn", False) and config._attn_implementation == "eager":
+                raise ValueError(
+                    f"{type(module).__name__} with reorder_and_upcast_attn computes eager attention on a "
+                    "path of its own, which cannot be watched: set it to False or use another attention "
+                    "implementation"
+                )
+        _watchers.append(self)
+        _install()
+        try:
+            yield
+        finally:
+            _watchers.remove(self)
+            _uninstall()
+
+
+@contextmanager
+def watch(model: nn.Module, callback: Callback) -> Iterator[None]:
+    """Call ``callback`` with every attention call of ``model``, for any attention implementation.
+
+    The recomputation of gradient checkpointing is not reported again. Watch the model itself rather than a
+    form of it that was compiled earlier.
+    """
+    with Watcher(model, callback).watching():
+        yield
+
+
+@contextmanager
+def record_attention(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Collect the attention rows ``[batch, heads, queries, keys]`` of every call, by attention module name.
+
+    Works for models that swallow ``output_attentions`` and for implementations that never form the rows.
+    A module that serves several layers, as in ALBERT, lists them in order.
+    """
+    recorded: dict[str, list[Tensor]] = {name: [] for name, _ in attention_modules(model)}
+
+    def record(call: AttentionCall) -> None:
+        with torch.no_grad():
+            recorded[call.name].append(call.rows())
+
+    with watch(model, record):
+        yield recorded
+
+
+_watchers: list[Watcher] = []
+_original: list[Callable] = []
+
+
+def _install() -> None:
+    """Have the registry hand out functions that report their calls, for as long as anyone watches."""
+    if not _original:
+        _original.append(AttentionInterface.get_interface)
+        AttentionInterface.get_interface = _observed_interface  # type: ignore[method-assign]
+
+
+def _uninstall() -> None:
+    if not _watchers:
+        AttentionInterface.get_interface = _original.pop()  # type: ignore[method-assign]
+
+
+def _observed_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
+    function = _original[0](self, attn_implementation, default)
+
+    def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            _report(module, attn_implementation, dict(zip(_ARGUMENTS, args, strict=False)) | kwargs)
+        return function(module, *args, **kwargs)
+
+    return observed
+
+
+def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -> None:
+    options = {name: value for name, value in arguments.items() if name not in _ARGUMENTS}
+    query: Tensor = arguments["query"]
+    scaling = arguments.get("scaling")
+    is_causal = is_causal_call(module, options.pop("is_causal", None))
+    window = options.pop("sliding_window", None)
+    for watcher in tuple(_watchers):
+        if module not in watcher.places:
+            continue
+        name, index = watcher.places[module]
+        watcher.callback(
+            AttentionCall(
+                name=name,
+                index=index,
+                module=module,
+                implementation=implementation,
+                query=query,
+                key=arguments["key"],
+                value=arguments["value"],
+                mask=arguments.get("attention_mask"),
+                scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+                dropout=arguments.get("dropout", 0.0),
+                is_causal=is_causal,
+                sliding_window=window,
+                options=options,
+            )
+        )

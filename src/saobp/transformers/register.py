@@ -1,0 +1,20 @@
+"""Make ``attn_implementation="saobp"`` known to Transformers."""
+
+from __future__ import annotations
+
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from saobp.transformers.attention_function import saobp_attention
+from saobp.transformers.cache import note_past_recording
+from saobp.transformers.layer_refinement import IMPLEMENTATION
+from saobp.transformers.load import warn_without_refinement
+from saobp.transformers.masks import saobp_mask
+
+
+def register() -> None:
+    """Register the attention function and its mask under one name: without the mask, none would apply."""
+    AttentionInterface.register(IMPLEMENTATION, saobp_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, saobp_mask)
+    warn_without_refinement()
+    note_past_recording()
