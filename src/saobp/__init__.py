@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from saobp._register_on_import import register_on_import
+from saobp.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from saobp.functional import attention, refine
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from saobp.refinement import Refinement
     from saobp.transformers.apply import apply, remove
     from saobp.transformers.load import load
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Factor",

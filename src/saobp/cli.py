@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from saobp import __version__
 from saobp.commands.bench import bench
 from saobp.commands.diagnose import diagnose
 from saobp.commands.evaluate import evaluate
@@ -17,6 +16,7 @@ from saobp.commands.quickstart import quickstart
 from saobp.commands.report import report
 from saobp.commands.reproduce import reproduce
 from saobp.commands.tokenize import tokenize
+from saobp.version import __version__
 
 app = typer.Typer(
     help="Attention refined by belief propagation, and instruments for attention health.",

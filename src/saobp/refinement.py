@@ -11,14 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.propagation.factors import factor_names
-
 MAX_STRENGTH = 16.0
 """Beyond e^16 single precision no longer tells gamma = 1 - e^(-strength) from 1."""
 
 Strength = float | str | tuple[float | tuple[float, ...], ...]
 
 _AUTO_STRENGTH, _AUTO_PARAMETERS = 0.2, 11.2e6
+
+_factor_names = ["none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior"]
+
+
+def factor_names() -> tuple[str, ...]:
+    return tuple(_factor_names)
+
+
+def add_factor_name(name: str) -> None:
+    """Let refinements name a factor; :func:`saobp.register_factor` calls this."""
+    if name not in _factor_names:
+        _factor_names.append(name)
 
 
 @dataclass(frozen=True)
@@ -88,9 +98,20 @@ class Refinement:
         kind = type(given).__name__
         raise TypeError(f"a refinement is a saobp.Refinement, text such as 'high:0.2' or a dict, not {kind}")
 
+    def __str__(self) -> str:
+        """The command-line form, which :meth:`parse` reads; fields at their defaults are left out."""
+        usual = {field.name: field.default for field in fields(self)}
+        head = self.factor if self.strength == "auto" else f"{self.factor}:{_strength_text(self.strength)}"
+        others = ((name, getattr(self, name)) for name in ("steps", "damping", "future"))
+        return ",".join([head, *(f"{name}={value}" for name, value in others if value != usual[name])])
+
     @classmethod
     def parse(cls, text: str) -> Refinement:
-        """Read the command-line form: ``high``, ``high:0.2`` or ``high,strength=learned,steps=2``."""
+        """Read the command-line form: ``high``, ``high:0.2`` or ``high,strength=learned,steps=2``.
+
+        Strengths of layers are joined by ``/`` and those of a layer's heads by ``:``, as in
+        ``high:0.1:0.2/0.3:0.4``; a list of one ends in its sign, as in ``high:0.1/``.
+        """
         head, *rest = [part.strip() for part in text.split(",")]
         factor, colon, strength = head.partition(":")
         options: dict[str, Any] = {"factor": factor}
@@ -189,12 +210,23 @@ def _checked_number(value: Any) -> float:
     return number
 
 
+def _strength_text(strength: Strength | tuple[float, ...], sign: str = "/") -> str:
+    if isinstance(strength, tuple):
+        return sign.join(_strength_text(entry, ":") for entry in strength) + sign * (len(strength) == 1)
+    return str(strength).removesuffix(".0")
+
+
 def _parsed_strength(text: str) -> Strength:
-    """``0.2``, ``auto``, ``learned`` or one number per layer joined by ``/``."""
+    """``0.2``, ``auto``, ``learned`` or a list as :meth:`Refinement.parse` describes it."""
     if text in ("auto", "learned"):
         return text
     try:
-        numbers = [float(part) for part in text.split("/")]
+        layers = [_parsed_heads(layer) for layer in text.removesuffix("/").split("/")]
     except ValueError:
         raise ValueError(f"strength must be a number, 'auto' or 'learned', not {text!r}") from None
-    return numbers[0] if len(numbers) == 1 else tuple(numbers)
+    return tuple(layers) if "/" in text else layers[0]
+
+
+def _parsed_heads(text: str) -> float | tuple[float, ...]:
+    heads = tuple(float(head) for head in text.removesuffix(":").split(":"))
+    return heads if ":" in text else heads[0]

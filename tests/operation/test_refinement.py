@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saobp import Refinement
+from saobp.propagation import get_factor
+from saobp.refinement import factor_names
 
 FACTORS = ["none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior"]
 numbers = st.floats(0, 16)
@@ -38,6 +40,34 @@ def test_dict_and_json_round_trip(refinement: Refinement) -> None:
     assert Refinement.from_dict(plain) == refinement
     assert Refinement.from_dict(json.loads(json.dumps(plain))) == refinement
     assert hash(Refinement.from_dict(plain)) == hash(refinement)
+
+
+@given(refinements)
+def test_text_round_trip(refinement: Refinement) -> None:
+    assert Refinement.parse(str(refinement)) == refinement
+
+
+@pytest.mark.parametrize(
+    ("refinement", "text"),
+    [
+        (Refinement("high", 0.2), "high:0.2"),
+        (Refinement("high", 1), "high:1"),
+        (Refinement(), "high"),
+        (Refinement("none"), "none"),
+        (Refinement("low", "learned", steps=2), "low:learned,steps=2"),
+        (Refinement("high", [0.1, 2], damping=0.5, future="paper"), "high:0.1/2,damping=0.5,future=paper"),
+        (Refinement("high", [[0.1, 0.2], [0.3]]), "high:0.1:0.2/0.3:"),
+        (Refinement("high", [0.1]), "high:0.1/"),
+    ],
+)
+def test_text(refinement: Refinement, text: str) -> None:
+    assert str(refinement) == text
+    assert Refinement.parse(text) == refinement
+
+
+def test_every_name_has_a_factor() -> None:
+    for name in factor_names():
+        assert (get_factor(name) is None) == (name == "none")
 
 
 def test_defaults() -> None:

@@ -251,7 +251,8 @@ def test_the_script_is_one_module_without_imports() -> None:
 def test_refinements_in_words() -> None:
     assert refinement_words(None) == refinement_words({"factor": "none"}) == "none"
     assert refinement_words({"factor": "high", "strength": 0.2}) == "high:0.2"
-    assert refinement_words({"factor": "low", "strength": [0.1, 0.2]}) == "low:per layer"
+    assert refinement_words({"factor": "low", "strength": [0.1, 0.2]}) == "low:0.1/0.2"
+    assert refinement_words({"factor": "not-registered"}) == "{'factor': 'not-registered'}"
 
 
 @pytest.mark.parametrize("form", ["svg", "pdf", "png"])

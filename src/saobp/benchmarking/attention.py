@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import saobp
 from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import Cell, Table, milliseconds, ratio, spread
 from saobp.benchmarking.timing import Call, Failure, Result, Timing, captured, cuda_clock, in_turn, wall_clock
-from saobp.functional import Backend
+from saobp.functional import Backend, attention
+from saobp.refinement import Refinement
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPILED = (2048, 8192)
@@ -31,7 +31,7 @@ REPLAYED = 256
 _MAPS = {"forward": 6, "forward + backward": 11}
 """Maps in single precision that the eager reference holds at once."""
 STRENGTH = 0.2
-REFINEMENT = saobp.Refinement("high", STRENGTH)
+REFINEMENT = Refinement("high", STRENGTH)
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -202,7 +202,7 @@ def _peak(call: Call) -> float:
 def attend_refined(
     backend: Backend, causal: bool, strength: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    return saobp.attention(
+    return attention(
         q, k, v, REFINEMENT, is_causal=causal, backend=backend, strength=strength, strongest=STRENGTH
     )
 

@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 from transformers import BertConfig, PreTrainedModel
 
-import saobp
 from saobp.sizes import Size
+from saobp.transformers.apply import apply
 
 VOCABULARY, MASK = 30522, 103
 
@@ -34,4 +34,4 @@ def bert(
     model = kind(config).eval()
     model.set_attn_implementation("sdpa")
     refinement = REFINEMENTS[version]
-    return model if refinement is None else saobp.apply(model, refinement)
+    return model if refinement is None else apply(model, refinement)

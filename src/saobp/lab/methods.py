@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from saobp.refinement import Refinement
@@ -64,11 +65,4 @@ def method_name(refinement: Refinement | None, regularizer: str | None) -> str:
     """What a run is called after: the contents of its recipe, not the key of a method."""
     if refinement is None or refinement.is_plain:
         return "original" if regularizer is None else regularizer.replace(",", "-").replace("=", "-")
-    parts = [refinement.factor]
-    if not refinement.factor.startswith("elemmul"):
-        parts.append(f"{refinement.strength:g}" if isinstance(refinement.strength, float) else "learned")
-    if refinement.steps > 1:
-        parts.append(f"steps{refinement.steps}")
-    if refinement.future == "paper":
-        parts.append("future-paper")
-    return "-".join(parts)
+    return re.sub("[:,=/]", "-", str(refinement).replace("steps=", "steps"))

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from saobp.refinement import add_factor_name
+
 if TYPE_CHECKING:
     from saobp.propagation.graph import FactorGraph
 
@@ -140,10 +142,6 @@ _BUILT_IN = frozenset(_FACTORS)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def factor_names() -> tuple[str, ...]:
-    return tuple(_FACTORS)
-
-
 def get_factor(name: str) -> Factor | None:
     """The factor of that name; ``none`` has none."""
     return _FACTORS[name]
@@ -158,4 +156,5 @@ def register_factor(name: str, factor: Factor) -> Factor:
     if not isinstance(factor, Factor):
         raise TypeError(f"a factor must be an instance of saobp.Factor, not {factor!r}")
     _FACTORS[name] = factor
+    add_factor_name(name)
     return factor

@@ -186,9 +186,5 @@ def write_page(
         "measured on the held-out rows that training watches, so single verdicts may differ. One seed and a "
         "minute of training: a look at the instruments, not evidence for or against the method.",
     )
-    title = TITLE.format(refinement_text(refinement))
+    title = TITLE.format(refinement)
     return write_report(list(runs.values()), out, title=title, tables=[table], sample=sentence)
-
-
-def refinement_text(refinement: Refinement) -> str:
-    return f"{refinement.factor}:{refinement.strength}"

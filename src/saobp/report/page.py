@@ -17,7 +17,6 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, Template
 
-from saobp import __version__
 from saobp.metrics.gtd import BETA
 from saobp.metrics.plots import MARKS
 from saobp.metrics.verdict import (
@@ -38,6 +37,7 @@ from saobp.report.snapshots import VERDICTS
 from saobp.report.summaries import MEANINGS, summary
 from saobp.report.tables import Table, fact_tables, head_table
 from saobp.storage.atomic import write_atomically
+from saobp.version import __version__
 
 PAGE_BYTES = 6_000_000
 LIMITS = {

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from saobp.refinement import Refinement
 from saobp.report.curves import Series, joined, read_curves
 from saobp.report.explorer import is_explorer
 from saobp.report.snapshots import Snapshot, diagnosed, read_snapshot
@@ -66,17 +67,11 @@ def seed_folders(folder: Path) -> list[Path]:
 
 
 def refinement_words(refinement: Any) -> str:
-    """A refinement as it is written on the command line, such as ``high:0.2``."""
-    if not isinstance(refinement, dict) or refinement.get("factor") in (None, "none"):
-        return "none"
-    strength = refinement.get("strength")
-    words = f"{refinement['factor']}:{'per layer' if isinstance(strength, list) else strength}"
-    extra = [
-        f"{name}={refinement[name]}"
-        for name, usual in (("steps", 1), ("damping", 0.0), ("future", "strict"))
-        if refinement.get(name, usual) != usual
-    ]
-    return ",".join([words, *extra])
+    """A recorded refinement in its text form; as it was recorded where its factor is not registered here."""
+    try:
+        return str(Refinement.from_dict(refinement or {"factor": "none"}))
+    except (TypeError, ValueError):
+        return str(refinement)
 
 
 def _is_run(folder: Path) -> bool:

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-import saobp
 from saobp.data.tasks import TASKS, TaskSpec
 from saobp.data.tokenizers import train_vocabulary
+from saobp.transformers.apply import apply
 
 NOUNS = [
     "river",
@@ -184,7 +184,7 @@ def save_tiny_gpt2(folder: Path, refinement: str | None = None, *, seed: int = 0
 
 def _save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path, refinement: str | None) -> Path:
     if refinement is not None:
-        saobp.apply(model, refinement)
+        apply(model, refinement)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

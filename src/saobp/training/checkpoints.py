@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-import saobp
 from saobp.refinement import Refinement
-from saobp.transformers.load import checked_folder
+from saobp.transformers.apply import apply, remove
+from saobp.transformers.load import checked_folder, load
 
 
 def config_of(folder: str | Path) -> Any:
@@ -45,10 +45,10 @@ def load_model(
     name = checked_folder(folder)
     options = {"dtype": torch.float32, **options}
     saved = getattr(config_of(folder), "saobp", None) is not None
-    model = saobp.load(name, kind, **options) if saved else kind.from_pretrained(name, **options)
+    model = load(name, kind, **options) if saved else kind.from_pretrained(name, **options)
     if refinement is None:
         return model
-    return saobp.remove(model) if refinement.is_plain else saobp.apply(model, refinement)
+    return remove(model) if refinement.is_plain else apply(model, refinement)
 
 
 def effective_refinement(folder: str | Path, refinement: Refinement | None) -> dict[str, Any] | None:

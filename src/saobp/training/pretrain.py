@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 from transformers.utils import logging as hf_logging
 
-import saobp
 from saobp.data import TokenStore
 from saobp.runs.folder import RunFolder
 from saobp.training.architectures import build_model
@@ -27,6 +26,7 @@ from saobp.training.progress import ProgressBar, above_the_bar
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.sharding import gathered_weights, sharding_asked_for
 from saobp.training.trainer import PretrainTrainer, arguments
+from saobp.transformers.apply import apply
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def new_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerFast) -> Pre
         if getattr(tokenizer, name, None) is not None:
             setattr(model.config, name, getattr(tokenizer, name))
     if recipe.refinement is not None:
-        saobp.apply(model, recipe.refinement)
+        apply(model, recipe.refinement)
     return model
 
 

@@ -10,12 +10,12 @@ import os
 import triton
 import triton.language as tl
 
-from saobp import refinement
+from saobp.refinement import MAX_STRENGTH as _MAX_STRENGTH
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Triton's interpreter has no inline assembly."""
 
-MAX_STRENGTH = tl.constexpr(refinement.MAX_STRENGTH)
+MAX_STRENGTH = tl.constexpr(_MAX_STRENGTH)
 
 
 @triton.jit
