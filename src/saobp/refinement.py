@@ -35,8 +35,9 @@ def add_factor_name(name: str) -> None:
 class Refinement:
     """How attention rows are refined; the same object in a call, a config, a command line and a record.
 
-    factor:   ``none``, ``high``, ``low``, ``elemmul``, ``high-listing``, ``low-listing``, ``elemmul-prior``
-              or a name given to :func:`saobp.register_factor`
+    factor:   ``none``, ``high``, ``low``, ``elemmul``, ``high-listing``, ``low-listing``, ``elemmul-prior``,
+              ``high-key-bias``, ``low-key-bias``, ``sinkhorn``, ``sinkhorn-3`` or a name given to
+              :func:`saobp.register_factor`
     strength: lambda >= 0 as a number, one per layer, a list per layer of one per head, ``"auto"`` (from the
               model's parameter count) or ``"learned"`` (per head, trained, either sign, starts at 0)
     steps:    belief-propagation steps

@@ -63,6 +63,53 @@ def test_equation_is_the_product_over_nodes(
     assert_same(refined(scores, factor, strength, order, real), expected)
 
 
+@pytest.mark.filterwarnings("ignore:future='paper'")
+@pytest.mark.parametrize("factor", ["high", "low"])
+@given(data=st.data(), seed=seeds, length=st.integers(1, 6), strength=strengths, order=orders)
+def test_key_bias_is_the_product_over_all_nodes_with_the_own(
+    factor: str, data: st.DataObject, seed: int, length: int, strength: float, order: Order
+) -> None:
+    real, scores = data.draw(masks(length)), scores_of(seed, length)
+    psi = {"high": oracles.high, "low": oracles.low}[factor](strength)
+    prior = oracles.masked_softmax(scores, order, real)
+    expected = oracles.paper_product(prior, psi, order, real, own=True)
+    assert_same(refined(scores, f"{factor}-key-bias", strength, order, real), expected)
+
+
+@pytest.mark.parametrize(("name", "iterations"), [("sinkhorn", 1), ("sinkhorn-3", 3)])
+@given(data=st.data(), seed=seeds, length=st.integers(1, 6))
+def test_sinkhorn_balances_columns_and_rows(
+    name: str, iterations: int, data: st.DataObject, seed: int, length: int
+) -> None:
+    real, scores = data.draw(masks(length)), scores_of(seed, length)
+    prior = oracles.masked_softmax(scores, "bidirectional", real)
+    found = refined(scores, name, 0.0, "bidirectional", real)
+    assert_same(found, oracles.sinkhorn(prior, iterations, real))
+
+
+def test_many_sinkhorn_iterations_would_be_doubly_stochastic() -> None:
+    scores = scores_of(0, 6)
+    spread = [
+        (refined(scores, name, 0.0, "bidirectional", None).sum(-2) - 1).abs().max()
+        for name in ("none", "sinkhorn", "sinkhorn-3")
+    ]
+    assert spread[0] > 3 * spread[1] > 9 * spread[2]
+
+
+def test_sinkhorn_raises_keys_that_underflow_in_every_row() -> None:
+    """A key 200 nats below the others has weight 0 in single precision before it is balanced."""
+    scores = scores_of(0, 4)
+    scores[:, 2] -= 200
+    expected = oracles.sinkhorn(oracles.masked_softmax(scores, "bidirectional"), 3)
+    found = refined(scores.float(), "sinkhorn-3", 0.0, "bidirectional", None)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_sinkhorn_refuses_causal_attention() -> None:
+    with pytest.raises(ValueError, match="no causal form"):
+        refined(scores_of(0, 4), "sinkhorn", 0.0, "strict", None)
+
+
 @pytest.mark.parametrize(("factor", "sign"), [("high-listing", 1), ("low-listing", -1)])
 @given(data=st.data(), seed=seeds, length=st.integers(1, 6), strength=strengths)
 def test_listing_is_algorithm_1(

@@ -18,7 +18,7 @@ def causal_graph(queries: int, keys: int, real: Tensor) -> FactorGraph:
     return FactorGraph(order & real[:keys], speaks=real[keys - queries : keys, None], causal=True)
 
 
-@pytest.mark.parametrize("factor", ["high", "low", "high-listing"])
+@pytest.mark.parametrize("factor", ["high", "low", "high-listing", "high-key-bias"])
 @given(
     seed=st.integers(0, 10_000),
     pieces=st.lists(st.integers(1, 3), min_size=1, max_size=4),

@@ -14,9 +14,9 @@ import saobp
 from saobp.propagation.factors import Alike, floored
 from saobp.testing.inputs import attention_inputs
 
-FACTORS = ["none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior"]
+FACTORS = ["none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior", "high-key-bias"]
 CASES = [(factor, order) for factor in FACTORS for order in ("bidirectional", "strict")]
-CASES += [("high", "paper"), ("low", "paper")]
+CASES += [("high", "paper"), ("low", "paper"), ("sinkhorn", "bidirectional"), ("sinkhorn-3", "bidirectional")]
 
 
 @pytest.mark.filterwarnings("ignore:future='paper'")

@@ -12,7 +12,7 @@ from torch.nn import functional
 import saobp
 from saobp.testing.inputs import AttentionInputs, attention_inputs
 
-FACTORS = ["none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior"]
+FACTORS = ["none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior", "high-key-bias"]
 POTTS = ["high", "low", "high-listing", "low-listing"]
 
 seeds = st.integers(0, 10_000)

@@ -23,9 +23,9 @@ TEMPORARIES = 6
 class PieceOfGraph(FactorGraph):
     """Some of the rows of a graph in which everyone hears everyone; ``past`` is the sum over all rows."""
 
-    def heard(self, messages: Tensor) -> Tensor:
+    def heard(self, messages: Tensor, *, own: bool = False) -> Tensor:
         assert self.past is not None
-        return self.past - self.spoken(messages)
+        return self.past if own else self.past - self.spoken(messages)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ class Factor(ABC):
     has_strength: bool = True
     """Whether the strength enters; a factor without one needs no value for it."""
 
+    hears_itself: bool = False
+    """Whether a row also hears its own message; without causality all rows then share one bias per key."""
+
     remembers: bool = True
     """Whether rows hear earlier rows, so that cached decoding must carry the sum of their messages."""
 
@@ -45,7 +48,7 @@ class Factor(ABC):
                 f"{type(self).__name__}.log_messages must give one number for every entry of beliefs "
                 f"{tuple(beliefs.shape)}, not {tuple(messages.shape)}"
             )
-        return log_prior + graph.heard(messages)
+        return log_prior + graph.heard(messages, own=self.hears_itself)
 
 
 class Potts(Factor):
@@ -62,6 +65,15 @@ class Potts(Factor):
         return torch.log1p(beliefs * torch.expm1(-self.sign * strength))
 
 
+class PottsKeyBias(Potts):
+    """Potts factor with the own message included: softmax_k(s_jk + c_k), c_k = sum_i log(1 - gamma A_ik).
+
+    Strict causal rows hear rows i <= j, so that no row hears a later one.
+    """
+
+    hears_itself = True
+
+
 class PottsListing(Potts):
     """The paper's Algorithm 1: its product over labels cancels, so a row hears its own message, inverted."""
 
@@ -69,6 +81,35 @@ class PottsListing(Potts):
 
     def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
         return log_prior - graph.spoken(self.log_messages(beliefs, strength))
+
+
+class Sinkhorn(Factor):
+    """Rows and columns balanced in turn: each iteration divides every key by what all rows together give it
+    and then every row by its sum. For comparison; it has no strength and no strict causal form.
+    """
+
+    has_strength = False
+
+    def __init__(self, iterations: int) -> None:
+        self.iterations = iterations
+
+    def log_messages(self, beliefs: Tensor, strength: Tensor) -> Tensor:  # noqa: ARG002
+        return -torch.log(floored(beliefs.sum(-2, keepdim=True))).expand_as(beliefs)
+
+    def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:  # noqa: ARG002
+        if graph.causal:
+            raise ValueError(
+                "Sinkhorn attention balances what a key receives from all rows, later ones too, so it has no "
+                "causal form: use it in an encoder"
+            )
+        silent = graph.spoken(torch.ones_like(log_prior)) == 0
+        least = torch.finfo(log_prior.dtype).min / 4
+        log_rows = log_prior
+        for _ in range(self.iterations):
+            received = log_rows.masked_fill(silent, least).logsumexp(-2, keepdim=True)
+            received = received.masked_fill(received < least / 2, 0.0)  # a key that no row sees
+            log_rows = torch.log_softmax(graph.hidden(log_rows - received), -1)
+        return log_rows
 
 
 class Similarity(Factor):
@@ -137,6 +178,10 @@ _FACTORS: dict[str, Factor | None] = {
     "high-listing": PottsListing(+1),
     "low-listing": PottsListing(-1),
     "elemmul-prior": Similarity(prior=True),
+    "high-key-bias": PottsKeyBias(+1),
+    "low-key-bias": PottsKeyBias(-1),
+    "sinkhorn": Sinkhorn(1),
+    "sinkhorn-3": Sinkhorn(3),
 }
 _BUILT_IN = frozenset(_FACTORS)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")

@@ -32,13 +32,18 @@ class FactorGraph:
             messages = messages.masked_fill(~self.visible, 0.0)
         return messages if self.speaks is None else messages.masked_fill(~self.speaks, 0.0)
 
-    def heard(self, messages: Tensor) -> Tensor:
-        """Sum of the log messages that reach each node, its own left out. ``[..., node, label]``"""
+    def heard(self, messages: Tensor, *, own: bool = False) -> Tensor:
+        """Sum of the log messages that reach each node, broadcastable to ``[..., node, label]``.
+
+        ``own`` includes each node's own message, else it is left out.
+        """
         messages = self.spoken(messages)
         if not self.causal:
-            return messages.sum(-2, keepdim=True) - messages
-        earlier = functional.pad(messages.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))
-        return earlier if self.past is None else earlier + self.past
+            total = messages.sum(-2, keepdim=True)
+            return total if own else total - messages
+        so_far = messages.cumsum(-2)
+        heard = so_far if own else functional.pad(so_far[..., :-1, :], (0, 0, 1, 0))
+        return heard if self.past is None else heard + self.past
 
     def hidden(self, log_values: Tensor) -> Tensor:
         """Minus infinity where a row cannot see; rows that see nothing become 0, so softmax is finite."""

@@ -42,10 +42,13 @@ def masked_softmax(scores: Tensor, order: Order, real: Sequence[bool] | None = N
     return prior
 
 
-def paper_product(rows: Rows, psi: Potential, order: Order, real: Sequence[bool] | None = None) -> Rows:
+def paper_product(
+    rows: Rows, psi: Potential, order: Order, real: Sequence[bool] | None = None, *, own: bool = False
+) -> Rows:
     """Prior times the messages of all other real nodes, each message the sum over r of psi(r, k) A_ir.
 
     ``strict`` takes the nodes before j alone; ``paper`` takes them all, on rows that are causal already.
+    ``own`` includes node j itself.
     """
     length = len(rows)
     real = real or [True] * length
@@ -55,7 +58,7 @@ def paper_product(rows: Rows, psi: Potential, order: Order, real: Sequence[bool]
         for k in range(length):
             product = rows[j][k]
             for i in range(length):
-                if i == j or not real[i] or (order == "strict" and i > j):
+                if (i == j and not own) or not real[i] or (order == "strict" and i > j):
                     continue
                 product *= sum(psi(r, k) * rows[i][r] for r in range(length))
             belief.append(product)
@@ -77,6 +80,18 @@ def listing(rows: Rows, strength: float) -> Rows:
         without_self = [product / message[k] for k in range(length)]
         beliefs.append(_normalised([rows[j][k] * without_self[k] for k in range(length)]))
     return beliefs
+
+
+def sinkhorn(rows: Rows, iterations: int, real: Sequence[bool] | None = None) -> Rows:
+    """Columns divided by their sums over real rows, then all rows by theirs, so many times."""
+    length = len(rows)
+    real = real or [True] * length
+    for _ in range(iterations):
+        received = [sum(rows[i][k] for i in range(length) if real[i]) for k in range(length)]
+        rows = [
+            _normalised([x / r if r else 0.0 for x, r in zip(row, received, strict=True)]) for row in rows
+        ]
+    return rows
 
 
 def elemmul(

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from saobp.functional import LEAK_WARNING
-from saobp.propagation.factors import Similarity, get_factor
+from saobp.propagation.factors import get_factor
 from saobp.refinement import Refinement
 from saobp.transformers.layer_refinement import (
     ATTACHED,
@@ -138,9 +138,8 @@ def uses_registry(kind: type) -> bool:
 
 def build(modules: Modules, refinement: Refinement) -> list[LayerRefinement]:
     """One refinement per attention module, ready to be attached; nothing is changed yet."""
-    if refinement.is_learned and (
-        refinement.is_plain or isinstance(get_factor(refinement.factor), Similarity)
-    ):
+    factor = get_factor(refinement.factor)
+    if refinement.is_learned and (factor is None or not factor.has_strength):
         raise ValueError(f"factor {refinement.factor!r} has no strength that could be learned")
     return [
         LayerRefinement(refinement, layer, len(modules), head_count(module), next(module.parameters()))
