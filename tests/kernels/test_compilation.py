@@ -7,9 +7,8 @@ import os
 import subprocess
 import sys
 
+import pretended_gpu
 import pytest
-
-from saobp.testing.pretended_gpu import CASES
 
 KERNELS = {
     "short": {"short_forward", "short_weak_forward", "short_backward"},
@@ -29,11 +28,11 @@ KERNELS = {
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", pretended_gpu.CASES)
 def test_kernels_compile_for_hopper(case: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "saobp.testing.pretended_gpu", case],
+        [sys.executable, pretended_gpu.__file__, case],
         env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

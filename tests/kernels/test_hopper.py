@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
+from gluon_on_cpu import Barrier, OnCpu
 from torch import Tensor
 
 import saobp
@@ -26,7 +27,6 @@ from saobp.kernels.hopper import short_forward as short_hopper
 from saobp.kernels.hopper.launch import hopper_serves
 from saobp.kernels.library.packed_bf16 import boosted
 from saobp.testing.error_budget import assert_within_budget
-from saobp.testing.gluon_on_cpu import Barrier, OnCpu
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 GPU = torch.cuda.is_available()

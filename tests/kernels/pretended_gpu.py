@@ -1,19 +1,28 @@
-"""Triton with a pretended GPU: kernels are compiled for one, launches are noted and do nothing.
+"""A GPU for Triton's compiler on a machine without one: kernels are compiled for it, launches are recorded.
 
-Triton's interpreter runs kernels on a CPU but forgives what a compiler does not. Here every kernel of a call
-goes through the real compiler, down to machine code, with the arguments that the call really passes. As
-``python -m saobp.testing.pretended_gpu CASE`` in a process of its own, because a driver is chosen once.
+Triton's interpreter runs kernels on a CPU but accepts what the compiler does not. Here every kernel of a
+call is compiled, down to machine code, with the arguments that the call passes:
+``python tests/kernels/pretended_gpu.py CASE``, in a process of its own: Triton chooses its driver once.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 HOPPER = 90
+
+
+class Launched(NamedTuple):
+    """One launch: the kernel's name, its binary, the size of the grid, and its arguments but addresses."""
+
+    name: str
+    binary: bytes
+    grid: tuple[int, int, int]
+    numbers: tuple[Any, ...]
 
 
 class _Utilities:
@@ -22,30 +31,30 @@ class _Utilities:
             "max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536
         }  # fmt: skip
 
-    def load_binary(self, name: str, *_: Any) -> tuple[str, str, int, int, int]:
-        return "module", name, 0, 0, 1024
+    def load_binary(self, name: str, binary: bytes, *_: Any) -> tuple[str, bytes, int, int, int]:  # noqa: ARG002
+        return "module", binary, 0, 0, 1024
 
     def unload_module(self, *_: Any) -> None:
         pass
 
 
-def pretend_gpu(capability: int = HOPPER) -> list[str]:
-    """From now on Triton compiles for such a GPU; the list fills with the names of launched kernels."""
+def pretend_gpu(capability: int = HOPPER) -> list[Launched]:
+    """From now on Triton compiles for this compute capability; the list fills with what is launched."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    launched: list[str] = []
+    launched: list[Launched] = []
 
     class Launcher:
         def __init__(self, source: Any, metadata: Any) -> None:  # noqa: ARG002
-            self.name = source.fn.__name__
-            self.parameters = len(source.fn.params)
+            self.name, self.arguments = source.fn.__name__, source.fn.arg_names
 
         def __call__(self, *arguments: Any) -> None:
-            given = len(arguments) - 9  # grid, stream, function, metadata, hooks
-            if given != self.parameters:
-                raise TypeError(f"{self.name} takes {self.parameters} arguments, not {given}")
-            launched.append(self.name)
+            x, y, z, _, binary, _, _, _, _, *given = arguments  # then stream, metadata, hooks
+            if len(given) != len(self.arguments):
+                raise TypeError(f"{self.name} takes {len(self.arguments)} arguments, not {len(given)}")
+            numbers = (_number(name, one) for name, one in zip(self.arguments, given, strict=True))
+            launched.append(Launched(self.name, binary, (x, y, z), tuple(numbers)))
 
     class Driver:
         utils = _Utilities()
@@ -70,18 +79,25 @@ def pretend_gpu(capability: int = HOPPER) -> list[str]:
     return launched
 
 
+def _number(name: str, argument: Any) -> Any:
+    """An argument without the address in it: those differ from call to call."""
+    if hasattr(argument, "strides"):  # a tensor descriptor
+        return tuple(argument.shape), tuple(argument.strides)
+    return None if name.endswith(("_ptr", "_map")) else argument
+
+
 def compile_call(
-    launched: list[str], factor: str, dtype: torch.dtype, length: int, **options: Any
+    launched: list[Launched], factor: str, dtype: torch.dtype, length: int, *, heads: int = 2, **options: Any
 ) -> list[str]:
-    """Kernels that a forward and a backward pass launch; both are done twice, by Triton and then directly."""
+    """Kernels that a forward and a backward pass launch; both run twice, through Triton and then directly."""
     from saobp.kernels.dispatch import fused_attention
     from saobp.refinement import Refinement
 
     learned = options.pop("learned", False)
     query, key, value = (
-        torch.zeros(1, length, 2, 64, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
+        torch.zeros(1, length, heads, 64, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
     )
-    strength = torch.full((2,), 0.2, requires_grad=learned)
+    strength = torch.full((heads,), 0.2, requires_grad=learned)
     refinement = Refinement(factor, "learned" if learned else 0.2)
     turns = []
     for _ in range(2):
@@ -91,15 +107,16 @@ def compile_call(
         out.sum().backward()
         turns.append(list(launched))
     if turns[0] != turns[1]:
-        raise AssertionError(f"the first call launched {turns[0]}, the second {turns[1]}")
-    return turns[0]
+        names = [[one.name for one in turn] for turn in turns]
+        raise AssertionError(f"the first call launched {names[0]}, the second {names[1]} or other arguments")
+    return [one.name for one in turns[0]]
 
 
 def _padded(length: int) -> dict[str, Any]:
     return {"padding_mask": torch.ones(1, length, dtype=torch.bool), "dropout_p": 0.1}
 
 
-def compile_hopper(launched: list[str]) -> list[str]:
+def compile_hopper(launched: list[Launched]) -> list[str]:
     """As "short", where the kernel for Hopper takes calls of any size."""
     from saobp.kernels.hopper import launch as short_hopper_launch
 
@@ -111,7 +128,7 @@ def compile_hopper(launched: list[str]) -> list[str]:
     )
 
 
-CASES: dict[str, Callable[[list[str]], list[str]]] = {
+CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
     "short": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 128)
         + compile_call(launched, "low", torch.bfloat16, 100, **_padded(100))
@@ -124,7 +141,7 @@ CASES: dict[str, Callable[[list[str]], list[str]]] = {
     ),
     "causal": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 512, is_causal=True)
-        + compile_call(launched, "high", torch.bfloat16, 8192, is_causal=True)  # by the copy engine
+        + compile_call(launched, "high", torch.bfloat16, 8192, heads=4, is_causal=True)  # by the copy engine
     ),
     "short causal": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 128, is_causal=True)
