@@ -18,7 +18,10 @@ Strength = float | str | tuple[float | tuple[float, ...], ...]
 
 _AUTO_STRENGTH, _AUTO_PARAMETERS = 0.2, 11.2e6
 
-_factor_names = ["none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior"]
+_factor_names = [
+    *("none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior"),
+    *("high-key-bias", "low-key-bias", "sinkhorn", "sinkhorn-3"),
+]
 
 
 def factor_names() -> tuple[str, ...]:
