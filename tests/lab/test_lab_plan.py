@@ -130,7 +130,7 @@ def test_pieces_are_done_once_in_order_and_failures_leave_the_others_going(tmp_p
 
 def test_estimates_guess_before_and_know_after(tmp_path: Path) -> None:
     """A run of the same kind counts as it was, another by its cost."""
-    from saobp.runs.folder import environment
+    from saobp.runs.provenance import environment
     from saobp.storage.atomic import unfinished
     from saobp.testing.fake_runs import make_run, write_json
 

@@ -366,7 +366,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(
 
     run, page = make_run(tmp_path / "run"), tmp_path / "page.html"
     page.write_text("the old page")
-    monkeypatch.setattr("saobp.storage.atomic.to_disk", full)
+    monkeypatch.setattr("saobp.storage.atomic.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_report([run], page)
     assert page.read_text() == "the old page"

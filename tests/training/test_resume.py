@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from saobp.runs import json_files as files
+from saobp.runs import manifest
 from saobp.runs.folder import FinishedRunError, RunError, RunFolder
 from saobp.testing.tiny_training import forked, small_recipe, train_small
 from saobp.training import trainer
@@ -66,7 +66,7 @@ def test_a_run_killed_many_times_has_the_losses_of_an_uninterrupted_one(tmp_path
     assert len([line for line in expected if "loss" in line]) == 12
 
     run = RunFolder(tmp_path / "killed")
-    killed_from_inside(run.path, files, "write_json", "before")
+    killed_from_inside(run.path, manifest, "write_json", "before")
     killed_from_outside(run.path, 1)
     killed_from_inside(run.path, trainer, "seal", "before")
     assert run.last_good_checkpoint() is None

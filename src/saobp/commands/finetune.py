@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,6 +145,7 @@ def _side_by_side(
 ) -> list[dict[str, Any]]:
     """Several tasks at a time, the largest first, each by this command in a process of its own."""
     from saobp.data.tasks.load import find_file
+    from saobp.runs.folder import RunFolder
     from saobp.training.finetune.worker_processes import run_jobs
 
     ordered = list(specs)
@@ -172,9 +172,7 @@ def _side_by_side(
                 bars.console.print(Text(words, style="red"), soft_wrap=True)
 
         codes = run_jobs(commands, jobs, logs, done)
-    return [
-        json.loads((out / spec.name / "result.json").read_text()) for spec in specs if codes[spec.name] == 0
-    ]
+    return [RunFolder(out / spec.name).result for spec in specs if codes[spec.name] == 0]
 
 
 def parse_seeds(text: str) -> list[int]:

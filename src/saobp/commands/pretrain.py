@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from saobp.commands.errors import in_words
+from saobp.runs.layout import RECIPE, RESULT
 
 if TYPE_CHECKING:
     from saobp.training.recipes import PretrainRecipe
@@ -72,7 +73,8 @@ def pretrain(
 
         if resume and RunFolder(out).is_finished:
             RunFolder(out).check_recipe("pretrain", resolved.to_dict())
-            say(f"The run in {out} is finished already; its result is in {out / 'result.json'}.")
+            RunFolder(out).clean_up()
+            say(f"The run in {out} is finished already; its result is in {out / RESULT}.")
             return
         RunFolder(out).check_free(resume)
         from saobp.commands.progress import text_bars
@@ -116,7 +118,7 @@ def pretrain(
         say(in_words(problem), "red")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        if out is not None and (out / "recipe.json").exists():
+        if out is not None and (out / RECIPE).exists():
             say(f"Stopped. The same command with --resume goes on with the run in {out}.")
         raise
     held = "" if result.eval_perplexity is None else f", held-out perplexity {result.eval_perplexity:.2f}"

@@ -68,10 +68,10 @@ def _explore(runs: list[Path], sentences: list[str]) -> None:
     """Leave ``explorer.json`` in every run, from the model that training saved there."""
     from saobp.metrics.sources import load_model
     from saobp.report import explorer_data, write_explorer
-    from saobp.report.run_view import run_folders, seed_folders
+    from saobp.runs.layout import MODEL, run_folders, seed_folders
 
     for run in (own for folder in runs if folder.is_dir() for own in run_folders(folder)):
-        folders = [run / "model", *(seed / "model" for seed in seed_folders(run))]
+        folders = [run / MODEL, *(seed / MODEL for seed in seed_folders(run))]
         saved = next((folder for folder in folders if folder.is_dir()), None)
         if saved is None:
             raise ValueError(f"{str(run)!r} holds no folder 'model', so there is no model for the sentences")

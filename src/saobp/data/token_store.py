@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from saobp.data.corpora import Corpus, open_corpus
 from saobp.data.parallel_encoding import encoded_pieces, processes_for
 from saobp.data.tokenizers import separator_of, tokenizer_checksum, tokenizer_text
-from saobp.storage.atomic import NO_ROOM, only_one, reason, replacing
+from saobp.storage.atomic import NO_ROOM, reason, replacing
+from saobp.storage.locks import exclusive
 
 TOKENS, DOCUMENTS, DESCRIPTION = "tokens.bin", "documents.npy", "store.json"
 FORMAT = 1
@@ -152,7 +153,7 @@ def prepare_tokens(
     """
     folder = Path(folder)
     tell = progress or (lambda *_: None)
-    with only_one(folder):
+    with exclusive(folder):
         ready = _matching(folder, corpus, tokenizer)
         if ready is None:
             try:

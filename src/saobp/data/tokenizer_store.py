@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from saobp.data.corpora import Documents, open_corpus
 from saobp.data.token_store import Progress
 from saobp.data.tokenizers import load_tokenizer, save_tokenizer, train_vocabulary
-from saobp.storage.atomic import only_one, replacing
+from saobp.storage.atomic import replacing
+from saobp.storage.locks import exclusive
 
 ORIGIN = "learned_from.json"
 """In the folder of a learned vocabulary: the names and checksums of its texts."""
@@ -62,7 +63,7 @@ def learned_tokenizer(
     if not place.is_dir():
         if not opened:
             raise ValueError("a vocabulary is learned from text, and no text was named by --corpus")
-        with only_one(place):
+        with exclusive(place):
             if not place.is_dir():
                 texts = Documents(tuple(opened.values()))
                 tell = None if progress is None else progress(f"learning a vocabulary of {size:,}")
@@ -84,7 +85,7 @@ def leave_beside(
 ) -> PreTrainedTokenizerFast:
     """Write a family's own tokenizer into a folder of token stores, unless it is there; returns what is."""
     place = place_beside(tokens, family)
-    with only_one(place):
+    with exclusive(place):
         if not place.is_dir():
             _write(tokenizer, place, {})
     return load_tokenizer(str(place))

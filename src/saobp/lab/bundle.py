@@ -21,11 +21,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from saobp.lab.plan import is_named
-from saobp.runs.json_files import MANIFEST, whole_folder
+from saobp.runs.layout import RESULT, SEED
+from saobp.runs.manifest import MANIFEST, folder_with_manifest
 from saobp.storage.atomic import is_unfinished, unfinished
 
 WEIGHTS = "model.safetensors"
-RESULT = "result.json"
 SMALL = "runs"
 PART_BYTES = 15 * 2**20
 """Of one file of an archive."""
@@ -43,7 +43,7 @@ def keep_rounded(model: Path) -> None:
         name: tensor.bfloat16() if tensor.ndim > 1 and tensor.is_floating_point() else tensor
         for name, tensor in weights.items()
     }
-    with whole_folder(model) as folder:
+    with folder_with_manifest(model) as folder:
         for file in model.iterdir():
             if file.name not in (WEIGHTS, MANIFEST):
                 shutil.copy2(file, folder / file.name)
@@ -63,7 +63,7 @@ def is_rounded(model: Path) -> bool:
 def small_files(runs: Path) -> list[Path]:
     """Files of finished runs, fine-tuning and measurements but models, relative to the folder of runs."""
     folders = [path.parent for path in runs.glob(f"*/{RESULT}")]
-    folders += [path.parent for path in runs.glob(f"tasks/*/*/seed-*/{RESULT}")]
+    folders += [path.parent for path in runs.glob(f"tasks/*/*/{SEED}*/{RESULT}")]
     found = [file for folder in folders for file in folder.iterdir() if file.is_file()]
     found += [*runs.glob(f"tasks/*/*/{RESULT}"), *runs.glob("measured/*/*.json")]
     return sorted(file.relative_to(runs) for file in found if not is_unfinished(file))

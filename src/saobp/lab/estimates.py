@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from saobp.lab.plan import Measured, Trained, Tuned
-from saobp.runs.folder import JOBS_VARIABLE, RunFolder, environment
+from saobp.runs.folder import RunFolder
 from saobp.runs.json_files import read_json
+from saobp.runs.layout import RESULT, SEED
+from saobp.runs.provenance import JOBS_VARIABLE, environment
 from saobp.storage.atomic import is_unfinished
 
 RATES = {"tiny": 12e6, "micro": 8e6, "mini": 4.2e6, "small": 2.0e6, "medium": 1.2e6}
@@ -50,7 +52,7 @@ class Estimates:
         self._seconds: dict[Key, list[float]] = {}
         for path in runs.glob("*/result.json"):
             self.learn_run(RunFolder(path.parent))
-        for path in runs.glob("tasks/*/*/seed-*/result.json"):
+        for path in runs.glob(f"tasks/*/*/{SEED}*/{RESULT}"):
             name, task = path.parts[-4], path.parts[-3]
             self._learn(("finetune", *_family_and_size(name), task), RunFolder(path.parent).record)
         for path in runs.glob("measured/*/*.json"):

@@ -12,6 +12,7 @@ from typing import Any
 from saobp.lab.plan import Plan, Trained, Tuned
 from saobp.runs.folder import RunError
 from saobp.runs.json_files import read_json, write_json
+from saobp.runs.layout import RECIPE, RECORD, RESULT, seed_folder
 from saobp.training.finetune.run import summarise
 
 RESTORED = "restored"
@@ -57,14 +58,14 @@ def _restore_trained(model: Trained, known: dict[str, Any], runs: Path) -> None:
 
 def _restore_tuned(tuned: Tuned, known: dict[str, Any], runs: Path) -> None:
     result, seed = known["result"], known["seed"]
-    _write(tuned.folder(runs) / f"seed-{seed}", known, {"kind": "finetune", "task": tuned.task})
-    write_json(tuned.folder(runs) / "result.json", summarise({seed: result}))
+    _write(seed_folder(tuned.folder(runs), seed), known, {"kind": "finetune", "task": tuned.task})
+    write_json(tuned.folder(runs) / RESULT, summarise({seed: result}))
 
 
 def _write(folder: Path, known: dict[str, Any], recipe: dict[str, Any]) -> None:
     """Record, recipe and, last, the result, which makes a run count as finished."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {name: value for name, value in known.items() if name not in OUTSIDE}
-    write_json(folder / "record.json", {**record, RESTORED: True})
-    write_json(folder / "recipe.json", known.get("recipe", recipe))
-    write_json(folder / "result.json", known["result"])
+    write_json(folder / RECORD, {**record, RESTORED: True})
+    write_json(folder / RECIPE, known.get("recipe", recipe))
+    write_json(folder / RESULT, known["result"])

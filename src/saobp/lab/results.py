@@ -10,8 +10,10 @@ from typing import Any
 
 from saobp.lab.experiments import Experiment
 from saobp.lab.plan import Measured, Plan, Trained, Tuned, check_same
-from saobp.runs.folder import RunFolder, without_folders
-from saobp.runs.json_files import read_json
+from saobp.runs.folder import RunFolder
+from saobp.runs.json_files import read_object
+from saobp.runs.layout import seed_folder
+from saobp.runs.provenance import without_folders
 
 Values = dict[str, dict[int, float]]
 """By method, then by seed."""
@@ -79,11 +81,11 @@ class Results:
 
     def measured(self, model: Trained, measure: str) -> dict[str, Any] | None:
         path = Measured(model, measure).file(self.runs)
-        return read_json(path) if path.exists() else None
+        return read_object(path) if path.exists() else None
 
     def tuned(self, model: Trained, task: str) -> dict[str, Any] | None:
-        path = Tuned(model, task).folder(self.runs) / "result.json"
-        return read_json(path) if path.exists() else None
+        run = RunFolder(Tuned(model, task).folder(self.runs))
+        return run.result if run.is_finished else None
 
     def score(self, model: Trained, task: str) -> float | None:
         """Of the last epoch, in percent."""
@@ -110,8 +112,7 @@ class Results:
 
     def epochs(self, model: Trained, task: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Metrics and health of each epoch of a fine-tuning run."""
-        folder = Tuned(model, task).folder(self.runs)
-        run = RunFolder(folder / f"seed-{model.seed}")
+        run = RunFolder(seed_folder(Tuned(model, task).folder(self.runs), model.seed))
         health = {line["step"]: line for line in run.health()}
         for line in run.metrics():
             if line["step"] in health and any(name.startswith("eval_") for name in line):
@@ -131,7 +132,7 @@ class Results:
     def _later_records(self, model: Trained) -> list[dict[str, Any]]:
         found = []
         for task in self.experiment.tasks if model.elsewhere is None else ():
-            run = RunFolder(Tuned(model, task).folder(self.runs) / f"seed-{model.seed}")
+            run = RunFolder(seed_folder(Tuned(model, task).folder(self.runs), model.seed))
             if run.is_finished:
                 found.append(_recorded(Tuned(model, task).name, "finetune", run))
         for measure in self.experiment.measures if model.elsewhere is None else ():
@@ -146,7 +147,7 @@ class Results:
         """Names of what the experiment would still need."""
         one = Plan([self.experiment], self.plan.scale, self.plan.seeds)
         names = [model.name for model in one.trained() if not self.run(model).is_finished]
-        names += [t.name for t in one.tuned() if not (t.folder(self.runs) / "result.json").exists()]
+        names += [t.name for t in one.tuned() if not RunFolder(t.folder(self.runs)).is_finished]
         return names + [m.name for m in one.measured() if not m.file(self.runs).exists()]
 
 

@@ -16,8 +16,9 @@ from saobp.lab.measurements import take
 from saobp.lab.plan import Measured, Trained, Tuned
 from saobp.lab.pretraining import free_memory
 from saobp.lab.work_queue import Piece, Say, StageResult, work_through
-from saobp.runs.folder import RunFolder, command_line, environment
+from saobp.runs.folder import RunFolder
 from saobp.runs.json_files import write_json
+from saobp.runs.provenance import command_line, environment
 from saobp.training.finetune import finetune, recipe_for
 
 NAMED = 3
@@ -121,7 +122,7 @@ def measure_all(
 
 
 def is_tuned(tuned: Tuned, runs: Path) -> bool:
-    return (tuned.folder(runs) / "result.json").exists()
+    return RunFolder(tuned.folder(runs)).is_finished
 
 
 def is_measured(measured: Measured, runs: Path) -> bool:

@@ -10,11 +10,7 @@ from pathlib import Path
 
 from saobp.lab.clock import Deadline, TimeIsUpError
 from saobp.storage.atomic import first_line
-
-try:
-    import fcntl
-except ImportError:  # no file locks on this system: --jobs would do everything twice
-    fcntl = None  # type: ignore[assignment]
+from saobp.storage.locks import try_lock
 
 Say = Callable[[str], object]
 
@@ -66,14 +62,12 @@ def claimed(runs: Path, name: str) -> Iterator[bool]:
     """Whether this process alone has the piece meanwhile; a killed process holds nothing."""
     folder = runs / CLAIMS
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / name).open("w") as lock:
-        try:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+    lock = try_lock(folder / name)
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def work_through(pieces: Sequence[Piece], runs: Path, deadline: Deadline, say: Say = print) -> StageResult:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saobp.report.tolerant_json import number
+from saobp.runs.tolerant_reader import number
 
 AXES = ("step", "tokens", "seconds")
 NOT_DRAWN = (*AXES, "epoch")

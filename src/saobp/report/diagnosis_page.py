@@ -13,6 +13,7 @@ from saobp.metrics.diagnosis import Diagnosis
 from saobp.metrics.plots import heat_map, layer_curves, save
 from saobp.report.explorer import write_explorer
 from saobp.report.page import write_report
+from saobp.runs.layout import DIAGNOSIS, EXPLORER
 from saobp.storage.atomic import write_atomically
 
 SAMPLE_CHARACTERS = 400
@@ -23,8 +24,8 @@ def write_diagnosis(
 ) -> list[Path]:
     """Write everything but the page into ``folder``; ``saobp report`` reads it like that of a run."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = [_write_json(diagnoses, folder / "diagnosis.json"), _write_csv(diagnoses, folder / "heads.csv")]
-    (folder / "explorer.json").unlink(missing_ok=True)
+    written = [_write_json(diagnoses, folder / DIAGNOSIS), _write_csv(diagnoses, folder / "heads.csv")]
+    (folder / EXPLORER).unlink(missing_ok=True)
     if explorer is not None:
         written.append(write_explorer(explorer, folder))
     for statistic in diagnoses[0].statistics:

@@ -16,7 +16,8 @@ from saobp.metrics.attention_calls import heads_of
 from saobp.metrics.diagnosis import CHARACTERS_PER_TOKEN, check_weights, longest_text
 from saobp.refinement import MAX_STRENGTH
 from saobp.report.quantized_scores import encode_head
-from saobp.report.tolerant_json import number
+from saobp.runs.layout import EXPLORER
+from saobp.runs.tolerant_reader import number
 from saobp.storage.atomic import write_atomically
 from saobp.transformers.capture import AttentionCall, watch
 
@@ -76,7 +77,7 @@ def explorer_data(
 
 def write_explorer(data: dict[str, Any], folder: Path) -> Path:
     """``explorer.json`` in a run folder, where the report looks for it."""
-    path = folder / "explorer.json"
+    path = folder / EXPLORER
     write_atomically(path, json.dumps(data, allow_nan=False) + "\n")
     return path
 

@@ -13,10 +13,21 @@ from saobp.refinement import Refinement
 from saobp.report.curves import Series, joined, read_curves
 from saobp.report.explorer import is_explorer
 from saobp.report.snapshots import Snapshot, diagnosed, read_snapshot
-from saobp.report.tolerant_json import Problems, flat, number, read_lines, read_object
+from saobp.runs.layout import (
+    DIAGNOSIS,
+    EXPLORER,
+    HEALTH,
+    METRICS,
+    RECIPE,
+    RECORD,
+    RESULT,
+    SEED,
+    run_folders,
+    seed_folders,
+)
+from saobp.runs.tolerant_reader import Problems, flat, number, try_read_lines, try_read_object
 
 CAUSAL_FAMILIES = {"bert": False, "modernbert": False, "gpt2": True}
-FILES = ("recipe.json", "record.json", "result.json", "metrics.jsonl", "health.jsonl", "diagnosis.json")
 Facts = list[tuple[str, Any]]
 
 
@@ -54,18 +65,6 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     return [replace(run, name=name) for run, name in zip(runs, _told_apart(runs, opened), strict=True)]
 
 
-def run_folders(folder: Path) -> list[Path]:
-    """The folder itself, or the runs in one that only collects them, as that of several tasks does."""
-    if _is_run(folder):
-        return [folder]
-    return sorted(path for path in folder.iterdir() if path.is_dir() and _is_run(path)) or [folder]
-
-
-def seed_folders(folder: Path) -> list[Path]:
-    """The runs of single seeds inside a fine-tuning run."""
-    return sorted(path for path in folder.glob("seed-*") if path.is_dir())
-
-
 def refinement_words(refinement: Any) -> str:
     """A recorded refinement in its text form; as it was recorded where its factor is not registered here."""
     try:
@@ -74,12 +73,8 @@ def refinement_words(refinement: Any) -> str:
         return str(refinement)
 
 
-def _is_run(folder: Path) -> bool:
-    return bool(seed_folders(folder)) or any((folder / name).is_file() for name in FILES)
-
-
 def _read_folder(folder: Path) -> list[Run]:
-    if (folder / "diagnosis.json").is_file():
+    if (folder / DIAGNOSIS).is_file():
         return _read_diagnosis(folder)
     return [_read_run(folder)]
 
@@ -87,20 +82,20 @@ def _read_folder(folder: Path) -> list[Run]:
 def _read_run(folder: Path) -> Run:
     problems: Problems = []
     seeds = seed_folders(folder)
-    told = seeds[0] if seeds and not (folder / "recipe.json").is_file() else folder
-    recipe = read_object(told / "recipe.json", problems, "what was trained is not known")
-    record = read_object(told / "record.json", problems, "when, where and on which data is not known")
+    told = seeds[0] if seeds and not (folder / RECIPE).is_file() else folder
+    recipe = try_read_object(told / RECIPE, problems, "what was trained is not known")
+    record = try_read_object(told / RECORD, problems, "when, where and on which data is not known")
     if told != folder and record:
-        record["seed"] = ", ".join(seed.name.removeprefix("seed-") for seed in seeds)
-    result = read_object(folder / "result.json", problems)
+        record["seed"] = ", ".join(seed.name.removeprefix(SEED) for seed in seeds)
+    result = try_read_object(folder / RESULT, problems)
     status = str(record.get("status", "unknown"))
-    if not (folder / "result.json").is_file():
+    if not (folder / RESULT).is_file():
         problems.append(f"result.json is missing: the run has not finished (its status is {status}).")
     kind = str(recipe.get("kind", "run"))
     if seeds:
         parts = [_curves(seed, problems, seed.name.replace("-", " ", 1)) for seed in seeds]
         curves = joined(parts)
-        health = _health(seeds[0], recipe, problems) if (seeds[0] / "health.jsonl").is_file() else []
+        health = _health(seeds[0], recipe, problems) if (seeds[0] / HEALTH).is_file() else []
     elif kind == "evaluate":
         curves, health = {}, []
     else:
@@ -124,8 +119,8 @@ def _read_run(folder: Path) -> Run:
 
 def _curves(folder: Path, problems: Problems, of: str = "") -> dict[str, list[Series]]:
     found: Problems = []
-    lines = read_lines(
-        folder / "metrics.jsonl",
+    lines = try_read_lines(
+        folder / METRICS,
         found,
         "there are no curves",
         lambda entry: number(entry.get("step")) is not None,
@@ -148,7 +143,7 @@ def _health(folder: Path, recipe: dict[str, Any], problems: Problems) -> list[Sn
             snapshots.append(snapshot)
         return snapshot is not None
 
-    read_lines(folder / "health.jsonl", problems, "there is nothing to say about single heads", keep)
+    try_read_lines(folder / HEALTH, problems, "there is nothing to say about single heads", keep)
     return snapshots
 
 
@@ -188,9 +183,9 @@ def _moment(value: Any) -> Any:
 
 
 def _explorer(folder: Path, problems: Problems) -> dict[str, Any] | None:
-    if not (folder / "explorer.json").is_file():
+    if not (folder / EXPLORER).is_file():
         return None
-    data = read_object(folder / "explorer.json", problems)
+    data = try_read_object(folder / EXPLORER, problems)
     if data and not is_explorer(data):
         problems.append("explorer.json does not have the form of this version: there is nothing to explore.")
     return data if data and is_explorer(data) else None
@@ -199,7 +194,7 @@ def _explorer(folder: Path, problems: Problems) -> dict[str, Any] | None:
 def _read_diagnosis(folder: Path) -> list[Run]:
     problems: Problems = []
     try:
-        records = json.loads((folder / "diagnosis.json").read_text(encoding="utf-8"))
+        records = json.loads((folder / DIAGNOSIS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         records = []
     good = [record for record in records if isinstance(record, dict)] if isinstance(records, list) else []

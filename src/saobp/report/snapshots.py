@@ -9,7 +9,7 @@ from typing import Any, get_args
 from saobp.metrics.diagnosis import Diagnosis
 from saobp.metrics.health import CROSS_LAYER, HeadHealth
 from saobp.metrics.verdict import Verdict, largest_entropy, verdict
-from saobp.report.tolerant_json import number
+from saobp.runs.tolerant_reader import number
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 Grid = list[list[float | None]]

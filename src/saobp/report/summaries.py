@@ -9,7 +9,7 @@ from saobp.metrics.verdict import COLLAPSED_BELOW, LOCALISED_BELOW, Verdict
 from saobp.report.curves import Series
 from saobp.report.run_view import Run
 from saobp.report.snapshots import Snapshot
-from saobp.report.tolerant_json import number
+from saobp.runs.tolerant_reader import number
 
 MEANINGS: dict[Verdict, str] = {
     "localised": (

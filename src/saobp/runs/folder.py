@@ -1,59 +1,40 @@
-"""The folder of a run: what was asked for, what happened, and the result.
-
-    recipe.json      kind of run and every resolved field
-    record.json      status, command, commit, times, seed, data checksums, environment
-    metrics.jsonl    one object a line: step, tokens, seconds, loss, ...; evaluations with step and eval_...
-    health.jsonl     statistics per layer and head, and the strengths
-    result.json      final numbers; it exists = the run is finished
-    model/           the trained model and its tokenizer
-    checkpoints/     step-000500/, each with a manifest of checksums
-
-Files and folders are written under another name first, so that each of them is whole or absent.
-"""
+"""The folder of a run: its reader and writer. Files are replaced atomically; ``layout`` has their names."""
 
 from __future__ import annotations
 
 import datetime
 import json
-import os
-import platform
-import re
-import shlex
 import shutil
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from saobp.benchmarking.machine import commit, processor, version
+from saobp.benchmarking.machine import commit
 from saobp.data.tokenizers import save_tokenizer
 from saobp.runs.json_files import (
     append_line,
-    flaw,
     keep_lines_up_to,
-    read_json,
     read_lines,
-    whole_folder,
+    read_object,
     write_json,
 )
-from saobp.storage.atomic import clear_unfinished, is_unfinished, reason, take_folder
+from saobp.runs.layout import CHECKPOINTS, HEALTH, LOCK, METRICS, MODEL, RECIPE, RECORD, RESULT
+from saobp.runs.manifest import damage, folder_with_manifest
+from saobp.runs.provenance import command_line, environment
+from saobp.storage.atomic import clear_unfinished, fsync, is_unfinished, reason
+from saobp.storage.locks import BaseFileLock, try_lock
 
 KINDS = ("pretrain", "finetune", "evaluate")
-JOBS_VARIABLE = "SAOBP_JOBS"
-"""Set for processes that share a machine: how many there are."""
-_WHOLE_PATH = re.compile(r"(?<![^=,])[~/][^=,]*")
-"""At the beginning of a word, of an option's value, or of a further part of a list."""
 KEPT_CHECKPOINTS = 2
 """One to go on from and one to fall back on."""
-_TAKEN: dict[Path, int] = {}
-"""Folders of the runs that this process works on."""
+_LOCKS: dict[Path, BaseFileLock] = {}
+"""By the folders of the runs that this process works on."""
 
 
 class RunError(ValueError):
@@ -93,17 +74,19 @@ class RunFolder:
         if kind not in KINDS:
             raise ValueError(f"a run is one of {', '.join(KINDS)}, not {kind!r}")
         run = cls(path)
+        if run.is_finished:
+            run.clean_up()
         asked = {"kind": kind, **recipe}
         data = dict(data or {})
         run.check_free(resume)
-        if run.file("recipe.json").exists():
+        if run.has_begun:
             run.check_recipe(kind, recipe)
             run._check_data(data, held_out)
         run.path.mkdir(parents=True, exist_ok=True)
-        run._take()
+        run._lock()
         clear_unfinished(run.path)
         clear_unfinished(run.checkpoints)
-        write_json(run.file("recipe.json"), asked)
+        write_json(run.file(RECIPE), asked)
         started = run.record.get("started", _now())
         run._write_record(
             status="running",
@@ -123,33 +106,33 @@ class RunFolder:
         """Refuse a folder in which no run can begin, or with ``resume`` go on; nothing is changed."""
         if self.is_finished:
             raise FinishedRunError(
-                f"the run in {self.path} is finished; its result is in {self.file('result.json')}: "
+                f"the run in {self.path} is finished; its result is in {self.file(RESULT)}: "
                 "name another folder to run again"
             )
-        if self.file("recipe.json").exists():
+        if self.has_begun:
             if not resume:
                 raise RunError(f"{self.path} holds an unfinished run: add --resume, or name another folder")
         elif self.path.is_file():
             raise RunError(f"{self.path} is a file: name a folder for the run")
-        elif self.path.exists() and not all(map(is_unfinished, self.path.iterdir())):
+        elif self.path.exists() and any(map(_is_foreign, self.path.iterdir())):
             raise RunError(f"{self.path} is not empty and holds no run: name another folder")
 
-    def _take(self) -> None:
+    def _lock(self) -> None:
         """Keep other processes out until the run has ended, or this process has."""
         key = self.path.resolve()
-        if key in _TAKEN:
+        if key in _LOCKS:
             return
-        taken = take_folder(self.path)
-        if taken is None:
+        lock = try_lock(self.file(LOCK))
+        if lock is None:
             raise RunError(
                 f"another process is at work on the run in {self.path}: wait for it, or name another folder"
             )
-        _TAKEN[key] = taken
+        _LOCKS[key] = lock
 
-    def _let_go(self) -> None:
-        taken = _TAKEN.pop(self.path.resolve(), None)
-        if taken is not None:
-            os.close(taken)
+    def _unlock(self) -> None:
+        lock = _LOCKS.pop(self.path.resolve(), None)
+        if lock is not None:
+            lock.release()
 
     def check_recipe(self, kind: str, recipe: Mapping[str, Any]) -> None:
         """Refuse another recipe than the one that the run in this folder was started with."""
@@ -182,51 +165,62 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def model(self) -> Path:
-        return self.path / "model"
+        return self.path / MODEL
+
+    @property
+    def has_begun(self) -> bool:
+        return self.file(RECIPE).exists()
 
     @property
     def is_finished(self) -> bool:
-        return self.file("result.json").exists()
+        return self.file(RESULT).exists()
 
     @property
     def recipe(self) -> dict[str, Any]:
-        return read_json(self.file("recipe.json"))
+        return read_object(self.file(RECIPE))
 
     @property
     def record(self) -> dict[str, Any]:
-        path = self.file("record.json")
-        return read_json(path) if path.exists() else {}
+        path = self.file(RECORD)
+        return read_object(path) if path.exists() else {}
 
     @property
     def result(self) -> dict[str, Any]:
-        return read_json(self.file("result.json"))
+        return read_object(self.file(RESULT))
 
     def metrics(self) -> list[dict[str, Any]]:
-        return read_lines(self.file("metrics.jsonl"))
+        return read_lines(self.file(METRICS))
 
     def health(self) -> list[dict[str, Any]]:
-        return read_lines(self.file("health.jsonl"))
+        return read_lines(self.file(HEALTH))
 
     def log_metrics(self, line: Mapping[str, Any]) -> None:
-        append_line(self.file("metrics.jsonl"), line)
+        append_line(self.file(METRICS), line)
 
     def log_health(self, line: Mapping[str, Any]) -> None:
-        append_line(self.file("health.jsonl"), line)
+        append_line(self.file(HEALTH), line)
+
+    def flush_logs(self) -> None:
+        """Force the logs to the disk: whatever a checkpoint follows on is there if the checkpoint is."""
+        for path in (self.file(METRICS), self.file(HEALTH)):
+            if path.exists():
+                fsync(path)
 
     def rewind(self, step: int) -> None:
         """Forget what was logged after a step: training goes on from there."""
-        for name in ("metrics.jsonl", "health.jsonl"):
+        for name in (METRICS, HEALTH):
             keep_lines_up_to(self.file(name), step)
 
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
         """A folder to fill with the state at a step; older checkpoints but one then go."""
-        with whole_folder(self.checkpoint_path(step)) as folder:
+        with folder_with_manifest(self.checkpoint_path(step)) as folder:
             yield folder
+            self.flush_logs()
         self.drop_old_checkpoints()
 
     def checkpoint_path(self, step: int) -> Path:
@@ -244,7 +238,7 @@ class RunFolder:
     def last_good_checkpoint(self, say: Callable[[str], object] = warnings.warn) -> int | None:
         """The latest step with a whole checkpoint, or None; ``say`` gets a sentence for each that is not."""
         for step in reversed(self.checkpoint_steps()):
-            problem = flaw(self.checkpoint_path(step))
+            problem = damage(self.checkpoint_path(step))
             if problem is None:
                 return step
             say(f"The checkpoint of step {step} is left out, because {problem}.")
@@ -258,7 +252,7 @@ class RunFolder:
     ) -> None:
         """The model and its tokenizer; ``weights`` are given where the model's own are sharded."""
         try:
-            with whole_folder(self.model) as folder:
+            with folder_with_manifest(self.model) as folder:
                 model.save_pretrained(folder, state_dict=weights)
                 if tokenizer is not None:
                     save_tokenizer(tokenizer, folder)
@@ -271,46 +265,45 @@ class RunFolder:
     def finish(self, result: Mapping[str, Any], *, seconds: float) -> None:
         """Write the result, last of all, and drop the checkpoints that it makes superfluous."""
         self._update_record(status="finished", finished=_now(), seconds=seconds)
-        write_json(self.file("result.json"), result)
+        self.flush_logs()
+        write_json(self.file(RESULT), result)
+        self._unlock()
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        """Remove what a finished run no longer needs: also one that was killed before it could do so."""
         shutil.rmtree(self.checkpoints, ignore_errors=True)
-        self._let_go()
+        clear_unfinished(self.path)
+        self.file(LOCK).unlink(missing_ok=True)
 
     def fail(self, seconds: float | None = None) -> None:
         """Note that the run stopped before its end; it can be resumed."""
         known = {} if seconds is None else {"seconds": seconds}
-        self._update_record(status="failed", finished=_now(), **known)
-        self._let_go()
+        try:
+            self._update_record(status="failed", finished=_now(), **known)
+        except OSError:
+            self._overwrite_status()
+        self._unlock()
+
+    def _overwrite_status(self) -> None:
+        """Mark the run as failed without a new file: a full disk has room for no other record."""
+        running, failed = b'"status": "running"', b'"status": "failed" '
+        with suppress(OSError), self.file(RECORD).open("r+b") as file:
+            place = file.read().find(running)
+            if place >= 0:
+                file.seek(place)
+                file.write(failed)
 
     def _update_record(self, **changes: Any) -> None:
         self._write_record(**{**self.record, **changes})
 
     def _write_record(self, **fields: Any) -> None:
-        write_json(self.file("record.json"), fields)
+        write_json(self.file(RECORD), fields)
 
 
-def environment(processes: int = 1) -> dict[str, Any]:
-    """What a run was made on; ``jobs`` is how many runs shared the machine, whose times then say little."""
-    cuda = torch.cuda.is_available()
-    return {
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "saobp": version("saobp"),
-        "hardware": torch.cuda.get_device_name(0) if cuda else processor(),
-        "processes": processes,
-        "jobs": int(os.environ.get(JOBS_VARIABLE, "1")),
-    }
-
-
-def command_line() -> str:
-    """The command line, with the program and all folders by their last part alone."""
-    program = Path(sys.argv[0]).name
-    return without_folders(["saobp" if program == "__main__.py" else program, *sys.argv[1:]])
-
-
-def without_folders(words: Iterable[str]) -> str:
-    """A command line that names no place of the machine: of every whole path only the last part."""
-    return shlex.join(re.sub(_WHOLE_PATH, lambda path: Path(path[0]).name, word) for word in words)
+def _is_foreign(path: Path) -> bool:
+    """Whether something is in a folder that no run begins with."""
+    return path.name != LOCK and not is_unfinished(path)
 
 
 def _now() -> str:

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent whenever the process is killed; made by one at a time."""
+"""Atomic writes: files and folders that are complete or absent whenever the process is killed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 try:
-    import fcntl
     import resource
-except ImportError:  # no file locks on this system: two processes that make the same folder get an error
-    fcntl = resource = None  # type: ignore[assignment]
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 UNFINISHED = ".unfinished-"
 """How the name of something half written begins; it lies beside what it will become."""
@@ -24,44 +23,6 @@ NO_ROOM = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "a file would be larger than the limit that is set for files (ulimit -f)",
 }
-READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-
-
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in here for the same folder; a killed process leaves no lock.
-
-    Where nothing may be written, nothing is made either: what is there can be read without waiting.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            lock = stack.enter_context((folder.parent / f".{folder.name}.lock").open("w"))
-        except OSError as problem:
-            if problem.errno not in READ_ONLY or not folder.is_dir():
-                raise
-        else:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def take_folder(folder: Path) -> int | None:
-    """A descriptor that keeps other processes from taking the folder until it is closed, or this one ends.
-
-    None where another process has it. Where the system has no such locks, nobody is kept out.
-    """
-    if fcntl is None:
-        return os.open(os.devnull, os.O_RDONLY)
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(opened)
-        return None
-    except OSError:
-        pass
-    return opened
 
 
 def unfinished(path: Path) -> Path:
@@ -77,13 +38,25 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file under another name, force it to the disk, then give it its name."""
     temporary = unfinished(path)
     try:
-        temporary.write_text(text, encoding="utf-8")
-        to_disk(temporary)
-        temporary.replace(path)
+        with naming(path):
+            temporary.write_text(text, encoding="utf-8")
+            fsync(temporary)
+            temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    to_disk(path.parent)
+    fsync(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the system inside say which file they are about: those of writes do not by themselves."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno is not None and problem.filename is None:
+            problem.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -103,7 +76,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 def put_in_place(new: Path, folder: Path) -> None:
     """Force a filled folder to the disk, then give it its name; a folder that had the name goes."""
     for path in (*new.rglob("*"), new):
-        to_disk(path)
+        fsync(path)
     old = folder.with_name(f"{REPLACED}{folder.name}")
     if folder.exists():
         _remove(old)
@@ -114,7 +87,7 @@ def put_in_place(new: Path, folder: Path) -> None:
         if old.exists():
             old.rename(folder)
         raise
-    to_disk(folder.parent)
+    fsync(folder.parent)
     _remove(old)
 
 
@@ -148,7 +121,7 @@ def _files_are_limited() -> bool:
     return resource is not None and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
 
 
-def to_disk(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Force a file's contents, or, where the system can, the names in a folder, to the disk."""
     if os.name == "nt":
         return

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from saobp.metrics.health_log import HealthLog
 from saobp.metrics.probe import Recorder
 from saobp.runs.folder import RunError, RunFolder
-from saobp.runs.json_files import read_json, seal, write_json
+from saobp.runs.json_files import read_json, write_json
+from saobp.runs.manifest import seal
 from saobp.storage.atomic import reason, unfinished
 from saobp.training.batches import Batch, Rows, Share, TrainingStream, health_batch, held_out_batches
 from saobp.training.graphed_step import ReplayedStep
@@ -259,6 +260,7 @@ class PretrainTrainer(Trainer):
             main = self.is_world_process_zero()
             if problem is None and main:
                 try:
+                    self.run.flush_logs()
                     seal(folder, final)
                     self.run.drop_old_checkpoints()
                 except OSError as error:

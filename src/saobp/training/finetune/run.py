@@ -16,6 +16,7 @@ from saobp.data.tasks import Task
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunError, RunFolder
 from saobp.runs.json_files import write_json
+from saobp.runs.layout import RESULT, seed_folder
 from saobp.training.checkpoints import (
     effective_refinement,
     load_tokenizer_of,
@@ -73,9 +74,9 @@ def finetune(
     session = _Session(model, task, asked, override, keep_model, checkpoint_seconds, say)
     results: dict[int, dict[str, Any]] = {}
     for seed in chosen:
-        results[seed] = session.one(folder / f"seed-{seed}", seed, progress)
+        results[seed] = session.one(seed_folder(folder, seed), seed, progress)
     summary = summarise(results)
-    write_json(folder / "result.json", summary)
+    write_json(folder / RESULT, summary)
     return summary
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from saobp.runs.folder import JOBS_VARIABLE
+from saobp.runs.provenance import JOBS_VARIABLE
 
 
 def run_jobs(

@@ -1,8 +1,9 @@
-"""Files and folders are whole or absent."""
+"""Files and folders are complete or absent."""
 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from saobp.data import open_corpus, prepare_tokens, train_vocabulary
-from saobp.storage import atomic as writing
+from saobp.storage import atomic
 from saobp.storage.atomic import clear_unfinished, reason, replacing, write_atomically
 
 
@@ -42,7 +43,7 @@ def test_everything_is_on_the_disk_before_the_name_is_given(
     def force(path: Path) -> None:
         forced.append((path.relative_to(tmp_path).as_posix(), place.exists()))
 
-    monkeypatch.setattr(writing, "to_disk", force)
+    monkeypatch.setattr(atomic, "fsync", force)
     with replacing(place) as new:
         (new / "deep").mkdir()
         (new / "deep" / "file").write_text("text")
@@ -65,7 +66,7 @@ def test_what_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mo
 
     with pytest.raises(TypeError), replacing(place) as new:
         (new / "file").write_text(b"bytes")  # type: ignore[arg-type]
-    monkeypatch.setattr(writing, "to_disk", full)
+    monkeypatch.setattr(atomic, "fsync", full)
     with pytest.raises(OSError, match="No space"), replacing(place) as new:
         (new / "file").write_text("half")
     with pytest.raises(OSError, match="No space"):
@@ -126,14 +127,14 @@ def test_tokens_in_a_folder_that_may_only_be_read_are_used(
     (tmp_path / "text.txt").write_text("A fox sees a dog. " * 9)
     corpus, words = open_corpus(tmp_path / "text.txt"), train_vocabulary(["A fox sees a dog."], 40)
     made = prepare_tokens(corpus, words, tmp_path / "store")
-    opened = Path.open
+    opened = os.open
 
-    def refuse(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
-        if "w" in mode:
+    def refuse(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             raise OSError(errno.EROFS, "Read-only file system", str(path))
-        return opened(path, mode, *rest, **options)
+        return opened(path, flags, *rest, **options)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     assert prepare_tokens(corpus, words, tmp_path / "store") == made
     with pytest.raises(OSError, match="Read-only file system"):
         prepare_tokens(corpus, words, tmp_path / "other")

@@ -1,4 +1,4 @@
-"""Files of a run as they are found: whole, cut short, or not what they should be."""
+"""Tolerant reading of a run's files: what cannot be read is left out, with a sentence that says so."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LARGEST = 1e100
 """Nothing that was measured is larger, and differences of such numbers are still finite."""
 
 
-def read_object(path: Path, problems: Problems, without: str | None = None) -> dict[str, Any]:
+def try_read_object(path: Path, problems: Problems, without: str | None = None) -> dict[str, Any]:
     """The object of a JSON file; empty, with a sentence in ``problems``, where there is none.
 
-    ``without`` says what the page lacks if the file is missing; None means that it may be missing.
+    ``without`` says what is lacking if the file is missing; None means that it may be missing.
     """
     if not path.is_file():
         if without is not None:
@@ -32,7 +32,7 @@ def read_object(path: Path, problems: Problems, without: str | None = None) -> d
     return found
 
 
-def read_lines(
+def try_read_lines(
     path: Path, problems: Problems, without: str, is_good: Callable[[dict[str, Any]], bool]
 ) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines for which ``is_good`` holds; others are counted and left out."""

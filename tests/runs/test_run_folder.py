@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from saobp.runs import json_files as files
+from saobp.runs import json_files
 from saobp.runs.folder import FinishedRunError, RunError, RunFolder
+from saobp.runs.layout import LOCK
+from saobp.runs.manifest import MANIFEST
 
 RECIPE = {"size": "tiny", "betas": (0.9, 0.98), "refinement": None}
 
@@ -118,9 +120,9 @@ def test_a_corrupt_checkpoint_falls_back_with_one_sentence(tmp_path: Path, harm:
     elif harm == "remove":
         (last / "weights").unlink()
     elif harm == "manifest":
-        (last / files.MANIFEST).write_text("{")
+        (last / MANIFEST).write_text("{")
     else:
-        (last / files.MANIFEST).unlink()
+        (last / MANIFEST).unlink()
     said: list[str] = []
     assert run.last_good_checkpoint(said.append) == 1
     assert len(said) == 1
@@ -144,19 +146,19 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step" 2}\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"line 2, column 9"):
-        files.read_lines(path)
+        json_files.read_lines(path)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record.json"
-    files.write_json(path, {"status": "running"})
+    json_files.write_json(path, {"status": "running"})
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
-        files.write_json(path, {"status": "finished"})
+        json_files.write_json(path, {"status": "finished"})
     assert json.loads(path.read_text()) == {"status": "running"}
     assert [one.name for one in tmp_path.iterdir()] == ["record.json"]
 
@@ -182,3 +184,69 @@ def test_the_record_names_no_place_and_the_commit_that_was_told(
     assert record["command"] == "saobp pretrain --tokens tokens --out=one --corpus a.txt:0.6,b.txt:0.4 a/b"
     assert record["commit"] == "1a2b3c4"
     assert record["environment"]["jobs"] == 3
+
+
+def test_a_run_killed_before_its_clean_up_is_cleaned_when_it_is_next_asked_for(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    with run.checkpoint(1) as folder:
+        (folder / "weights").write_text("1")
+    json_files.write_json(run.file("result.json"), {"loss": 1.0})
+    with pytest.raises(FinishedRunError):
+        started(tmp_path, resume=True)
+    assert not run.checkpoints.exists()
+    assert not run.file(LOCK).exists()
+
+
+def test_a_run_that_a_full_disk_ended_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no new file can be written, the status is changed inside the old one."""
+    run = started(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    run.fail(3.0)
+    assert run.record["status"] == "failed"
+    assert run.record["seed"] == 42
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "3", "{", "\udcff"])
+def test_a_recipe_that_is_no_object_is_named(tmp_path: Path, content: str) -> None:
+    started(tmp_path)
+    (tmp_path / "recipe.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=r"recipe\.json (holds no JSON object|is not JSON)"):
+        started(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("line", ["[1]", "7"])
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
+    run = started(tmp_path)
+    run.file("metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 1 holds no JSON object"):
+        run.rewind(0)
+
+
+def test_a_full_disk_names_the_file_that_could_not_be_written(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            json_files.append_line(tmp_path / "metrics.jsonl", {"text": "x" * 9000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.filename == str(tmp_path / "metrics.jsonl")
+
+
+def test_logs_are_on_the_disk_before_a_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut no line is lost that the checkpoint counts on."""
+    run = started(tmp_path)
+    forced: list[str] = []
+    monkeypatch.setattr("saobp.runs.folder.fsync", lambda path: forced.append(path.name))
+    run.log_metrics({"step": 1})
+    with run.checkpoint(1) as folder:
+        (folder / "weights").write_text("1")
+        assert forced == []
+    assert forced == ["metrics.jsonl"]

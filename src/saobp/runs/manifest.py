@@ -1,0 +1,58 @@
+"""Folders with a manifest: checksums of their files, which tell whether they are as they were written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from saobp.runs.json_files import read_object, write_json
+from saobp.storage.atomic import put_in_place, replacing
+
+MANIFEST = "manifest.json"
+
+
+@contextmanager
+def folder_with_manifest(path: Path) -> Iterator[Path]:
+    """A folder to fill; it gets its manifest and its name only if nothing fails.
+
+    A folder that had the name before is replaced.
+    """
+    with replacing(path) as folder:
+        yield folder
+        write_manifest(folder)
+
+
+def seal(filled: Path, path: Path) -> None:
+    """Give a folder that several processes filled its manifest and its name."""
+    write_manifest(filled)
+    put_in_place(filled, path)
+
+
+def write_manifest(folder: Path) -> None:
+    sums = {}
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        with file.open("rb") as opened:
+            sums[file.relative_to(folder).as_posix()] = hashlib.file_digest(opened, "sha256").hexdigest()
+    write_json(folder / MANIFEST, sums)
+
+
+def damage(folder: Path) -> str | None:
+    """How a folder differs from its manifest, in words that fit behind 'because'; None if it does not."""
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        return f"it has no {MANIFEST}"
+    try:
+        sums = read_object(manifest)
+    except (ValueError, OSError):
+        return f"its {MANIFEST} cannot be read"
+    for name, expected in sums.items():
+        try:
+            with (folder / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError:
+            return f"{name} is missing or cannot be read"
+        if found != expected:
+            return f"{name} is not what was written"
+    return None

@@ -1,0 +1,46 @@
+"""What a record says of where a run was made: command line, environment, hardware."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saobp.benchmarking.machine import processor, version
+
+JOBS_VARIABLE = "SAOBP_JOBS"
+"""Set for processes that share a machine: how many there are."""
+_ABSOLUTE_PATH = re.compile(r"(?<![^=,])[~/][^=,]*")
+"""At the beginning of a word, of an option's value, or of a further part of a list."""
+
+
+def environment(processes: int = 1) -> dict[str, Any]:
+    """What a run was made on; ``jobs`` is how many runs shared the machine, whose times then say little."""
+    cuda = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "saobp": version("saobp"),
+        "hardware": torch.cuda.get_device_name(0) if cuda else processor(),
+        "processes": processes,
+        "jobs": int(os.environ.get(JOBS_VARIABLE, "1")),
+    }
+
+
+def command_line() -> str:
+    """The command line, with the program and all folders by their last part alone."""
+    program = Path(sys.argv[0]).name
+    return without_folders(["saobp" if program == "__main__.py" else program, *sys.argv[1:]])
+
+
+def without_folders(words: Iterable[str]) -> str:
+    """A command line that names no place of the machine: of every whole path only the last part."""
+    return shlex.join(re.sub(_ABSOLUTE_PATH, lambda path: Path(path[0]).name, word) for word in words)
