@@ -28,7 +28,7 @@ from saobp import Refinement, metrics
 from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import Cell, Table
 from saobp.benchmarking.timing import Timing, cuda_clock, wall_clock
-from saobp.metrics.sampled import SAMPLED
+from saobp.metrics.sampling.estimators import SAMPLED
 
 WAYS = ("attention", "sampled", "exact")
 

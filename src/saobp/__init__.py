@@ -8,7 +8,7 @@ from saobp.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from saobp.functional import attention, refine
-    from saobp.metrics.probe import probe
+    from saobp.metrics.health.recorder import probe
     from saobp.packing import attention_packed, pack, unpack
     from saobp.propagation import Factor, register_factor
     from saobp.refinement import Refinement
@@ -38,7 +38,7 @@ _MODULES = {
     "attention_packed": "saobp.packing",
     "load": "saobp.transformers.load",
     "pack": "saobp.packing",
-    "probe": "saobp.metrics.probe",
+    "probe": "saobp.metrics.health.recorder",
     "refine": "saobp.functional",
     "register_factor": "saobp.propagation",
     "remove": "saobp.transformers.apply",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from saobp.metrics.entropy import row_entropy
+from saobp.metrics.functional.entropy import row_entropy
 from saobp.transformers.apply import attention_modules, head_count
 from saobp.transformers.capture import AttentionCall, Watcher
 from saobp.transformers.projections import query_key_weights

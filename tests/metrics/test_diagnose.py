@@ -16,11 +16,12 @@ from typer.testing import CliRunner, Result
 
 import saobp
 from saobp.cli import app
-from saobp.metrics.sources import example_model, load_model
-from saobp.testing.planted_heads import PLANTED_VERDICTS, planted_model
+from saobp.metrics.diagnosis.example_model import example_model, planted_model
+from saobp.metrics.diagnosis.loading import load_model
 from saobp.testing.tiny_models import tiny_model
 from saobp.testing.tiny_tasks import save_tiny_bert
 
+PLANTED_VERDICTS = ("diffuse", "localised", "sink", "localised", "healthy")
 HOSTILE = '<script>alert("x")</script> & <b>words</b> that are [red]text[/red] only {{ 7 * 7 }}'
 
 

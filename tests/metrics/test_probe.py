@@ -11,8 +11,8 @@ from transformers.modeling_utils import AttentionInterface
 
 import saobp
 from saobp import metrics
-from saobp.metrics.attention_calls import heads_of
-from saobp.metrics.sampled import SAMPLED
+from saobp.metrics.attention_calls import inputs_of
+from saobp.metrics.sampling.estimators import SAMPLED
 from saobp.testing.tiny_models import DECODERS, FAMILIES, tiny_batch, tiny_model
 from saobp.transformers import AttentionCall, record_attention
 
@@ -333,7 +333,7 @@ def test_every_kind_of_mask_is_read_as_the_model_means_it(
     call = AttentionCall(
         "layer", 0, torch.nn.Identity(), implementation, query, key, value, given, 0.4, 0.0, causal, window
     )
-    heads = heads_of(call, linear=linear)
+    heads = inputs_of(call, linear=linear)
     assert heads is not None
     real = padding if given is not None else torch.ones_like(padding)
     expected = call.rows()
@@ -347,7 +347,7 @@ def test_every_kind_of_mask_is_read_as_the_model_means_it(
 def test_cross_attention_and_unknown_arguments() -> None:
     states = torch.randn(3, 1, 2, 5, 4)
     options = (torch.nn.Identity(), "sdpa", *states, None, 0.5, 0.0, False, None)
-    assert heads_of(AttentionCall("decoder.layers.0.encoder_attn", 0, *options)) is None
-    assert heads_of(AttentionCall("encoder.layer.0.crossattention.self", 0, *options)) is None
+    assert inputs_of(AttentionCall("decoder.layers.0.encoder_attn", 0, *options)) is None
+    assert inputs_of(AttentionCall("encoder.layer.0.crossattention.self", 0, *options)) is None
     with pytest.raises(ValueError, match="passes 'softcap' to its attention"):
-        heads_of(AttentionCall("layer", 0, *options, {"softcap": 30.0}))
+        inputs_of(AttentionCall("layer", 0, *options, {"softcap": 30.0}))

@@ -8,8 +8,8 @@ from transformers import BartConfig, BartModel
 
 import saobp
 from saobp import metrics
-from saobp.metrics.estimate import exactly
-from saobp.metrics.sampled import Sampling
+from saobp.metrics.sampling.estimate import exactly
+from saobp.metrics.sampling.estimators import Sampling
 from saobp.testing.tiny_models import DECODERS, tiny_batch, tiny_model
 from saobp.transformers import record_attention
 

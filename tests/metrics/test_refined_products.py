@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from saobp import Refinement
-from saobp.metrics.fused_operator import FusedOperator, can_fuse
-from saobp.metrics.measure import Heads
-from saobp.metrics.sampled import operator_for
-from saobp.metrics.tiled_operator import Mask
+from saobp.metrics.attention_inputs import AttentionInputs
+from saobp.metrics.operators.fused import FusedOperator, can_fuse
+from saobp.metrics.operators.select import operator_for
+from saobp.metrics.operators.tiled import Mask
 
 pytest.importorskip("triton")
 
@@ -24,7 +24,7 @@ def test_products_equal_those_of_the_map(factor: str, tokens: int) -> None:
     query, key = (1.5 * torch.randn(2, 2, tokens, 16, generator=generator)).to(DEVICE)
     forward, backward = torch.randn(2, 2, tokens, 21, generator=generator).to(DEVICE)
     refinement, strength = Refinement(factor, 0.7), torch.tensor([0.7, 0.2], device=DEVICE)
-    heads = Heads(query[None], key[None], strength, refinement, False, 0.3)
+    heads = AttentionInputs(query[None], key[None], strength, refinement, False, 0.3)
     maps = heads.maps().rows[0]
     operator = FusedOperator(query, key, refinement, strength, scale=0.3)
     out, gathered = operator.sweep(forward, backward)

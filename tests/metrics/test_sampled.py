@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from saobp import Refinement, metrics
-from saobp.metrics import operators
-from saobp.metrics.estimate import balanced_signs, draw_rows
-from saobp.metrics.measure import STATES_HELD, SUMS_HELD, Heads, _even_parts
-from saobp.metrics.operators import PlainOperator
-from saobp.metrics.sampled import SAMPLED, Sampling, operator_for
+from saobp.metrics.attention_inputs import AttentionInputs
+from saobp.metrics.operators.plain import ROW_STEPS, PlainOperator
+from saobp.metrics.operators.select import operator_for
+from saobp.metrics.query_key_statistics import STATES_HELD, SUMS_HELD, _even_parts
+from saobp.metrics.sampling.estimate import balanced_signs, draw_rows, exactly
+from saobp.metrics.sampling.estimators import SAMPLED, Sampling
 
 REFINEMENTS = {
     "plain": Refinement("none"),
@@ -55,10 +56,10 @@ def telling_heads(length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     ],
 )
 def test_products_equal_those_with_the_map(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saobp.metrics.tiled_operator.TILE_BYTES", 40_000)
+    monkeypatch.setattr("saobp.metrics.operators.tiled.TILE_BYTES", 40_000)
     refinement, strength = REFINEMENTS[name], torch.tensor([0.7, 0.2])
     query, key = states(1, 2, 53, 8), states(1, 2, 53, 8, seed=1)
-    heads = Heads(query, key, strength, refinement, causal, 0.3)
+    heads = AttentionInputs(query, key, strength, refinement, causal, 0.3)
     maps = heads.maps().rows[0]
     operator = operator_for(query[0], key[0], refinement, strength, heads.mask(), scale=0.3)
     forward, backward = states(2, 53, 5, seed=2), states(2, 53, 4, seed=3)
@@ -73,11 +74,11 @@ def test_products_equal_those_with_the_map(name: str, causal: bool, monkeypatch:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", ["plain", "high", "damped low"])
 def test_windows_and_other_masks(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saobp.metrics.tiled_operator.TILE_BYTES", 20_000)
+    monkeypatch.setattr("saobp.metrics.operators.tiled.TILE_BYTES", 20_000)
     query, key = states(1, 2, 40, 8), states(1, 2, 40, 8, seed=1)
     holes = torch.rand(1, 1, 40, 40, generator=torch.Generator().manual_seed(5)) < 0.8
     holes |= torch.eye(40, dtype=torch.bool)
-    heads = Heads(
+    heads = AttentionInputs(
         query,
         key,
         torch.tensor([0.3, 0.6]),
@@ -104,7 +105,11 @@ def test_a_collapsed_head_with_wide_gaps_stays_right(causal: bool) -> None:
     query, key = states(1, 40, 4, dtype=torch.float32), states(1, 40, 4, seed=1, dtype=torch.float32)
     query[..., 0], key[..., 0] = 40.0, 0.0
     key[:, 0, 0] = 5.0
-    maps = Heads(query[None], key[None], torch.zeros(1), Refinement("none"), causal, 1.0).maps().rows[0]
+    maps = (
+        AttentionInputs(query[None], key[None], torch.zeros(1), Refinement("none"), causal, 1.0)
+        .maps()
+        .rows[0]
+    )
     assert (maps[..., 0] > 0.999).all()
     operator = PlainOperator(query, key, causal=causal, scale=1.0)
     forward, backward = states(1, 40, 3, dtype=torch.float32), states(1, 40, 3, seed=4, dtype=torch.float32)
@@ -119,10 +124,14 @@ def test_a_collapsed_head_with_wide_gaps_stays_right(causal: bool) -> None:
 def test_lengths_that_kernels_like_change_nothing(
     shift: float, step: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(operators.ROW_STEPS, "cpu", step)
+    monkeypatch.setitem(ROW_STEPS, "cpu", step)
     query, key = states(2, 79, 8), states(2, 79, 8, seed=1)
     query[..., 0], key[..., 0] = shift, 1.0
-    maps = Heads(query[None], key[None], torch.zeros(2), Refinement("none"), causal, 0.3).maps().rows[0]
+    maps = (
+        AttentionInputs(query[None], key[None], torch.zeros(2), Refinement("none"), causal, 0.3)
+        .maps()
+        .rows[0]
+    )
     operator = PlainOperator(query, key, causal=causal, scale=0.3)
     for channels in (4, 9):
         forward, backward = states(2, 79, 5, seed=2), states(2, 79, channels, seed=3)
@@ -140,7 +149,7 @@ def test_first_causal_rows_that_see_little_take_no_longer_way(
     query, key = states(2, 200, 8, dtype=torch.bfloat16), states(2, 200, 8, seed=1, dtype=torch.bfloat16)
     query[:, 0], key[:, 0] = 1.0, first
     wide = query.float()[None], key.float()[None]
-    maps = Heads(*wide, torch.zeros(2), Refinement("none"), True, 0.3).maps().rows[0]
+    maps = AttentionInputs(*wide, torch.zeros(2), Refinement("none"), True, 0.3).maps().rows[0]
     forward, backward = (states(2, 200, 5, seed=seed, dtype=torch.bfloat16) for seed in (2, 3))
     attend, calls = torch.nn.functional.scaled_dot_product_attention, []
     monkeypatch.setattr(
@@ -207,7 +216,9 @@ def test_exact_measure_equals_the_statistics_of_the_maps() -> None:
     refinement = Refinement("high", 0.5)
     values = metrics.measure(query, key, refinement=refinement, padding_mask=mask, is_causal=True)
     rows = (
-        Heads(query, key.repeat_interleave(2, 1), torch.full((4,), 0.5), refinement, True, 8**-0.5, mask)
+        AttentionInputs(
+            query, key.repeat_interleave(2, 1), torch.full((4,), 0.5), refinement, True, 8**-0.5, mask
+        )
         .maps()
         .rows
     )
@@ -219,7 +230,7 @@ def test_exact_measure_equals_the_statistics_of_the_maps() -> None:
 def test_small_working_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = states(2, 4, 30, 8), states(2, 2, 30, 8, seed=1)
     whole = [metrics.measure(query, key, method=method) for method in ("exact", "sampled")]
-    monkeypatch.setattr("saobp.metrics.measure.WORKING_BYTES", 1)
+    monkeypatch.setattr("saobp.metrics.query_key_statistics.WORKING_BYTES", 1)
     pieces = [metrics.measure(query, key, method=method) for method in ("exact", "sampled")]
     for one, other in zip(whole, pieces, strict=True):
         for name in one:
@@ -379,7 +390,7 @@ def test_bad_input_gets_a_clear_sentence(change: dict, words: str) -> None:
     with pytest.raises(ValueError, match="at least 2 probes"):
         Sampling(probes=1)
     with pytest.raises(ValueError, match="confidence"):
-        metrics.estimates.exactly(torch.zeros(1)).interval(1.5)
+        exactly(torch.zeros(1)).interval(1.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         metrics.measure(torch.randn(1, 2, 1, 4), torch.randn(1, 1, 1, 4), method="sampled")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.commands import quickstart
-from saobp.metrics.sources import load_model
+from saobp.metrics.diagnosis.loading import load_model
 from saobp.quickstart import prose, story
 from saobp.report import MissingPlotlyError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from saobp.metrics.sources import example_model
+from saobp.metrics.diagnosis.example_model import example_model
 from saobp.report import explorer_data, write_explorer, write_report
 from saobp.testing.browser import HOSTILE, NO_CHROMIUM, Opened, chromium_path
 from saobp.testing.fake_runs import make_finetune, make_run

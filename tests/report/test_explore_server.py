@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from saobp.cli import app
-from saobp.metrics.sources import example_model
+from saobp.metrics.diagnosis.example_model import example_model
 from saobp.report.explorer import explorer_data, is_explorer
 from saobp.report.quantized_scores import decode_head
 from saobp.report.server import BODY_BYTES, make_server

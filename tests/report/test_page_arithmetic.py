@@ -8,8 +8,8 @@ import torch
 
 import saobp
 from saobp import metrics
-from saobp.metrics.sources import example_model
-from saobp.metrics.verdict import largest_entropy, verdict
+from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.health.verdicts import largest_entropy, verdict
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from saobp import metrics
-from saobp.metrics.sources import example_model
-from saobp.metrics.verdict import HEALTHY_FROM, HEALTHY_TO
+from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.health.verdicts import HEALTHY_FROM, HEALTHY_TO
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from saobp.metrics.sources import example_model
+from saobp.metrics.diagnosis.example_model import example_model
 from saobp.report import PAGE_BYTES, explorer_data, read_runs, write_explorer, write_report
 from saobp.report.curves import read_curves
 from saobp.report.page_size import MOMENTS, POINTS, fitted, thinned

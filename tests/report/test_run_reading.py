@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab.style import LOOKS
-from saobp.metrics.plots import heat_map
-from saobp.metrics.sources import example_model
-from saobp.metrics.verdict import largest_entropy, verdict
+from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.diagnosis.head_plots import heat_map
+from saobp.metrics.health.verdicts import largest_entropy, verdict
 from saobp.report import Table, explorer_data, read_runs, write_explorer, write_report
 from saobp.report.reproduction import write_reproduction
 from saobp.report.run_view import refinement_words

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from transformers import PreTrainedModel
 
 import saobp
-from saobp.metrics.probe import Recorder
+from saobp.metrics.health.recorder import Recorder
 from saobp.regularizers import Regularizer, regularizer
 from saobp.sizes import Size
 from saobp.training import architectures as models

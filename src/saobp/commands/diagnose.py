@@ -20,9 +20,9 @@ from saobp.commands.errors import in_words
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from saobp.metrics.diagnosis import Diagnosis
-    from saobp.metrics.health import HeadHealth
-    from saobp.metrics.verdict import Verdict
+    from saobp.metrics.diagnosis.diagnose import Diagnosis
+    from saobp.metrics.health.head_health import HeadHealth
+    from saobp.metrics.health.verdicts import Verdict
 
 HEADS_PER_TABLE = 8
 EXPLANATION = """\
@@ -71,7 +71,7 @@ def diagnose(
         console.print(EXPLANATION)
         return
     try:
-        from saobp.metrics.sources import EXAMPLE, EXAMPLE_TEXT, dataset_texts, read_texts
+        from saobp.metrics.diagnosis.loading import EXAMPLE, EXAMPLE_TEXT, dataset_texts, read_texts
 
         if text is not None and dataset is not None:
             raise ValueError("give texts by --text or by --dataset, not by both")
@@ -94,7 +94,7 @@ def diagnose(
 
 def _subjects(model: str, compare: str | None) -> list[tuple[str, str | None]]:
     """Models with the refinement to apply to each, or None."""
-    from saobp.metrics.sources import is_refinement
+    from saobp.metrics.diagnosis.loading import is_refinement
     from saobp.refinement import Refinement
 
     if compare is None:
@@ -115,11 +115,11 @@ def _diagnoses(
     full: bool,
 ) -> tuple[list[Diagnosis], dict[str, Any] | None]:
     """The subjects measured, and what the page's explorer needs of the first of them."""
-    from saobp.metrics.diagnosis import diagnose as measured
-    from saobp.metrics.health import CROSS_LAYER
-    from saobp.metrics.measure import STATISTICS
-    from saobp.metrics.sampled import SAMPLED
-    from saobp.metrics.sources import load_model
+    from saobp.metrics.diagnosis.diagnose import diagnose as measured
+    from saobp.metrics.diagnosis.loading import load_model
+    from saobp.metrics.health.head_health import CROSS_LAYER
+    from saobp.metrics.query_key_statistics import STATISTICS
+    from saobp.metrics.sampling.estimators import SAMPLED
     from saobp.refinement import Refinement
 
     found: list[Diagnosis] = []

@@ -31,8 +31,8 @@ def explore(
 
     console = Console()
     try:
-        from saobp.metrics.diagnosis import CHARACTERS_PER_TOKEN
-        from saobp.metrics.sources import EXAMPLE, load_model
+        from saobp.metrics.diagnosis.diagnose import CHARACTERS_PER_TOKEN
+        from saobp.metrics.diagnosis.loading import EXAMPLE, load_model
         from saobp.refinement import Refinement
         from saobp.report.explorer import explorer_data
         from saobp.report.server import make_server

@@ -20,7 +20,7 @@ from rich.text import Text
 from saobp.commands.errors import in_words
 
 if TYPE_CHECKING:
-    from saobp.metrics.diagnosis import Diagnosis
+    from saobp.metrics.diagnosis.diagnose import Diagnosis
     from saobp.training.pretrain import Result
 
 STEPS = 1000

@@ -66,7 +66,7 @@ def report(
 
 def _explore(runs: list[Path], sentences: list[str]) -> None:
     """Leave ``explorer.json`` in every run, from the model that training saved there."""
-    from saobp.metrics.sources import load_model
+    from saobp.metrics.diagnosis.loading import load_model
     from saobp.report import explorer_data, write_explorer
     from saobp.runs.layout import MODEL, run_folders, seed_folders
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from saobp.metrics.attention_calls import heads_of
-from saobp.metrics.diagnosis import check_weights
-from saobp.metrics.gtd import BETA, HOPS
-from saobp.metrics.health import CROSS_LAYER
-from saobp.metrics.measure import STATISTICS, measure_heads
-from saobp.metrics.probe import Recorder
+from saobp.metrics.attention_calls import inputs_of
+from saobp.metrics.diagnosis.diagnose import check_weights
+from saobp.metrics.functional.gtd import BETA, HOPS
+from saobp.metrics.health.head_health import CROSS_LAYER
+from saobp.metrics.health.recorder import Recorder
+from saobp.metrics.query_key_statistics import STATISTICS, measure_heads
 from saobp.transformers.capture import AttentionCall, watch
 
 TEXTS_AT_ONCE = 32
@@ -41,7 +41,7 @@ def measure_texts(
     tokens = 0
 
     def keep(call: AttentionCall) -> None:
-        heads = heads_of(call)
+        heads = inputs_of(call)
         assert heads is not None
         measured = measure_heads(heads, "exact", STATISTICS, beta=BETA, hops=HOPS)
         own = {name: estimate.value.double().cpu() for name, estimate in measured.items()}

@@ -18,7 +18,7 @@ from saobp.benchmarking.timing import captured, cuda_clock, wall_clock
 from saobp.data.tasks import TASKS, Split, load_split
 from saobp.lab.head_statistics import measure_texts
 from saobp.lab.scales import Scale
-from saobp.metrics.attention_calls import heads_of
+from saobp.metrics.attention_calls import inputs_of
 from saobp.training.checkpoints import model_checksum
 from saobp.training.evaluation.perplexity import causal_perplexity
 from saobp.training.evaluation.run import evaluate, load_language_model
@@ -134,7 +134,7 @@ def last_layer(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
     found: list[dict[str, Tensor]] = []
 
     def keep(call: AttentionCall) -> None:
-        heads = heads_of(call)
+        heads = inputs_of(call)
         assert heads is not None
         scores, graph = heads.scores()
         found.append(

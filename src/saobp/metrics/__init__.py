@@ -2,21 +2,21 @@
 
 from typing import TYPE_CHECKING, Any
 
-from saobp.metrics.correlation import Correlation, correlations, pearson
-from saobp.metrics.entropy import attention_entropy, indirect_entropy, sink_mass, sparsity
-from saobp.metrics.estimate import Estimate
-from saobp.metrics.graph import betweenness, clustering
-from saobp.metrics.gtd import cross_layer_gtd, gtd
-from saobp.metrics.health import HeadHealth, Health
-from saobp.metrics.health_log import HealthLog, health_metrics
-from saobp.metrics.measure import STATISTICS, measure
-from saobp.metrics.probe import probe
-from saobp.metrics.rollout import rollout
-from saobp.metrics.sampled import Sampling
-from saobp.metrics.verdict import verdict
+from saobp.metrics.functional.correlation import Correlation, correlations, pearson
+from saobp.metrics.functional.entropy import attention_entropy, indirect_entropy, sink_mass, sparsity
+from saobp.metrics.functional.gtd import cross_layer_gtd, gtd
+from saobp.metrics.functional.rollout import rollout
+from saobp.metrics.functional.token_graph import betweenness, clustering
+from saobp.metrics.health.head_health import HeadHealth, Health
+from saobp.metrics.health.health_log import HealthLog, health_metrics
+from saobp.metrics.health.recorder import probe
+from saobp.metrics.health.verdicts import verdict
+from saobp.metrics.query_key_statistics import STATISTICS, measure
+from saobp.metrics.sampling.estimate import Estimate
+from saobp.metrics.sampling.estimators import Sampling
 
 if TYPE_CHECKING:
-    from saobp.metrics.callback import HealthCallback
+    from saobp.metrics.health.trainer_callback import HealthCallback
 
 __all__ = [
     "STATISTICS",
@@ -48,7 +48,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Trainer is slow to import, so its callback comes when it is asked for."""
     if name == "HealthCallback":
-        from saobp.metrics.callback import HealthCallback
+        from saobp.metrics.health.trainer_callback import HealthCallback
 
         return HealthCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saobp.metrics.measure import Heads
+from saobp.metrics.attention_inputs import AttentionInputs
 from saobp.transformers.attention_function import HARMLESS
 from saobp.transformers.capture import AttentionCall
 
 ROWS_AT_ONCE = 1024
 
 
-def heads_of(call: AttentionCall, texts: int | None = None, *, linear: bool = False) -> Heads | None:
+def inputs_of(
+    call: AttentionCall, texts: int | None = None, *, linear: bool = False
+) -> AttentionInputs | None:
     """The heads of one call, for its first ``texts`` texts; None where rows and keys are different tokens.
 
     ``linear`` looks for a causal or full mask inside a 4-D one, which keeps the sampled method on fused
@@ -32,7 +34,9 @@ def heads_of(call: AttentionCall, texts: int | None = None, *, linear: bool = Fa
         window = call.sliding_window if "flash" in call.implementation or call.is_refined else None
         window = None if window is None or window >= length else window
         causal = call.is_causal and applies
-        return Heads(query, key, strength.detach(), refinement, causal, call.scaling, padding, window)
+        return AttentionInputs(
+            query, key, strength.detach(), refinement, causal, call.scaling, padding, window
+        )
     graph, bias = call.graph()
     assert graph.visible is not None
     visible = graph.visible[:texts].expand(-1, -1, length, length)
@@ -44,7 +48,7 @@ def heads_of(call: AttentionCall, texts: int | None = None, *, linear: bool = Fa
     kind = _kind_of(visible, padding) if linear and bias is None else None
     if kind is not None:
         causal = kind == "causal"
-    return Heads(
+    return AttentionInputs(
         query,
         key,
         strength.detach(),

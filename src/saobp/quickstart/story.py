@@ -23,9 +23,9 @@ from saobp.data import (
     train_vocabulary,
 )
 from saobp.data.token_store import Progress
-from saobp.metrics.diagnosis import Diagnosis, diagnose
-from saobp.metrics.plots import TITLES
-from saobp.metrics.sources import load_model
+from saobp.metrics.diagnosis.diagnose import Diagnosis, diagnose
+from saobp.metrics.diagnosis.head_plots import TITLES
+from saobp.metrics.diagnosis.loading import load_model
 from saobp.refinement import Refinement
 from saobp.report import Table, explorer_data, write_explorer, write_report
 from saobp.training.objectives import objective_of, row_seeds

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from saobp.metrics.plots import TITLES
-from saobp.metrics.verdict import (
+from saobp.metrics.diagnosis.head_plots import TITLES
+from saobp.metrics.health.verdicts import (
     COLLAPSED_BELOW,
     DIFFUSE_ABOVE,
     HEALTHY_FROM,

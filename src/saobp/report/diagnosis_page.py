@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from saobp.metrics.diagnosis import Diagnosis
-from saobp.metrics.plots import heat_map, layer_curves, save
+from saobp.metrics.diagnosis.diagnose import Diagnosis
+from saobp.metrics.diagnosis.head_plots import heat_map, layer_curves, save
 from saobp.report.explorer import write_explorer
 from saobp.report.page import write_report
 from saobp.runs.layout import DIAGNOSIS, EXPLORER

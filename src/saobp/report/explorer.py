@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from saobp.metrics.attention_calls import heads_of
-from saobp.metrics.diagnosis import CHARACTERS_PER_TOKEN, check_weights, longest_text
+from saobp.metrics.attention_calls import inputs_of
+from saobp.metrics.diagnosis.diagnose import CHARACTERS_PER_TOKEN, check_weights, longest_text
 from saobp.refinement import MAX_STRENGTH
 from saobp.report.quantized_scores import encode_head
 from saobp.runs.layout import EXPLORER
@@ -147,11 +147,11 @@ def _readable(name: str, written: str) -> str:
 
 
 def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
-    """Heads of each self-attention layer on one sentence, in order of execution."""
+    """Attention inputs of each self-attention layer on one sentence, in order of execution."""
     found: list[dict[str, Any]] = []
 
     def keep(call: AttentionCall) -> None:
-        heads = heads_of(call)
+        heads = inputs_of(call)
         if heads is None or heads.query.shape[-2] != ids.shape[1]:
             return
         count = heads.query.shape[1]

@@ -17,9 +17,9 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, Template
 
-from saobp.metrics.gtd import BETA
-from saobp.metrics.plots import MARKS
-from saobp.metrics.verdict import (
+from saobp.metrics.diagnosis.head_plots import MARKS
+from saobp.metrics.functional.gtd import BETA
+from saobp.metrics.health.verdicts import (
     COLLAPSED_BELOW,
     DIFFUSE_ABOVE,
     HEALTHY_FROM,

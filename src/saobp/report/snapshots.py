@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from saobp.metrics.diagnosis import Diagnosis
-from saobp.metrics.health import CROSS_LAYER, HeadHealth
-from saobp.metrics.verdict import Verdict, largest_entropy, verdict
+from saobp.metrics.diagnosis.diagnose import Diagnosis
+from saobp.metrics.health.head_health import CROSS_LAYER, HeadHealth
+from saobp.metrics.health.verdicts import Verdict, largest_entropy, verdict
 from saobp.runs.tolerant_reader import number
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from saobp.metrics.verdict import COLLAPSED_BELOW, LOCALISED_BELOW, Verdict
+from saobp.metrics.health.verdicts import COLLAPSED_BELOW, LOCALISED_BELOW, Verdict
 from saobp.report.curves import Series
 from saobp.report.run_view import Run
 from saobp.report.snapshots import Snapshot

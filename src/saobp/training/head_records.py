@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from saobp.metrics.health import CROSS_LAYER, Health
+from saobp.metrics.health.head_health import CROSS_LAYER, Health
 from saobp.training.sharding import whole
 from saobp.transformers.layer_refinement import attached, strength_parameters
 

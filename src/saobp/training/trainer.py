@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from saobp.metrics.health_log import HealthLog
-from saobp.metrics.probe import Recorder
+from saobp.metrics.health.health_log import HealthLog
+from saobp.metrics.health.recorder import Recorder
 from saobp.runs.folder import RunError, RunFolder
 from saobp.runs.json_files import read_json, write_json
 from saobp.runs.manifest import seal

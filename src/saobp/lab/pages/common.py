@@ -13,8 +13,8 @@ from saobp.lab.plan import Trained
 from saobp.lab.result_page import Page
 from saobp.lab.results import Results, Values
 from saobp.lab.statistics import claim_status, paired_gain
-from saobp.metrics.correlation import pearson
-from saobp.metrics.health import CROSS_LAYER
+from saobp.metrics.functional.correlation import pearson
+from saobp.metrics.health.head_health import CROSS_LAYER
 
 SPREAD = (
     "Ours: mean ± standard deviation (seeds). 'method - base' is the mean difference between runs of the "

@@ -28,7 +28,7 @@ from saobp.lab.result_page import Page
 from saobp.lab.results import Results, Values
 from saobp.lab.scales import SEEDS
 from saobp.lab.statistics import Spread, claim_status, paired_gain, spread
-from saobp.metrics.health import CROSS_LAYER
+from saobp.metrics.health.head_health import CROSS_LAYER
 
 REGULARIZED = {"high": "high", "entropy": "entropy_reg", "eigen": "eigen_reg"}
 """Rows of the paper's table of regularizers, by method."""

@@ -12,8 +12,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from saobp.data.tasks import TaskSpec
-from saobp.metrics.health import Health
-from saobp.metrics.probe import Recorder
+from saobp.metrics.health.head_health import Health
+from saobp.metrics.health.recorder import Recorder
 from saobp.training.finetune.examples import Rows
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.finetune.scores import score, span_scores

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional
-from transformers import BertConfig, BertModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 LENGTH, SHARPNESS = 48, 200.0
 PLANTED = ("uniform", "diagonal", "first token", "previous token", "two-hop pointer")
 """Heads in order. The pointer sends each third of the tokens, place modulo three, to the next."""
-PLANTED_VERDICTS = ("diffuse", "localised", "sink", "localised", "healthy")
+
+
+def example_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model with planted heads and a tokenizer that splits words at spaces."""
+    vocabulary = {"[PAD]": 0, "[UNK]": 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return planted_model(), PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    )
 
 
 def planted_model() -> BertModel:

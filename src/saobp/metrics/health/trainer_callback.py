@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from saobp.metrics.health_log import HealthLog
-from saobp.metrics.probe import Recorder
-from saobp.metrics.sampled import SAMPLED, Sampling
+from saobp.metrics.health.health_log import HealthLog
+from saobp.metrics.health.recorder import Recorder
+from saobp.metrics.sampling.estimators import SAMPLED, Sampling
 
 
 class HealthCallback(TrainerCallback):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.metrics.estimate import Estimate
-from saobp.metrics.verdict import Verdict, verdict
+from saobp.metrics.health.verdicts import Verdict, verdict
+from saobp.metrics.sampling.estimate import Estimate
 
 CROSS_LAYER = "cross_layer_gtd"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from saobp.metrics.health import CROSS_LAYER, HeadHealth, Health
-from saobp.metrics.verdict import ALARMING, Verdict
+from saobp.metrics.health.head_health import CROSS_LAYER, HeadHealth, Health
+from saobp.metrics.health.verdicts import ALARMING, Verdict
 
 LISTED = 8
 """Heads named in a warning line; the others are counted."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from saobp.metrics.maps import Maps, checked_maps
+from saobp.metrics.functional.maps import Maps, checked_maps
 from saobp.propagation.beliefs import without_autocast
 
 TAU = 1e-4

@@ -11,8 +11,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from saobp.metrics.diagnosis import Diagnosis
-from saobp.metrics.verdict import DIFFUSE_ABOVE, HEALTHY_FROM, HEALTHY_TO, LOCALISED_BELOW
+from saobp.metrics.diagnosis.diagnose import Diagnosis
+from saobp.metrics.health.verdicts import DIFFUSE_ABOVE, HEALTHY_FROM, HEALTHY_TO, LOCALISED_BELOW
 
 TITLES = {
     "gtd": "GTD",

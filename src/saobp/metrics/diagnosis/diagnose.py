@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from saobp.metrics.health import HeadHealth
-from saobp.metrics.probe import probe
-from saobp.metrics.verdict import Verdict
+from saobp.metrics.health.head_health import HeadHealth
+from saobp.metrics.health.recorder import probe
+from saobp.metrics.health.verdicts import Verdict
 
 CHARACTERS_PER_TOKEN = 32
 """More than any usual token has; whole books need not be read for their first few tokens."""

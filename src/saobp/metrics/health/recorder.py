@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from saobp.metrics.attention_calls import heads_of
-from saobp.metrics.estimate import exactly
-from saobp.metrics.gtd import BETA, HOPS, check_path, indirect_share
-from saobp.metrics.health import CROSS_LAYER, Health
-from saobp.metrics.measure import Heads, checked_statistics, measure_heads
-from saobp.metrics.sampled import SAMPLED, Sampling
+from saobp.metrics.attention_calls import inputs_of
+from saobp.metrics.attention_inputs import AttentionInputs
+from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_share
+from saobp.metrics.health.head_health import CROSS_LAYER, Health
+from saobp.metrics.query_key_statistics import checked_statistics, measure_heads
+from saobp.metrics.sampling.estimate import exactly
+from saobp.metrics.sampling.estimators import SAMPLED, Sampling
 from saobp.propagation.beliefs import without_autocast
 from saobp.transformers.apply import attention_modules
 from saobp.transformers.capture import AttentionCall, watch
@@ -101,7 +102,7 @@ class Recorder:
         with torch.no_grad(), without_autocast(call.query.device.type):
             length = call.query.shape[-2]
             sampled = self.method == "sampled" or (self.method == "auto" and length > EXACT_UP_TO)
-            heads = heads_of(call, self.texts, linear=sampled)
+            heads = inputs_of(call, self.texts, linear=sampled)
             if heads is None:
                 self.health.skipped.add(call.name)
                 return
@@ -133,7 +134,7 @@ class Recorder:
         name = re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
         return name if calls == 1 else f"{name} ({calls})"
 
-    def _across(self, name: str, heads: Heads) -> Tensor | None:
+    def _across(self, name: str, heads: AttentionInputs) -> Tensor | None:
         """Cross-layer GTD of each text for the layer at hand, from head averages of the layers below.
 
         A decoder does not stand on its encoder, nor a text model on that for images: their tokens differ.
@@ -162,7 +163,7 @@ class Recorder:
         return indirect_share(rows, paths)
 
 
-def _largest_entropies(heads: Heads) -> Tensor:
+def _largest_entropies(heads: AttentionInputs) -> Tensor:
     """The entropy of uniform rows for each text, ``[texts]``, without waiting for the device."""
     batch, _, length, _ = heads.query.shape
     if heads.padding_mask is None:

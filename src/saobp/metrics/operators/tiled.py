@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saobp.metrics.operators import TILE_BYTES, score_rows
+from saobp.metrics.operators.plain import TILE_BYTES, score_rows
 from saobp.propagation.beliefs import Beliefs, propagate
 from saobp.propagation.factors import Factor, get_factor
 from saobp.propagation.graph import FactorGraph

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saobp.metrics.gtd import averaged_heads
+from saobp.metrics.functional.gtd import averaged_heads
 from saobp.propagation.beliefs import without_autocast
 
 

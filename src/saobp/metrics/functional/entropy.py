@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saobp.metrics.gtd import BETA, HOPS, check_path, indirect_paths
-from saobp.metrics.maps import Maps, checked_maps
+from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_paths
+from saobp.metrics.functional.maps import Maps, checked_maps
 
 
 def attention_entropy(attention: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from saobp.metrics.diagnosis.example_model import example_model
 from saobp.refinement import Refinement
 from saobp.storage.atomic import first_line
 from saobp.transformers import apply, load
@@ -80,21 +81,6 @@ def dataset_texts(name: str, split: str, column: str | None, limit: int) -> list
         known = ", ".join(strings) or "none"
         raise ValueError(f"dataset {name!r} has no column of text called {column!r}: it has {known}")
     return _kept([row[column] for row in rows], limit, f"column {column!r} of {name!r}")
-
-
-def example_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model with planted heads and a tokenizer of words, both made here."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from saobp.testing.planted_heads import planted_model
-
-    words = {word: place for place, word in enumerate(["[PAD]", "[UNK]"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return planted_model(), PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
-    )
 
 
 def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -14,11 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saobp.metrics.estimate import Estimate, Strata, balanced_signs, draw_rows, exactly, share_of
-from saobp.metrics.fused_operator import FusedOperator, can_fuse
-from saobp.metrics.operators import AttentionOperator, PlainOperator, SimilarityOperator
-from saobp.metrics.tiled_operator import Mask, TiledOperator
-from saobp.refinement import Refinement
+from saobp.metrics.operators.plain import AttentionOperator
+from saobp.metrics.sampling.estimate import Estimate, Strata, balanced_signs, draw_rows, exactly, share_of
 
 SAMPLED = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
 
@@ -52,19 +49,6 @@ class Draws(NamedTuple):
     def of(cls, tokens: int, sampling: Sampling, generator: torch.Generator, causal: bool) -> Draws:
         rows = draw_rows(tokens, sampling.rows, generator, causal=causal)
         return cls(rows, *balanced_signs(tokens, sampling.probes, generator))
-
-
-def operator_for(
-    query: Tensor, key: Tensor, refinement: Refinement, strength: Tensor, mask: Mask, *, scale: float
-) -> AttentionOperator:
-    """Products with the maps of some heads of one text: query and key ``[heads, tokens, dim]``."""
-    if refinement.is_plain and mask.is_plain:
-        return PlainOperator(query, key, causal=mask.causal, scale=scale)
-    if refinement.factor == "elemmul" and mask.is_plain and not mask.causal and refinement.steps == 1:
-        return SimilarityOperator(PlainOperator(query, key, causal=False, scale=scale))
-    if can_fuse(query, key, refinement, mask, scale):
-        return FusedOperator(query, key, refinement, strength, scale=scale)
-    return TiledOperator(query, key, refinement, strength, mask, scale=scale)
 
 
 def observe(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from saobp.kernels.support import POTTS, unsupported
-from saobp.metrics.tiled_operator import Mask, TiledOperator
+from saobp.metrics.operators.tiled import Mask, TiledOperator
 from saobp.refinement import Refinement
 
 ROWS_AT_ONCE = 16

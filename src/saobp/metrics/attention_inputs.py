@@ -1,0 +1,144 @@
+"""What the attention of some heads is computed from: queries, keys, masks and the refinement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from saobp.functional import build_graph
+from saobp.metrics.functional.maps import Maps, unchecked_maps
+from saobp.metrics.operators.tiled import Mask
+from saobp.propagation.beliefs import propagate
+from saobp.propagation.factors import get_factor
+from saobp.propagation.graph import FactorGraph
+from saobp.propagation.reference import head_strength
+from saobp.refinement import Refinement
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The attention of some heads, before it is formed.
+
+    query ``[batch, heads, length, dim]``, key ``[batch, heads or fewer, length, dim]``, strength ``[heads]``,
+    padding_mask ``[batch, length]``, True for real tokens. With a window a row sees fewer than so many keys
+    back (and forward, if not causal). For masks of other shapes, visible (bool) and bias (added to scores)
+    are ``[batch or 1, heads or 1, length, length]``; a row may then still hear earlier rows alone (in_order).
+    """
+
+    query: Tensor
+    key: Tensor
+    strength: Tensor
+    refinement: Refinement
+    causal: bool
+    scale: float
+    padding_mask: Tensor | None = None
+    window: int | None = None
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+    in_order: bool | None = None
+
+    def hears_in_order(self) -> bool:
+        """Whether a row hears earlier rows alone; causal attention decides unless ``in_order`` is given."""
+        return self.refinement.future == "strict" and (
+            self.causal if self.in_order is None else self.in_order
+        )
+
+    def some(self, items: slice, heads: slice) -> AttentionInputs:
+        """The given texts and heads, with keys shared out to the query heads."""
+        groups = self.query.shape[1] // self.key.shape[1]
+        places = torch.arange(heads.start, heads.stop, device=self.key.device) // groups
+        return replace(
+            self,
+            query=self.query[items, heads],
+            key=self.key[items][:, places] if groups > 1 else self.key[items, heads],
+            strength=self.strength[heads],
+            padding_mask=None if self.padding_mask is None else self.padding_mask[items],
+            visible=_some_of_mask(self.visible, items, heads),
+            bias=_some_of_mask(self.bias, items, heads),
+        )
+
+    def with_words(self) -> AttentionInputs:
+        """Without the texts that are padding and nothing else, as fill up a last batch."""
+        if self.padding_mask is None:
+            return self
+        kept = self.padding_mask.any(-1).nonzero()[:, 0]
+        if len(kept) == len(self.padding_mask):
+            return self
+        return replace(
+            self,
+            query=self.query[kept],
+            key=self.key[kept],
+            padding_mask=self.padding_mask[kept],
+            visible=self.visible if self.visible is None or len(self.visible) == 1 else self.visible[kept],
+            bias=self.bias if self.bias is None or len(self.bias) == 1 else self.bias[kept],
+        )
+
+    def text(self, item: int) -> AttentionInputs:
+        """One text freed of its padding; keys stay shared."""
+        items, heads = slice(item, item + 1), slice(0, self.query.shape[1])
+        one = replace(
+            self,
+            query=self.query[items],
+            key=self.key[items],
+            visible=_some_of_mask(self.visible, items, heads),
+            bias=_some_of_mask(self.bias, items, heads),
+        )
+        if self.padding_mask is None:
+            return one
+        real = self.padding_mask[item].nonzero()[:, 0]
+        return replace(
+            one,
+            query=one.query[:, :, real],
+            key=one.key[:, :, real],
+            padding_mask=None,
+            visible=None if one.visible is None else one.visible[..., real, :][..., real],
+            bias=None if one.bias is None else one.bias[..., real, :][..., real],
+        )
+
+    def mask(self) -> Mask:
+        """The mask of a single text."""
+        visible = None if self.visible is None else self.visible[0]
+        bias = None if self.bias is None else self.bias[0]
+        return Mask(self.causal, self.window, visible, bias, self.hears_in_order())
+
+    def scores(self) -> tuple[Tensor, FactorGraph]:
+        """Scores before any refinement, ``[batch, heads, length, length]``, and who sees and hears whom."""
+        precision = torch.promote_types(self.query.dtype, torch.float32)
+        scores = self.query.to(precision) @ self.key.to(precision).transpose(-1, -2) * self.scale
+        if self.bias is not None:
+            scores = scores + self.bias
+        length = scores.shape[-1]
+        graph = build_graph(length, length, self.refinement, self.padding_mask, self.causal, scores.device)
+        graph = replace(graph, causal=self.hears_in_order())
+        for seen in (self.visible, self._near(length)):
+            if seen is not None:
+                graph = replace(graph, visible=seen if graph.visible is None else seen & graph.visible)
+        return scores, graph
+
+    def maps(self) -> Maps:
+        """The maps themselves, ``[batch, heads, length, length]``."""
+        scores, graph = self.scores()
+        rows = propagate(
+            scores,
+            get_factor(self.refinement.factor),
+            head_strength(self.strength, scores),
+            graph,
+            steps=self.refinement.steps,
+            damping=self.refinement.damping,
+        ).rows
+        return unchecked_maps(rows, self.padding_mask)
+
+    def _near(self, length: int) -> Tensor | None:
+        if self.window is None:
+            return None
+        places = torch.arange(length, device=self.query.device)
+        return (places[:, None] - places).abs() < self.window
+
+
+def _some_of_mask(mask: Tensor | None, items: slice, heads: slice) -> Tensor | None:
+    if mask is None:
+        return None
+    mask = mask[items] if mask.shape[0] > 1 else mask
+    return mask[:, heads] if mask.shape[1] > 1 else mask

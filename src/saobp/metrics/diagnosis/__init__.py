@@ -1,0 +1,1 @@
+"""A model measured on some texts: what ``saobp diagnose`` does."""

@@ -1,0 +1,1 @@
+"""Products with attention matrices that are never formed."""

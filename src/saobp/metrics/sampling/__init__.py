@@ -1,0 +1,1 @@
+"""Estimates with standard errors, in memory linear in length."""
