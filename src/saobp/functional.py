@@ -60,6 +60,7 @@ def attention(
     key).
     """
     refinement = Refinement.of(refinement)
+    check_no_variants(refinement)
     check_states(query, key, value)
     check_numbers(dropout_p, scale, strongest)
     queries, keys = query.shape[-2], key.shape[-2]
@@ -137,6 +138,7 @@ def refine(
     Entries that are no probability (negative, NaN) give NaN rows.
     """
     refinement = Refinement.of(refinement)
+    check_no_variants(refinement)
     if probabilities.ndim < 2 or not probabilities.is_floating_point():
         what = f"{probabilities.dtype} of shape {tuple(probabilities.shape)}"
         raise ValueError(f"probabilities must be floating point with at least two dimensions, not {what}")
@@ -190,6 +192,14 @@ def build_graph(
         if queries == keys:
             speaks = real.unsqueeze(-1)
     return FactorGraph(visible, speaks, causal=is_causal and refinement.future == "strict")
+
+
+def check_no_variants(refinement: Refinement) -> None:
+    if refinement.variants:
+        raise ValueError(
+            f"{', '.join(refinement.variants)} has parameters or inputs that only a model has: use "
+            "saobp.apply(model, refinement)"
+        )
 
 
 def warn_of_leak() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
@@ -22,6 +23,12 @@ _factor_names = [
     *("none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior"),
     *("high-key-bias", "low-key-bias", "sinkhorn", "sinkhorn-3"),
 ]
+
+
+SINKS = ("sink", "softmax-plus-one")
+"""Variants that take the place of softmax."""
+VARIANTS = ("temperature", "qk-norm", "gate", *SINKS)
+"""Other changes to attention; :mod:`saobp.variants` defines them."""
 
 
 def factor_names() -> tuple[str, ...]:
@@ -47,6 +54,7 @@ class Refinement:
     damping:  share of the old belief kept at each of several steps (no effect on a single step)
     future:   causal attention only. ``strict``: a row hears earlier rows alone. ``paper``: it hears all
               rows, which leaks the future and serves only to reproduce the paper's decoder table.
+    variants: other changes to a model's attention that go along: names of ``VARIANTS``
     """
 
     factor: str = "high"
@@ -54,12 +62,13 @@ class Refinement:
     steps: int = 1
     damping: float = 0.0
     future: str = "strict"
+    variants: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.factor not in factor_names():
             raise ValueError(
                 f"unknown factor {self.factor!r}: choose one of {', '.join(factor_names())}, "
-                "in text with a strength as in 'high:0.2'"
+                f"in text with a strength as in 'high:0.2', or of {', '.join(VARIANTS)}"
             )
         object.__setattr__(self, "strength", _checked_strength(self.strength))
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
@@ -71,6 +80,7 @@ class Refinement:
         object.__setattr__(self, "damping", float(self.damping))
         if self.future not in ("strict", "paper"):
             raise ValueError(f"future must be 'strict' or 'paper', not {self.future!r}")
+        object.__setattr__(self, "variants", _checked_variants(self.variants, self.factor))
 
     @property
     def is_learned(self) -> bool:
@@ -79,7 +89,7 @@ class Refinement:
     @property
     def is_plain(self) -> bool:
         """Whether this is ordinary softmax attention by name (a strength of zero is not looked at)."""
-        return self.factor == "none"
+        return self.factor == "none" and not self.variants
 
     @property
     def strongest(self) -> float | None:
@@ -107,18 +117,23 @@ class Refinement:
         usual = {field.name: field.default for field in fields(self)}
         head = self.factor if self.strength == "auto" else f"{self.factor}:{_strength_text(self.strength)}"
         others = ((name, getattr(self, name)) for name in ("steps", "damping", "future"))
-        return ",".join([head, *(f"{name}={value}" for name, value in others if value != usual[name])])
+        text = ",".join([head, *(f"{name}={value}" for name, value in others if value != usual[name])])
+        return "+".join([*([] if text == "none" and self.variants else [text]), *self.variants])
 
     @classmethod
     def parse(cls, text: str) -> Refinement:
         """Read the command-line form: ``high``, ``high:0.2`` or ``high,strength=learned,steps=2``.
 
         Strengths of layers are joined by ``/`` and those of a layer's heads by ``:``, as in
-        ``high:0.1:0.2/0.3:0.4``; a list of one ends in its sign, as in ``high:0.1/``.
+        ``high:0.1:0.2/0.3:0.4``; a list of one ends in its sign, as in ``high:0.1/``. Variants follow a
+        plus sign, as in ``high:learned+gate``, or stand alone.
         """
+        text, *variants = re.split(r"\+(?=[a-z])", text.strip())
+        if text in VARIANTS:
+            text, variants = "none", [text, *variants]
         head, *rest = [part.strip() for part in text.split(",")]
         factor, colon, strength = head.partition(":")
-        options: dict[str, Any] = {"factor": factor}
+        options: dict[str, Any] = {"factor": factor, "variants": tuple(variants)}
         if colon:
             options["strength"] = _parsed_strength(strength)
         kinds: dict[str, Callable[[str], Any]] = {
@@ -151,8 +166,11 @@ class Refinement:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plain form, ready for JSON: tuples become lists."""
+        """The plain form, ready for JSON: tuples become lists. Without variants it does not name them."""
         plain = asdict(self)
+        plain["variants"] = list(self.variants)
+        if not self.variants:
+            del plain["variants"]
         if isinstance(self.strength, tuple):
             plain["strength"] = [list(s) if isinstance(s, tuple) else s for s in self.strength]
         return plain
@@ -183,6 +201,22 @@ class Refinement:
         if len(own) != heads:
             raise ValueError(f"strength lists {len(own)} heads for layer {layer} but it has {heads}")
         return torch.tensor(own, dtype=torch.float64)
+
+
+def _checked_variants(names: Any, factor: str) -> tuple[str, ...]:
+    """In the order of ``VARIANTS``, each known and given once, and fit to go with the factor."""
+    names = tuple(names)
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        raise ValueError(f"unknown variant of attention {unknown[0]!r}: choose from {', '.join(VARIANTS)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"a variant of attention is named twice: {', '.join(names)}")
+    replaces = [*(name for name in names if name in SINKS), *([factor] if factor != "none" else [])]
+    if len(replaces) > 1 and replaces[0] in SINKS:
+        raise ValueError(
+            f"{replaces[0]!r} takes the place of softmax, so it does not go with {replaces[1]!r}"
+        )
+    return tuple(sorted(names, key=VARIANTS.index))
 
 
 def _checked_strength(strength: Any) -> Strength:

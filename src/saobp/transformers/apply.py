@@ -142,7 +142,9 @@ def build(modules: Modules, refinement: Refinement) -> list[LayerRefinement]:
     if refinement.is_learned and (factor is None or not factor.has_strength):
         raise ValueError(f"factor {refinement.factor!r} has no strength that could be learned")
     return [
-        LayerRefinement(refinement, layer, len(modules), head_count(module), next(module.parameters()))
+        LayerRefinement(
+            refinement, layer, len(modules), head_count(module), width(module), next(module.parameters())
+        )
         for layer, (_, module) in enumerate(modules)
     ]
 
@@ -190,6 +192,12 @@ def head_count(module: nn.Module) -> int:
             if isinstance(heads, int):
                 return heads
     raise ValueError(f"{type(module).__name__} does not tell its number of heads")
+
+
+def width(module: nn.Module) -> int:
+    """Numbers per token in what an attention module takes in."""
+    found: Any = getattr(getattr(module, "config", None), "hidden_size", 0)
+    return found if isinstance(found, int) else 0
 
 
 def _configs(model: PreTrainedModel, modules: Modules) -> list[Any]:

@@ -14,8 +14,9 @@ from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
 from saobp.transformers.cache import Memory
-from saobp.transformers.layer_refinement import ATTACHED, LayerRefinement, is_causal_call
+from saobp.transformers.layer_refinement import ATTACHED, LayerRefinement, is_causal_call, variants_of
 from saobp.transformers.masks import read_mask, window_view
+from saobp.variants import PlusOne
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -58,7 +59,38 @@ def saobp_attention(
     Returns ``[batch, queries, heads, dim]``, contiguous, and the refined rows where they were asked for.
     """
     reject(module, kwargs)
-    query, key, value = under_autocast(query, key, value)
+    query, key, value = varied_states(module, *under_autocast(query, key, value))
+    states, wants_rows = (query, key, value, attention_mask), rows_wanted(kwargs)
+    output, rows = _attend(module, *states, dropout, scaling, is_causal, sliding_window, wants_rows)
+    variants = variants_of(module)
+    if variants:
+        own: LayerRefinement = module.saobp  # type: ignore[assignment]
+        for variant in variants:
+            output = variant.output(output, own.inputs)
+        own.inputs = None
+    return output.transpose(1, 2).contiguous(), rows
+
+
+def varied_states(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Query, key and value as variants of the module's attention change them."""
+    for variant in variants_of(module):
+        query, key, value = variant.states(query, key, value)
+    return query, key, value
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    wants_rows: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Output ``[batch, heads, queries, dim]`` and, if wanted, the rows, by the cheapest way that fits."""
     refinement, strength, memory = own_refinement(module, query)
     if memory is not None:
         module.saobp.memory = None  # type: ignore[union-attr]
@@ -69,7 +101,11 @@ def saobp_attention(
         memory = None  # its layer is left waiting and refuses the next call
     padded = attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2)
     windowed = padded and sliding_window is not None and sliding_window < keys
-    wants_rows = rows_wanted(kwargs)
+    for variant in variants_of(module):
+        if isinstance(variant, PlusOne):
+            graph, bias = graph_of(attention_mask, query, keys, refinement, causal, sliding_window)
+            done = variant.attend(query, key, value, graph, bias=bias, dropout_p=dropout, scale=scaling)
+            return done[0], done[1] if wants_rows else None
     first = memory is None or memory.heard is None
     if padded and queries == keys and not windowed and first and not wants_rows:
         if memory is not None:
@@ -86,17 +122,13 @@ def saobp_attention(
             strength=strength,
             strongest=refinement.strongest,
         )
-        return output.transpose(1, 2).contiguous(), None
+        return output, None
     graph, bias = graph_of(attention_mask, query, keys, refinement, causal, sliding_window)
     states = query, key, value, refinement, strength, graph
     if memory is None:
-        done = reference_attention(*states, bias=bias, dropout_p=dropout, scale=scaling)
-        output, rows = done.output, done.rows if wants_rows else None
-    else:
-        output, rows = _with_memory(
-            *states, memory, bias=bias, dropout_p=dropout, scale=scaling, wants_rows=wants_rows
-        )
-    return output.transpose(1, 2).contiguous(), rows
+        found = reference_attention(*states, bias=bias, dropout_p=dropout, scale=scaling)
+        return found.output, found.rows if wants_rows else None
+    return _with_memory(*states, memory, bias=bias, dropout_p=dropout, scale=scaling, wants_rows=wants_rows)
 
 
 def under_autocast(*states: Tensor) -> tuple[Tensor, ...]:
@@ -212,7 +244,7 @@ def own_refinement(module: nn.Module, query: Tensor) -> tuple[Refinement, Tensor
         if own.heads != query.shape[1]:
             name = type(module).__name__
             raise ValueError(f"{name} was expected to have {own.heads} heads but has {query.shape[1]}")
-        return own.refinement, own.strength, own.memory
+        return own.of_rows, own.strength, own.memory
     written = getattr(getattr(module, "config", None), ATTACHED, None)
     if written is None:
         raise ValueError(
@@ -220,9 +252,12 @@ def own_refinement(module: nn.Module, query: Tensor) -> tuple[Refinement, Tensor
             "saobp.apply(model, refinement), or saobp.load(path, AutoClass) for a saved model"
         )
     refinement = Refinement.from_dict(written)
-    if not refinement.is_plain and not isinstance(refinement.strength, float):
+    if refinement.variants or (not refinement.is_plain and not isinstance(refinement.strength, float)):
+        what = (
+            f"variants {refinement.variants}" if refinement.variants else f"strength {refinement.strength!r}"
+        )
         raise ValueError(
-            f"strength {refinement.strength!r} in config.saobp needs a value for each layer: use "
+            f"{what} in config.saobp needs a value for each layer: use "
             "saobp.load(path, AutoClass), or saobp.apply(model, refinement)"
         )
     strength = 0.0 if refinement.is_plain else refinement.strength

@@ -15,7 +15,7 @@ from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
 from saobp.transformers.apply import attention_modules
-from saobp.transformers.attention_function import graph_of, own_refinement, reject
+from saobp.transformers.attention_function import graph_of, own_refinement, reject, varied_states
 from saobp.transformers.cache import Memory
 from saobp.transformers.layer_refinement import IMPLEMENTATION, is_causal_call
 from saobp.transformers.masks import View, padded_view, read_mask, window_view
@@ -197,7 +197,8 @@ def _observed_interface(self: AttentionInterface, attn_implementation: str, defa
 
 def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -> None:
     options = {name: value for name, value in arguments.items() if name not in _ARGUMENTS}
-    query: Tensor = arguments["query"]
+    states = arguments["query"], arguments["key"], arguments["value"]
+    query, key, value = varied_states(module, *states) if implementation == IMPLEMENTATION else states
     scaling = arguments.get("scaling")
     is_causal = is_causal_call(module, options.pop("is_causal", None))
     window = options.pop("sliding_window", None)
@@ -212,8 +213,8 @@ def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -
                 module=module,
                 implementation=implementation,
                 query=query,
-                key=arguments["key"],
-                value=arguments["value"],
+                key=key,
+                value=value,
                 mask=arguments.get("attention_mask"),
                 scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
                 dropout=arguments.get("dropout", 0.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from transformers.cache_utils import Cache, StaticLayer
 from saobp.propagation.factors import Similarity, get_factor
 from saobp.refinement import Refinement
 from saobp.transformers.cache import Memory, cache_layer, holds_keys, remembering_layer, self_attention_cache
+from saobp.variants import KINDS, Variant
 
 IMPLEMENTATION = "saobp"
 """Name of the attention implementation in Transformers' registries."""
+PER_HEAD = ("strength_bias", "head_bias")
+"""How the names of parameters end that hold one number per head."""
 ATTACHED = "saobp"
 """Name of the attached module inside an attention module, and of the field in a model's config."""
 
@@ -28,13 +32,19 @@ class LayerRefinement(nn.Module):
 
     fixed: Tensor
 
-    def __init__(self, refinement: Refinement, layer: int, layers: int, heads: int, like: Tensor) -> None:
+    def __init__(
+        self, refinement: Refinement, layer: int, layers: int, heads: int, width: int, like: Tensor
+    ) -> None:
         super().__init__()
         self.refinement, self.layer, self.layers, self.heads = refinement, layer, layers, heads
+        self.of_rows = replace(refinement, variants=())
         self.memory: Memory | None = None
+        self.inputs: Tensor | None = None
+        dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+        like = torch.empty(0, dtype=dtype, device=like.device)
+        self.variants = nn.ModuleDict({name: KINDS[name](heads, width, like) for name in refinement.variants})
         if refinement.is_learned:
-            dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
-            self.strength_bias = nn.Parameter(torch.zeros(heads, dtype=dtype, device=like.device))
+            self.strength_bias = nn.Parameter(like.new_zeros(heads))
         else:
             self.register_buffer("fixed", self.fixed_strengths(like.device), persistent=False)
 
@@ -44,7 +54,7 @@ class LayerRefinement(nn.Module):
         return self.strength_bias if self.refinement.is_learned else self.fixed
 
     def fixed_strengths(self, device: torch.device) -> Tensor:
-        if self.refinement.is_plain:
+        if self.of_rows.is_plain:
             return torch.zeros(self.heads, device=device)
         return self.refinement.layer_strengths(self.layer, self.layers, self.heads).float().to(device)
 
@@ -61,6 +71,11 @@ class LayerRefinement(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.refinement.to_dict().items())
+
+
+def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of an attention module: the attention function itself never sees its inputs."""
+    module.saobp.inputs = args[0] if args else kwargs["hidden_states"]  # type: ignore[union-attr]
 
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
@@ -109,11 +124,20 @@ def note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def note_cache_of(module: nn.Module) -> None:
     module.register_forward_pre_hook(note_cache, with_kwargs=True)
+    if any(variant.needs_inputs for variant in variants_of(module)):
+        module.register_forward_pre_hook(note_inputs, with_kwargs=True)
+
+
+def variants_of(module: nn.Module) -> list[Variant]:
+    """What else changes the attention of a module beside its refinement."""
+    own = getattr(module, ATTACHED, None)
+    return list(own.variants.values()) if isinstance(own, LayerRefinement) else []  # type: ignore[arg-type]
 
 
 def forget_cache_of(module: nn.Module) -> None:
-    """Take the hook away again; looked up by identity, so that it works on copies of a model too."""
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is note_cache]:
+    """Take the hooks away again; looked up by identity, so that it works on copies of a model too."""
+    hooks = (note_cache, note_inputs)
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook in hooks]:
         del module._forward_pre_hooks[key]
         module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -135,8 +159,16 @@ def attached(model: nn.Module) -> Iterator[tuple[str, LayerRefinement]]:
 
 
 def strength_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The learned strengths of a model, one ``[heads]`` per attention module, for an optimiser group."""
-    return [own.strength_bias for _, own in attached(model) if own.refinement.is_learned]
+    """The learned strengths of a model, one ``[heads]`` per attention module, for an optimiser group.
+
+    With them whatever else variants of attention learn as one number per head.
+    """
+    return [
+        parameter
+        for _, own in attached(model)
+        for name, parameter in own.named_parameters()
+        if name.endswith(PER_HEAD)
+    ]
 
 
 def _why_not_cached(refinement: Refinement, factor: Any) -> str:

@@ -1,0 +1,138 @@
+"""Other changes to attention that a refinement is compared with, or goes along with.
+
+Each is a small module beside an attention module's refinement, in plain PyTorch. ``high:learned+gate``
+refines and gates; ``gate`` alone gates plain attention. Heads are measured as the variants change their
+scores, without the part of a row that a sink takes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from saobp.propagation.graph import FactorGraph
+from saobp.propagation.reference import share_heads
+
+OPEN = 3.0
+"""Bias of gates at the start: they let 95 % through."""
+
+
+class Variant(nn.Module):
+    """One change to attention; parameters with one number per head are called ``head_bias``.
+
+    They stay in single precision, have no weight decay, and learn at the rate of learned strengths.
+    """
+
+    needs_inputs = False
+    """Whether ``output`` reads the inputs of the attention module."""
+
+    def states(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What takes the place of the states ``[batch, heads, length, dim]``."""
+        return query, key, value
+
+    def output(self, output: Tensor, inputs: Tensor | None) -> Tensor:  # noqa: ARG002
+        """What takes the place of each head's output ``[batch, heads, queries, dim]``.
+
+        inputs ``[batch, queries, width]`` are those of the attention module.
+        """
+        return output
+
+
+class PerHead(Variant):
+    """A variant that learns one number per head, which starts at 0."""
+
+    def __init__(self, heads: int, width: int, like: Tensor) -> None:  # noqa: ARG002
+        super().__init__()
+        self.head_bias = nn.Parameter(like.new_zeros(heads))
+
+
+class Temperature(PerHead):
+    """Scores times e^b with b learned per head: a temperature that starts at 1."""
+
+    def states(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return query * by_head(self.head_bias.exp(), query), key, value
+
+
+class QKNorm(PerHead):
+    """Queries and keys of each head divided by their root mean square, scores times e^b per head."""
+
+    def states(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return unit_scale(query) * by_head(self.head_bias.exp(), query), unit_scale(key), value
+
+
+class Gate(Variant):
+    """Each head's output times the sigmoid of a linear function of the layer's input."""
+
+    needs_inputs = True
+
+    def __init__(self, heads: int, width: int, like: Tensor) -> None:
+        super().__init__()
+        self.gate_weight = nn.Parameter(like.new_zeros(heads, width))
+        self.gate_bias = nn.Parameter(like.new_full((heads,), OPEN))
+
+    def output(self, output: Tensor, inputs: Tensor | None) -> Tensor:
+        assert inputs is not None
+        gates = functional.linear(inputs.to(self.gate_weight.dtype), self.gate_weight, self.gate_bias)
+        return output * gates.sigmoid().mT.unsqueeze(-1).to(output.dtype)
+
+
+class PlusOne(Variant):
+    """Softmax with one more in the denominator: e^s_jk / (1 + sum_l e^s_jl). Rows may attend to nothing."""
+
+    def __init__(self, heads: int, width: int, like: Tensor) -> None:  # noqa: ARG002
+        super().__init__()
+
+    def sink(self, scores: Tensor) -> Tensor:
+        """Logit of attending to nothing, broadcastable to ``[batch, heads, queries]``."""
+        return scores.new_zeros(())
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        graph: FactorGraph,
+        *,
+        bias: Tensor | None = None,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Output and rows; arguments as in ``reference_attention``."""
+        key, value = share_heads(key, query.shape[1]), share_heads(value, query.shape[1])
+        scores = torch.matmul(query, key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        scores = graph.hidden(scores if bias is None else scores + bias)
+        kept = torch.sigmoid(scores.logsumexp(-1) - self.sink(scores)).unsqueeze(-1)
+        rows = graph.shown(torch.softmax(scores, -1) * kept).to(query.dtype)
+        return torch.matmul(functional.dropout(rows, dropout_p) if dropout_p else rows, value), rows
+
+
+class Sink(PlusOne):
+    """The same with a learned logit b per head: e^s_jk / (e^b + sum_l e^s_jl)."""
+
+    def __init__(self, heads: int, width: int, like: Tensor) -> None:
+        super().__init__(heads, width, like)
+        self.head_bias = nn.Parameter(like.new_zeros(heads))
+
+    def sink(self, scores: Tensor) -> Tensor:
+        return self.head_bias.to(scores.dtype).view(-1, 1)
+
+
+KINDS: dict[str, type[Variant]] = {
+    "temperature": Temperature,
+    "qk-norm": QKNorm,
+    "gate": Gate,
+    "sink": Sink,
+    "softmax-plus-one": PlusOne,
+}
+
+
+def by_head(values: Tensor, states: Tensor) -> Tensor:
+    """``[heads]`` to multiply states ``[batch, heads, length, dim]`` with."""
+    return values.view(-1, 1, 1).to(states.dtype)
+
+
+def unit_scale(states: Tensor) -> Tensor:
+    """``[..., dim]`` divided by the root mean square over the last dimension."""
+    return functional.rms_norm(states, states.shape[-1:], eps=1e-6)

@@ -1,0 +1,237 @@
+"""Variants of attention against their definitions, written out as loops, inside models with padding."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+
+import saobp
+from saobp.refinement import VARIANTS
+from saobp.testing.tiny_models import FAMILIES, VOCABULARY
+from saobp.transformers import record_attention, strength_parameters
+from saobp.transformers.layer_refinement import attached
+from saobp.variants import KINDS
+
+LENGTH = 6
+
+
+def tiny(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return FAMILIES[family]().double().eval()
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def scatter_parameters(model: nn.Module) -> None:
+    """Values that are not those of the start, different for every head."""
+    random = torch.Generator().manual_seed(2)
+    for _, own in attached(model):
+        for parameter in own.parameters():
+            parameter.data += torch.randn(parameter.shape, generator=random, dtype=parameter.dtype)
+
+
+def definition(
+    name: str, parameters: dict[str, Tensor], inputs: Tensor, states: list[Tensor], mask: Tensor, scale: float
+) -> Tensor:
+    """One head of one text: states ``[length, dim]``, mask added to scores; the output ``[length, dim]``."""
+    query, key, value = states
+    length, output = len(query), torch.zeros_like(query)
+    bias = float(parameters.get("head_bias", torch.zeros(())))
+    for j in range(length):
+        scores = []
+        for k in range(length):
+            q, kk = query[j], key[k]
+            if name == "qk-norm":
+                q = q / math.sqrt(float(q.square().mean()) + 1e-6)
+                kk = kk / math.sqrt(float(kk.square().mean()) + 1e-6)
+            score = sum(float(a) * float(b) for a, b in zip(q, kk, strict=True)) * scale
+            score *= math.exp(bias) if name in ("temperature", "qk-norm") else 1.0
+            scores.append(score + float(mask[j, k]))
+        weights = [math.exp(score) for score in scores]
+        total = sum(weights) + {"sink": math.exp(bias), "softmax-plus-one": 1.0}.get(name, 0.0)
+        for k in range(length):
+            output[j] += weights[k] / total * value[k]
+        if name == "gate":
+            opening = float(parameters["gate_weight"] @ inputs[j] + parameters["gate_bias"])
+            output[j] /= 1 + math.exp(-opening)
+    return output
+
+
+@pytest.fixture
+def by_definition() -> dict[str, Any]:
+    """An attention implementation that loops, for the variant and parameters written to what is given."""
+    given: dict[str, Any] = {}
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output = torch.zeros_like(query)
+        for text in range(len(query)):
+            for head in range(query.shape[1]):
+                own = {name: values[head] for name, values in given["parameters"][module.place].items()}
+                states = [x[text, head] for x in (query, key, value)]
+                mask = attention_mask[text, 0]
+                output[text, head] = definition(given["name"], own, module.inputs[text], states, mask, scale)
+        return output.transpose(1, 2), None
+
+    AttentionInterface.register("loops", attention)
+    AttentionMaskInterface.register("loops", eager_mask)
+    return given
+
+
+def looping(model: PreTrainedModel, modules: list[str]) -> PreTrainedModel:
+    """A plain model that asks the loops, each attention module knowing its place and its inputs."""
+    model.set_attn_implementation("loops")
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        module.inputs = args[0] if args else kwargs["hidden_states"]
+
+    for place, name in enumerate(modules):
+        module = model.get_submodule(name)
+        module.place = place  # type: ignore[assignment]
+        module.register_forward_pre_hook(note, with_kwargs=True)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["modernbert", "llama", "bert"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_is_its_definition(name: str, family: str, by_definition: dict[str, Any]) -> None:
+    refined = saobp.apply(tiny(family), name)
+    scatter_parameters(refined)
+    by_definition["name"] = name
+    by_definition["parameters"] = [
+        {key.rpartition(".")[2]: value.detach() for key, value in own.named_parameters()}
+        for _, own in attached(refined)
+    ]
+    plain = looping(tiny(family), [module for module, _ in attached(refined)])
+    inputs, real = batch(), batch()["attention_mask"].bool()
+    found, expected = refined(**inputs).logits[real], plain(**inputs).logits[real]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    assert not torch.allclose(found, tiny(family)(**inputs).logits[real], atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["temperature", "gate", "high:learned+temperature", "high:learned+gate"])
+def test_variants_start_at_or_near_plain_attention(name: str) -> None:
+    plain, varied = tiny("modernbert"), saobp.apply(tiny("modernbert"), name)
+    for _, own in attached(varied):
+        for key, value in own.named_parameters():
+            if key.endswith("gate_bias"):
+                assert value.sigmoid().min() > 0.95
+                value += 50
+    inputs, real = batch(), batch()["attention_mask"].bool()
+    torch.testing.assert_close(varied(**inputs).logits[real], plain(**inputs).logits[real])
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "high:learned+qk-norm+gate"])
+def test_every_parameter_of_a_variant_learns(name: str) -> None:
+    model = saobp.apply(tiny("modernbert").train(), name)
+    model(**batch()).logits.square().sum().backward()
+    for _, own in attached(model):
+        for key, parameter in own.named_parameters():
+            assert parameter.grad is not None, key
+            assert parameter.grad.abs().max() > 0, key
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*VARIANTS, "high-key-bias:learned", "high:learned+gate+temperature"])
+def test_saved_variants_load_with_their_parameters(name: str, tmp_path: Path) -> None:
+    for family, kind in (("modernbert", AutoModelForMaskedLM), ("llama", AutoModelForCausalLM)):
+        model = saobp.apply(tiny(family), name)
+        scatter_parameters(model)
+        model.save_pretrained(tmp_path / family)
+        loaded = saobp.load(tmp_path / family, kind, dtype=torch.float64).eval()
+        assert loaded.config.saobp == model.config.saobp
+        torch.testing.assert_close(loaded(**batch()).logits, model(**batch()).logits)
+
+
+@torch.no_grad()
+def test_removing_a_variant_leaves_the_plain_model() -> None:
+    model, inputs = tiny("llama"), batch()
+    before = model(**inputs).logits
+    saobp.remove(saobp.apply(model, "high:0.3+gate+temperature"))
+    assert torch.equal(model(**inputs).logits, before)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*VARIANTS, "high-key-bias:learned"])
+def test_decoders_generate_the_same_with_and_without_a_cache(name: str) -> None:
+    model = saobp.apply(tiny("llama"), name)
+    scatter_parameters(model)
+    ids = batch()["input_ids"][:1]
+    texts = [
+        model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=cached, pad_token_id=0)
+        for cached in (True, False)
+    ]
+    assert torch.equal(*texts)
+
+
+@torch.no_grad()
+def test_measured_rows_are_those_of_the_changed_scores() -> None:
+    model = saobp.apply(tiny("bert"), "temperature")
+    for parameter in strength_parameters(model):
+        parameter.fill_(-50.0)  # so hot that every row is uniform
+    with record_attention(model) as recorded:
+        model(batch()["input_ids"])
+    for (rows,) in recorded.values():
+        torch.testing.assert_close(rows, torch.full_like(rows, 1 / LENGTH))
+
+
+def test_numbers_per_head_are_learned_like_strengths() -> None:
+    model = saobp.apply(tiny("modernbert"), "high:learned+temperature+gate")
+    assert len(strength_parameters(model)) == 2 * len(list(attached(model)))
+
+
+def test_refinements_name_all_variants_that_exist() -> None:
+    assert set(VARIANTS) == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("high:0.2+sink", "takes the place of softmax"),
+        ("sink+softmax-plus-one", "takes the place of softmax"),
+        ("gate+gate", "named twice"),
+        ("high+gait", "unknown variant of attention 'gait'"),
+    ],
+)
+def test_variants_that_do_not_fit_are_refused(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        saobp.Refinement.parse(text)
+
+
+@pytest.mark.parametrize("text", ["gate", "temperature+gate", "high:learned+gate", "low:0.1,steps=2+qk-norm"])
+def test_the_text_form_of_variants_is_read_and_written(text: str) -> None:
+    refinement = saobp.Refinement.parse(text)
+    assert str(refinement) == text
+    assert saobp.Refinement.from_dict(refinement.to_dict()) == refinement
+
+
+def test_functions_without_a_model_refuse_variants() -> None:
+    states = torch.randn(1, 1, 4, 2)
+    with pytest.raises(ValueError, match=r"saobp\.apply"):
+        saobp.attention(states, states, states, "gate")
