@@ -7,7 +7,6 @@ TRITON_INTERPRET=1 python benchmarks/overlay.py --size tiny --steps 3 --batch 2 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 from saobp import Refinement
 from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import Table
+from saobp.kernels.dispatch import Backend, select
 from saobp.quickstart.prose import read_prose
 from saobp.quickstart.story import Texts, prepare
 from saobp.training.batches import Share
@@ -35,7 +35,8 @@ RATE = 5e-4
 @contextmanager
 def kernels(used: bool) -> Iterator[None]:
     """All refined attention by the kernels, or none of it."""
-    with mock.patch.object(sys.modules["saobp.attention"], "kernels_apply", return_value=used):
+    backend: Backend = "fused" if used else "reference"
+    with mock.patch("saobp.functional.select", lambda call: select(call._replace(backend=backend))):
         yield
 
 

@@ -11,6 +11,7 @@ No GPU is needed. Of every launch the PTX, the grid and the arguments (but addre
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import itertools
@@ -24,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 SIMULATORS = Path(__file__).parents[1] / "tests" / "kernels"
-ENTRIES = ("saobp.kernels.dispatch", "saobp.kernels.call")
+ENTRIES = ("saobp.kernels.fused", "saobp.kernels.call")
 """Where ``fused_attention`` is, now and in older trees."""
 HOPPER_LAUNCH = ("saobp.kernels.hopper.launch", "saobp.kernels.short_hopper_launch")
-OPERATOR = ("saobp.metrics.fused_operator", "saobp.metrics.fused")
+OPERATOR = ("saobp.metrics.operators.fused", "saobp.metrics.fused")
 
 
 def calls() -> Iterator[dict[str, Any]]:
@@ -78,13 +79,13 @@ def make(
 
     if operator is not None:
         states = torch.zeros(heads, length, dim, dtype=getattr(torch, dtype))
-        made = found(OPERATOR).FusedOperator(
+        made = found(OPERATOR, "FusedOperator").FusedOperator(
             states, states, Refinement(factor, operator), torch.full((heads,), operator), scale=0.125
         )
         made.sweep(states, states)
         return
     if hopper:
-        found(HOPPER_LAUNCH).HOPPER_FROM = 0
+        found(HOPPER_LAUNCH, "HOPPER_FROM").HOPPER_FROM = 0
     lengths = (length, length // 2, 3) if option == "packed" else (length,)
     batch, tokens = (1, sum(lengths)) if option == "packed" else (2, length)
     query, key, value = (
@@ -99,7 +100,7 @@ def make(
     if option == "packed":
         ends = [0, *itertools.accumulate(lengths)]
         options |= {"cumulative_lengths": torch.tensor(ends, dtype=torch.int32), "longest": length}
-    attend = found(ENTRIES).fused_attention
+    attend = found(ENTRIES, "fused_attention").fused_attention
     two_streams = length >= 8192  # which launch directly from the second time on: not without a GPU
     for learning in (True,) if two_streams else (False, True):
         given = [one.requires_grad_(learning) for one in (query, key, value)]
@@ -112,11 +113,13 @@ def make(
             out.sum().backward()
 
 
-def found(names: tuple[str, ...]) -> Any:
-    for name in names:
-        if importlib.util.find_spec(name.rpartition(".")[0]) and importlib.util.find_spec(name):
-            return importlib.import_module(name)
-    raise SystemExit(f"the source tree has none of {', '.join(names)}")
+def found(modules: tuple[str, ...], name: str) -> Any:
+    """The first of these modules that defines a name."""
+    for module in modules:
+        with contextlib.suppress(ModuleNotFoundError):
+            if hasattr(importlib.import_module(module), name):
+                return importlib.import_module(module)
+    raise SystemExit(f"none of {', '.join(modules)} in the source tree has {name}")
 
 
 def record(every: int) -> dict[str, list[Any]]:

@@ -7,6 +7,7 @@ from saobp._register_on_import import register_on_import
 from saobp.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from saobp.explanation import explain
     from saobp.functional import attention, refine
     from saobp.metrics.health.recorder import probe
     from saobp.packing import attention_packed, pack, unpack
@@ -21,6 +22,7 @@ __all__ = [
     "apply",
     "attention",
     "attention_packed",
+    "explain",
     "load",
     "pack",
     "probe",
@@ -36,6 +38,7 @@ _MODULES = {
     "apply": "saobp.transformers.apply",
     "attention": "saobp.functional",
     "attention_packed": "saobp.packing",
+    "explain": "saobp.explanation",
     "load": "saobp.transformers.load",
     "pack": "saobp.packing",
     "probe": "saobp.metrics.health.recorder",

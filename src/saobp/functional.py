@@ -5,20 +5,18 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from saobp.kernels.support import unsupported
+from saobp.kernels.dispatch import Backend, Call, Path, select
 from saobp.propagation.beliefs import propagate
-from saobp.propagation.cpu_inference import is_unwatched, lean_attention, lean_supports, plain_attention
+from saobp.propagation.cpu_inference import lean_attention, plain_attention
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import head_strength, reference_attention
 from saobp.refinement import Refinement
-
-Backend = Literal["auto", "reference", "fused"]
 
 LEAK_WARNING = (
     "future='paper' lets every row hear later rows, so a causal model sees the tokens it has to predict; "
@@ -72,55 +70,42 @@ def attention(
     strength = call_strength(refinement, strength, query.shape[1], query.device)
     if is_causal and refinement.future == "paper":
         warn_of_leak()
-    if kernels_apply(query, key, value, refinement, is_causal, scale, dropout_p, backend, strongest):
-        from saobp.kernels.dispatch import fused_attention
+    path = choose_path(
+        query, key, value, refinement, strength, backend=backend,
+        is_causal=is_causal, scale=scale, dropout_p=dropout_p, strongest=strongest,
+    )  # fmt: skip
+    if path.name == "fused":
+        from saobp.kernels.fused import fused_attention
 
         return fused_attention(
             query, key, value, refinement, strength, strongest=strongest,
             padding_mask=padding_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
         )  # fmt: skip
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device)
-    if backend == "auto":
-        if refinement.is_plain and (query.is_cuda or is_unwatched(query, key, value)):
-            triangle = is_causal and padding_mask is None and queries == keys
-            return plain_attention(
-                query, key, value, None if triangle else graph.visible,
-                is_causal=triangle, dropout_p=dropout_p, scale=scale,
-            )  # fmt: skip
-        if lean_supports(query, key, value, refinement, strength, dropout_p):
-            return lean_attention(query, key, value, refinement, strength, graph, scale=scale)
+    if path.name == "torch":
+        triangle = is_causal and padding_mask is None and queries == keys
+        return plain_attention(
+            query, key, value, None if triangle else graph.visible,
+            is_causal=triangle, dropout_p=dropout_p, scale=scale,
+        )  # fmt: skip
+    if path.name == "cpu inference":
+        return lean_attention(query, key, value, refinement, strength, graph, scale=scale)
     return reference_attention(
         query, key, value, refinement, strength, graph, dropout_p=dropout_p, scale=scale
     ).output
 
 
-def kernels_apply(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    refinement: Refinement,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    backend: Backend,
-    strongest: float | None,
-) -> bool:
-    """Whether the kernels take this call; says once on a GPU why not, and raises if they were insisted on.
+def choose_path(
+    query: Tensor, key: Tensor, value: Tensor, refinement: Refinement, strength: Tensor, **options: Any
+) -> Path:
+    """Who computes this call; options as in :class:`saobp.kernels.dispatch.Call`.
 
-    Nobody is given Triton's interpreter, the only way to run them on a CPU, without insisting.
+    Warns once where the kernels would have been better, and raises where backend='fused' cannot do it.
     """
-    if backend not in ("auto", "reference", "fused"):
-        raise ValueError(f"unknown backend {backend!r}: choose 'auto', 'reference' or 'fused'")
-    if backend == "reference" or (backend == "auto" and not query.is_cuda):
-        return False
-    obstacle = unsupported(query, key, value, refinement, is_causal, scale, dropout_p, strongest)
-    if obstacle is None:
-        return True
-    if backend == "fused":
-        raise ValueError(f"the fused backend cannot do this call because {obstacle}")
-    if not refinement.is_plain:
-        _say_once(obstacle)
-    return False
+    path = select(Call.of(query, key, value, refinement, strength, **options))
+    if path.is_fallback and not torch.compiler.is_compiling():
+        _warn_of_fallback(path.reason)
+    return path
 
 
 def refine(
@@ -208,15 +193,8 @@ def warn_of_leak() -> None:
 
 
 @functools.cache
-def _warn_of_fallback(obstacle: str) -> None:
-    warnings.warn(
-        f"attention is refined by the slower reference path because {obstacle}", UserWarning, stacklevel=5
-    )
-
-
-def _say_once(obstacle: str) -> None:
-    if not torch.compiler.is_compiling():
-        _warn_of_fallback(obstacle)
+def _warn_of_fallback(reason: str) -> None:
+    warnings.warn(f"attention is refined by the slower reference path {reason}", UserWarning, stacklevel=4)
 
 
 def call_strength(

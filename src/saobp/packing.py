@@ -17,7 +17,7 @@ from saobp.functional import (
     call_strength,
     check_numbers,
     check_states,
-    kernels_apply,
+    choose_path,
     warn_of_leak,
 )
 from saobp.refinement import Refinement
@@ -97,17 +97,22 @@ def attention_packed(
     strength = call_strength(refinement, strength, query.shape[1], query.device)
     if is_causal and refinement.future == "paper":
         warn_of_leak()
-    fused = kernels_apply(q, k, v, refinement, is_causal, scale, dropout_p, backend, strongest)
+    longest = total if max_length is None else min(max_length, total)
+    path = choose_path(
+        q, k, v, refinement, strength, backend=backend,
+        is_causal=is_causal, scale=scale, dropout_p=dropout_p, strongest=strongest, longest=longest,
+    )  # fmt: skip
+    fused = path.name == "fused"
     if not (fused and cumulative_lengths.is_cuda):
         _check_values(cumulative_lengths, max_length, total)
     if fused:
-        from saobp.kernels.dispatch import fused_attention
+        from saobp.kernels.fused import fused_attention
 
         out = fused_attention(
             q, k, v, refinement, strength,
             strongest=strongest, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
             cumulative_lengths=cumulative_lengths.contiguous(),
-            longest=total if max_length is None else min(max_length, total),
+            longest=longest,
         )  # fmt: skip
         return out.squeeze(0).transpose(0, 1)
     lengths = cumulative_lengths.diff()

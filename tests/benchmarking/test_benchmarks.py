@@ -28,7 +28,7 @@ def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_attention_on_a_cpu_records_that_the_kernels_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saobp.kernels.support.INTERPRETED", False)
+    monkeypatch.setattr("saobp.kernels.dispatch.INTERPRETED", False)
     saved: list[int] = []
     table = attention_speed(
         device="cpu",

@@ -90,7 +90,7 @@ def compile_call(
     launched: list[Launched], factor: str, dtype: torch.dtype, length: int, *, heads: int = 2, **options: Any
 ) -> list[str]:
     """Kernels that a forward and a backward pass launch; both run twice, through Triton and then directly."""
-    from saobp.kernels.dispatch import fused_attention
+    from saobp.kernels.fused import fused_attention
     from saobp.refinement import Refinement
 
     learned = options.pop("learned", False)

@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 from saobp.kernels.causal.operator import causal_refined_attention
 from saobp.kernels.causal.short_operator import short_causal_refined_attention
-from saobp.kernels.support import POTTS
+from saobp.kernels.dispatch import POTTS
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

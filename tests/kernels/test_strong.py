@@ -8,7 +8,7 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.kernels.support import HALF_STRONGEST
+from saobp.kernels.dispatch import HALF_STRONGEST
 from saobp.testing.inputs import attention_inputs, collapsed_inputs
 
 pytest.importorskip("triton")

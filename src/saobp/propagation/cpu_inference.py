@@ -29,22 +29,29 @@ _LEAN = (Potts, PottsListing, Similarity)
 Slices = tuple[slice, slice]
 
 
-def lean_supports(
-    query: Tensor, key: Tensor, value: Tensor, refinement: Refinement, strength: Tensor, dropout_p: float
-) -> bool:
-    """Whether a call may take this path: a built-in factor on a CPU, no dropout, one step, no watcher.
+def cpu_obstacle(
+    refinement: Refinement,
+    query: tuple[int, ...],
+    key: tuple[int, ...],
+    value: tuple[int, ...],
+    dropout_p: float,
+) -> str | None:
+    """Why a call on a CPU with states of these shapes cannot take this path; None where it can.
 
-    Under ``torch.compile`` the reference is better, because the compiler fuses it.
+    It must be :func:`is_unwatched` besides: ``torch.compile`` fuses the reference, which is then better.
     """
-    states = (query, key, value, strength)
     factor = get_factor(refinement.factor)
-    if type(factor) not in _LEAN or dropout_p or refinement.steps != 1:
-        return False
-    if any(x.device.type != "cpu" for x in states) or 0 in query.shape or 0 in value.shape:
-        return False
-    if isinstance(factor, Similarity) and query.shape[2] != key.shape[2]:
-        return False
-    return is_unwatched(*states)
+    if type(factor) not in _LEAN:
+        return f"factor {refinement.factor!r} has only the reference on a CPU"
+    if dropout_p:
+        return "dropout is for training"
+    if refinement.steps != 1:
+        return f"{refinement.steps} steps were asked for and the CPU path does one"
+    if 0 in query or 0 in value:
+        return "there is nothing to compute"
+    if isinstance(factor, Similarity) and query[2] != key[2]:
+        return f"{query[2]} queries and {key[2]} keys differ in number"
+    return None
 
 
 def is_unwatched(*states: Tensor) -> bool:
@@ -97,7 +104,7 @@ def lean_attention(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention with refined rows where :func:`lean_supports` agrees; arguments as ``reference_attention``.
+    """Attention with refined rows where there is no ``cpu_obstacle``; arguments as ``reference_attention``.
 
     The output ``[batch, heads, queries, dim]`` is a view of ``[batch, queries, heads, dim]``, the order that
     models want next. Half precision is computed in single precision throughout.

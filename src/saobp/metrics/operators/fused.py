@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from saobp.kernels.support import POTTS, unsupported
+from saobp.kernels.dispatch import POTTS, Call, unsupported
 from saobp.metrics.operators.tiled import Mask, TiledOperator
 from saobp.refinement import Refinement
 
@@ -87,5 +87,8 @@ def can_fuse(query: Tensor, key: Tensor, refinement: Refinement, mask: Mask, sca
         query.is_cuda
         and mask.is_plain
         and refinement.factor in POTTS
-        and unsupported(query[None], key[None], query[None], refinement, mask.causal, scale, 0.0) is None
+        and unsupported(
+            Call.of(query[None], key[None], query[None], refinement, is_causal=mask.causal, scale=scale)
+        )
+        is None
     )

@@ -1,0 +1,101 @@
+"""The one place that decides who computes a call, and what it says about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import saobp
+from saobp import Refinement
+from saobp.kernels.dispatch import Call, Path, select
+
+HIGH = Refinement("high", 0.2)
+
+
+def call(length: int = 100, refinement: Refinement = HIGH, dim: int = 64, **options: object) -> Call:
+    """On a GPU that need not be there."""
+    shape = (2, 4, length, dim)
+    usual = {"dtype": torch.bfloat16, "device": "cuda", "strongest": refinement.strongest}
+    return Call(shape, shape, shape, refinement=refinement, **(usual | options))  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saobp.kernels.dispatch.INTERPRETED", False)
+
+
+@pytest.mark.parametrize(
+    ("given", "family"),
+    [
+        (call(128), "short"),
+        (call(129), "long"),
+        (call(100, dim=129), "long"),
+        (call(100, dtype=torch.float32), "long"),
+        (call(512, longest=100), "short"),
+        (call(128, is_causal=True), "short causal"),
+        (call(129, is_causal=True), "causal"),
+        (call(20, Refinement("elemmul")), "elemmul"),
+    ],
+)
+def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
+    path = select(given)
+    assert (path.name, path.family) == ("fused", family)
+    assert str(path).startswith(f"fused {family} kernels: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "words"),
+    [
+        (call(dtype=torch.float64), "reference", "because torch.float64 is not float16, bfloat16 or float32"),
+        (call(refinement=Refinement("high", 0.2, steps=2)), "reference", "2 steps were asked for"),
+        (
+            call(refinement=Refinement("elemmul"), is_causal=True),
+            "reference",
+            "causal 'elemmul' has no kernel",
+        ),
+        (call(refinement=Refinement("high", 9.0)), "reference", "strength 9 is more than the 8"),
+        (call(has_attn_mask=True), "reference", "no kernel for attn_mask"),
+        (call(refinement=Refinement("none")), "torch", "PyTorch"),
+        (call(backend="reference"), "reference", "backend='reference' was asked for"),
+        (call(device="cpu", values_only=True), "cpu inference", "nothing but the values"),
+        (call(device="cpu", values_only=True, dropout_p=0.1), "reference", "dropout is for training"),
+        (call(device="cpu", values_only=True, has_bias=True), "reference", "attn_mask adds"),
+        (call(device="cpu"), "reference", "a gradient"),
+        (call(device="xpu"), "reference", "the tensors are on xpu"),
+        (call(refinement=Refinement("none"), device="cpu", values_only=True), "torch", "PyTorch"),
+    ],
+)
+def test_a_path_gives_its_reason(given: Call, name: str, words: str) -> None:
+    path = select(given)
+    assert path.name == name
+    assert words in str(path)
+    assert str(path).startswith(name)
+
+
+def test_the_fused_backend_raises_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="cannot do this call because the tensors are on cpu"):
+        select(call(device="cpu", backend="fused"))
+    with pytest.raises(ValueError, match="unknown backend 'quick'"):
+        select(call(backend="quick"))
+
+
+def test_explain_takes_what_attention_takes() -> None:
+    states = torch.randn(3, 1, 2, 8, 16).unbind()
+    path = saobp.explain(*states, "high:0.2", is_causal=True, padding_mask=torch.ones(1, 8, dtype=torch.bool))
+    assert isinstance(path, Path)
+    assert str(path) == "cpu inference path: on a CPU where nothing but the values is needed"
+    assert saobp.explain(*states, "high:0.2", dropout_p=0.1).name == "reference"
+    assert saobp.explain(*states, "none").name == "torch"
+    assert saobp.explain(*states, "high:0.2", backend="reference").name == "reference"
+    queries = states[0].clone().requires_grad_()
+    assert "a gradient" in str(saobp.explain(queries, *states[1:], HIGH))
+    with torch.no_grad():
+        assert saobp.explain(queries, *states[1:], HIGH).name == "cpu inference"
+
+
+def test_explain_raises_what_attention_raises() -> None:
+    states = torch.randn(3, 1, 2, 8, 16).unbind()
+    with pytest.raises(ValueError, match="dropout_p"):
+        saobp.explain(*states, "high:0.2", dropout_p=2.0)
+    with pytest.raises(TypeError, match="beginning with a query"):
+        saobp.explain("high:0.2", *states)
