@@ -16,6 +16,7 @@ from saobp.commands.quickstart import quickstart
 from saobp.commands.report import report
 from saobp.commands.reproduce import reproduce
 from saobp.commands.tokenize import tokenize
+from saobp.runs.worker_processes import end_with_parent
 from saobp.version import __version__
 
 app = typer.Typer(
@@ -43,9 +44,10 @@ def _tell_version(asked: bool) -> None:
 
 @app.callback()
 def main(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001
         bool,
         typer.Option("--version", help="Tell the version and end.", callback=_tell_version, is_eager=True),
     ] = False,
 ) -> None:
     """Attention refined by belief propagation, and instruments for attention health."""
+    end_with_parent()

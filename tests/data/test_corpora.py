@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from saobp.data import open_corpus, parse_mixture
-from saobp.data import readers as files
+from saobp.data import open_corpus, parse_mixture, readers
 from saobp.data.corpora import HubCorpus
 
 
@@ -65,8 +64,40 @@ def test_a_text_file_is_a_document_and_a_long_one_several(
     (tmp_path / "b.txt").write_text("\n \n")
     (tmp_path / "c.txt").write_text("aaaa\n\nbbbb\nbbbb\n\ncc\n")
     assert documents(tmp_path) == ["One\ntwo\n\nthree", "aaaa\n\nbbbb\nbbbb\n\ncc"]
-    monkeypatch.setattr(files, "LONGEST_DOCUMENT", 6)
+    monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 6)
     assert documents(tmp_path / "c.txt") == ["aaaa\n\nbbbb\nbbbb", "cc"]
+
+
+def test_a_line_longer_than_a_document_is_cut_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a blank, or between characters; nothing of it is lost."""
+    monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 20)
+    words = "the quick brown fox jumps over the lazy dog " * 9
+    for text in (words.strip(), "äöü€" * 40, "x" * 200):
+        (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+        found = list(open_corpus(tmp_path / "text.txt").documents())
+        assert len(found) >= 3
+        assert max(map(len, found)) <= 80
+        assert "".join(found) == text
+
+
+def test_a_wrong_byte_far_in_a_long_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 20)
+    (tmp_path / "text.txt").write_bytes(b"one\n" + "ä b ".encode() * 25 + b"\xff and so on\n")
+    with pytest.raises(ValueError, match="line 2, column 101 holds the byte 0xff"):
+        list(open_corpus(tmp_path / "text.txt").documents())
+
+
+def test_a_row_that_is_too_long_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "LONGEST_ROW", 10)
+    pq.write_table(
+        pa.table({"text": ["short", "several words in one row", "y" * 25]}), tmp_path / "a.parquet"
+    )
+    assert list(open_corpus(tmp_path / "a.parquet").documents()) == [
+        *("short", "several", " words in", " one row"),
+        *("y" * 10, "y" * 10, "y" * 5),
+    ]
 
 
 def test_the_checksum_follows_the_contents(tmp_path: Path) -> None:

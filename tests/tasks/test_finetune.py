@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import sys
-import time
 import warnings
 
 import numpy as np
@@ -22,7 +20,6 @@ from saobp.training.finetune import finetune, recipe_for
 from saobp.training.finetune.run import encode_task, outcome
 from saobp.training.finetune.task_head import load_with_head
 from saobp.training.finetune.trainer import TaskTrainer
-from saobp.training.finetune.worker_processes import run_jobs
 from saobp.transformers import strength_parameters
 
 
@@ -157,6 +154,40 @@ def test_no_logged_loss_spans_an_epochs_end(bert, tmp_path):
     ends = {line["step"] for line in lines if "eval_accuracy" in line}
     assert len(ends) == 2
     assert ends < logged
+
+
+def test_lost_log_lines_do_not_change_the_result(data_dir, bert, tmp_path, monkeypatch):
+    """What decides is in the checkpoint; the log is for people."""
+    task, recipe = load_task("cola", data_dir), quick("cola", epochs=3, rate=1e-3)
+    options = {"seeds": [1], "recipe": recipe, "checkpoint_seconds": 0.0}
+    straight = finetune(bert, task, tmp_path / "straight", **options)
+    checkpoint, made = TaskTrainer._save_checkpoint, []
+
+    def killed(self, *arguments, **more):
+        checkpoint(self, *arguments, **more)
+        made.append(self.state.global_step)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TaskTrainer, "_save_checkpoint", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(bert, task, tmp_path / "broken", **options)
+    monkeypatch.undo()
+    log = tmp_path / "broken/seed-1/metrics.jsonl"
+    assert "eval_" in log.read_text()
+    log.write_text("")
+    assert finetune(bert, task, tmp_path / "broken", **options) == straight
+
+
+def test_checkpoints_of_a_finished_seed_are_cleaned_up(data_dir, bert, tmp_path):
+    """Of one that was killed between its result and its clean-up."""
+    options = {"seeds": [1], "recipe": quick("cola", epochs=1)}
+    task = load_task("cola", data_dir)
+    first = finetune(bert, task, tmp_path, **options)
+    left = RunFolder(tmp_path / "seed-1").checkpoint_path(3)
+    left.mkdir(parents=True)
+    assert finetune(bert, task, tmp_path, **options) == first
+    assert not left.parent.exists()
 
 
 def test_a_broken_checkpoint_is_left_out_and_the_seed_starts_again(data_dir, bert, tmp_path, monkeypatch):
@@ -301,37 +332,6 @@ def test_learned_strengths_have_a_group_of_their_own(data_dir, tmp_path):
     assert groups[-1]["weight_decay"] == 0
     everyone = [id(p) for group in groups for p in group["params"]]
     assert sorted(everyone) == sorted(id(p) for p in model.parameters())
-
-
-def test_jobs_run_beside_each_other_and_say_how_they_ended(tmp_path):
-    wait = "import pathlib, sys, time; p = pathlib.Path(sys.argv[1]); p.touch()\n"
-    wait += "while len(list(p.parent.glob('*.ready'))) < 2: time.sleep(0.01)"
-    commands = {name: [sys.executable, "-c", wait, str(tmp_path / f"{name}.ready")] for name in ("a", "b")}
-    commands["c"] = [sys.executable, "-c", "print('why'); raise SystemExit(3)"]
-    ended = []
-    codes = run_jobs(commands, 2, tmp_path / "logs", lambda name, code: ended.append((name, code)))
-    assert codes == {"a": 0, "b": 0, "c": 3}
-    assert sorted(ended) == [("a", 0), ("b", 0), ("c", 3)]
-    assert (tmp_path / "logs/c.log").read_text() == "why\n"
-    with pytest.raises(ValueError, match="jobs must be at least 1"):
-        run_jobs(commands, 0, tmp_path)
-
-
-def test_an_interruption_ends_the_jobs_that_run_and_begins_no_other(tmp_path):
-    sleeps = {"first": 0, "second": 60, "third": 0}
-    commands = {
-        name: [sys.executable, "-c", f"import time; time.sleep({seconds})"]
-        for name, seconds in sleeps.items()
-    }
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        run_jobs(commands, 1, tmp_path, interrupted)
-    assert time.monotonic() - began < 30
-    assert not (tmp_path / "third.log").exists()
 
 
 def test_a_full_disk_costs_a_checkpoint_but_not_the_run(data_dir, bert, tmp_path, monkeypatch):

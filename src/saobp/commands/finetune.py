@@ -146,7 +146,7 @@ def _side_by_side(
     """Several tasks at a time, the largest first, each by this command in a process of its own."""
     from saobp.data.tasks.load import find_file
     from saobp.runs.folder import RunFolder
-    from saobp.training.finetune.worker_processes import run_jobs
+    from saobp.runs.worker_processes import run_jobs
 
     ordered = list(specs)
     if data_dir is not None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from saobp.data.readers import parquet_bytes, parquet_rows, text_documents
+from saobp.data.readers import cut_row, parquet_bytes, parquet_rows, text_documents
 from saobp.storage.atomic import first_line
 
 COLUMN = "text"
@@ -108,7 +108,7 @@ class HubCorpus(Corpus):
         found = False
         for document in joined_articles(self._texts()):
             found = True
-            yield document
+            yield from cut_row(document)
         if not found:
             raise ValueError(f"dataset {self.name} holds no text: every row of column {COLUMN!r} is blank")
 
@@ -205,7 +205,8 @@ def joined_articles(rows: Iterable[str]) -> Iterator[str]:
 
 
 def _parquet_documents(file: Path) -> Iterator[str]:
-    return joined_articles(parquet_rows(file, COLUMN))
+    for document in joined_articles(parquet_rows(file, COLUMN)):
+        yield from cut_row(document)
 
 
 def _kind(file: Path) -> str:

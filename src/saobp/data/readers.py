@@ -12,7 +12,9 @@ import pyarrow.parquet
 
 ROWS_AT_ONCE = 64
 LONGEST_DOCUMENT = 2**20
-"""Characters of a text file that may be one document; a longer file is cut at a blank line, or at a line."""
+"""Characters of a text that may be one document; a longer one is cut, at a blank line, a line or a blank."""
+LONGEST_ROW = 2**24
+"""Characters of a row that may be one document: a book is, a whole collection on one line is not."""
 
 
 def parquet_rows(file: Path, column: str) -> Iterator[str]:
@@ -80,27 +82,54 @@ def text_documents(file: Path) -> Iterator[str]:
     yield from _unless_blank(kept)
 
 
+def cut_row(text: str) -> Iterator[str]:
+    """A row as a document, or parts of one that is too long, cut before a blank where there is one."""
+    start = 0
+    while len(text) - start > LONGEST_ROW:
+        blank = text.rfind(" ", start + 1, start + LONGEST_ROW)
+        stop = start + LONGEST_ROW if blank < 0 else blank
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
 def _unless_blank(lines: list[str]) -> Iterator[str]:
     if (text := "".join(lines).strip("\n")) and text.strip():
         yield text
 
 
 def _lines(file: Path) -> Iterator[str]:
+    """The lines of a file; one that is longer than a document comes in parts."""
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is empty: it has 0 bytes")
+    number, column, rest = 1, 1, b""
     with file.open("rb") as contents:
-        for number, raw in enumerate(contents, 1):
-            if number == 1:
-                raw = raw.removeprefix(codecs.BOM_UTF8)
+        contents.seek(len(codecs.BOM_UTF8) if contents.read(3) == codecs.BOM_UTF8 else 0)
+        while raw := rest + (read := contents.readline(LONGEST_DOCUMENT)):
+            goes_on = len(read) == LONGEST_DOCUMENT and not read.endswith(b"\n")
+            cut = _last_break(raw) if goes_on else len(raw)
+            raw, rest = raw[:cut], raw[cut:]
             try:
                 line = raw.decode("utf-8")
             except UnicodeDecodeError as problem:
-                column = len(raw[: problem.start].decode("utf-8")) + 1
+                column += len(raw[: problem.start].decode("utf-8"))
                 raise ValueError(
                     f"{file} is not UTF-8: line {number}, column {column} "
                     f"holds the byte 0x{raw[problem.start]:02x}"
                 ) from None
             yield line.replace("\r\n", "\n")
+            number, column = (number, column + len(line)) if goes_on else (number + 1, 1)
+
+
+def _last_break(raw: bytes) -> int:
+    """Where the first part of a long line ends: before its last blank, else between two characters."""
+    blank = raw.rfind(b" ")
+    if blank > 0:
+        return blank
+    cut = len(raw) - 1
+    while cut > 1 and raw[cut] & 0xC0 == 0x80:  # inside a character
+        cut -= 1
+    return max(cut, 1)
 
 
 def _decoded(value: Any, file: Path, column: str, number: int) -> str | None:

@@ -14,7 +14,8 @@ from saobp.lab.plan import Measured, Trained, Tuned
 from saobp.runs.folder import RunFolder
 from saobp.runs.json_files import read_json
 from saobp.runs.layout import RESULT, SEED
-from saobp.runs.provenance import JOBS_VARIABLE, environment
+from saobp.runs.provenance import environment
+from saobp.runs.worker_processes import JOBS_VARIABLE
 from saobp.storage.atomic import is_unfinished
 
 RATES = {"tiny": 12e6, "micro": 8e6, "mini": 4.2e6, "small": 2.0e6, "medium": 1.2e6}

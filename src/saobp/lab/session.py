@@ -22,7 +22,7 @@ from saobp.lab.scales import Scale
 from saobp.lab.stages import finetune_all, is_measured, is_tuned, measure_all
 from saobp.lab.work_queue import Say, StageResult
 from saobp.runs.folder import RunFolder
-from saobp.training.finetune.worker_processes import run_jobs
+from saobp.runs.worker_processes import run_jobs
 
 STAGES = ("tokens", "pretrain", "finetune", "measure", "tabulate")
 SHARED = ("pretrain", "finetune", "measure")

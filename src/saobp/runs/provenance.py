@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from saobp.benchmarking.machine import processor, version
+from saobp.runs.worker_processes import JOBS_VARIABLE
 
-JOBS_VARIABLE = "SAOBP_JOBS"
-"""Set for processes that share a machine: how many there are."""
 _ABSOLUTE_PATH = re.compile(r"(?<![^=,])[~/][^=,]*")
 """At the beginning of a word, of an option's value, or of a further part of a list."""
 

@@ -10,26 +10,48 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from saobp.refinement import Refinement
+from saobp.runs.manifest import MANIFEST, damage
 from saobp.transformers.apply import apply, remove
 from saobp.transformers.load import checked_folder, load
+from saobp.transformers.load_errors import explained
+
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
+"""Files of which a tokenizer has at least one."""
 
 
 def config_of(folder: str | Path) -> Any:
     """The config of a saved model."""
     name = checked_folder(folder)
+    if Path(name).is_dir():
+        with explained(name):
+            return AutoConfig.from_pretrained(name)
     try:
         return AutoConfig.from_pretrained(name)
     except OSError as problem:
-        if Path(name).is_dir():
-            raise
         raise FileNotFoundError(
             f"there is no model folder {str(folder)!r}, and the hub gave no model of that name"
         ) from problem
 
 
+def check_manifest(folder: str | Path) -> None:
+    """Refuse a saved model whose files are not those that its run wrote; one without a manifest is taken."""
+    path = Path(checked_folder(folder))
+    found = damage(path) if (path / MANIFEST).exists() else None
+    if found is not None:
+        raise ValueError(
+            f"the model in {path} is damaged, because {found}: restore it or train it again, or delete its "
+            f"{MANIFEST} if the change was meant"
+        )
+
+
 def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved beside a model."""
-    tokenizer = AutoTokenizer.from_pretrained(checked_folder(folder), config=config_of(folder))
+    name, config = checked_folder(folder), config_of(folder)
+    words = [file for pattern in VOCABULARIES for file in Path(name).glob(pattern)]
+    if Path(name).is_dir() and not words:  # Transformers would make an empty tokenizer
+        raise ValueError(f"{name!r} holds no tokenizer: copy the one that the model was trained with there")
+    with explained(name, "a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(name, config=config)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"the tokenizer in {str(folder)!r} is not a fast one, which saobp needs")
     return tokenizer
@@ -45,7 +67,8 @@ def load_model(
     name = checked_folder(folder)
     options = {"dtype": torch.float32, **options}
     saved = getattr(config_of(folder), "saobp", None) is not None
-    model = load(name, kind, **options) if saved else kind.from_pretrained(name, **options)
+    with explained(name):
+        model = load(name, kind, **options) if saved else kind.from_pretrained(name, **options)
     if refinement is None:
         return model
     return remove(model) if refinement.is_plain else apply(model, refinement)

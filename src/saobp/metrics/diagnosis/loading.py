@@ -16,6 +16,7 @@ from saobp.refinement import Refinement
 from saobp.storage.atomic import first_line
 from saobp.transformers import apply, load
 from saobp.transformers.load import checked_folder
+from saobp.transformers.load_errors import explained
 
 EXAMPLE = "planted example"
 EXAMPLE_TEXT = (
@@ -88,14 +89,10 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
-    try:
+    with explained(place, "a model with its tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(place)
         is_refined = getattr(AutoConfig.from_pretrained(place), "saobp", None) is not None
         model: Any = load(place, AutoModel) if is_refined else AutoModel.from_pretrained(place)
-    except (OSError, ValueError, KeyError, ImportError) as problem:
-        raise ValueError(
-            f"cannot load a model with its tokenizer from {name!r}: {first_line(problem)}"
-        ) from None
     return model, tokenizer
 
 

@@ -20,7 +20,14 @@ from transformers import (
 from saobp.data.tasks import TASKS, Split, load_split
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
-from saobp.training.checkpoints import config_of, load_model, load_tokenizer_of, model_checksum, model_name
+from saobp.training.checkpoints import (
+    check_manifest,
+    config_of,
+    load_model,
+    load_tokenizer_of,
+    model_checksum,
+    model_name,
+)
 from saobp.training.evaluation.harness import harness_accuracy, require_harness
 from saobp.training.evaluation.perplexity import (
     POSITIONS,
@@ -126,6 +133,7 @@ def load_language_model(
     folder: str | Path, refinement: Refinement | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, bool]:
     """A saved language model in float32, on a GPU if there is one; its tokenizer; whether it is a decoder."""
+    check_manifest(folder)
     kinds = config_of(folder).architectures or ["none"]
     is_decoder = kinds[0].endswith(("LMHeadModel", "ForCausalLM"))
     if not is_decoder and not kinds[0].endswith("ForMaskedLM"):

@@ -18,6 +18,7 @@ from saobp.runs.folder import RunError, RunFolder
 from saobp.runs.json_files import write_json
 from saobp.runs.layout import RESULT, seed_folder
 from saobp.training.checkpoints import (
+    check_manifest,
     effective_refinement,
     load_tokenizer_of,
     model_checksum,
@@ -61,6 +62,7 @@ def finetune(
     chosen = list(dict.fromkeys(seeds))
     if not chosen:
         raise ValueError("there is no seed to run: give at least one")
+    check_manifest(model)
     folder = Path(folder)
     spec = task.spec
     asked = recipe_for(spec) if recipe is None else recipe
@@ -126,6 +128,7 @@ class _Session:
         before = RunFolder(path)
         if before.is_finished:
             self._check_same(before)
+            before.clean_up()
             self.say(f"{self.task.spec.name}: seed {seed} is finished already and is taken over")
             return before.result
         run = RunFolder.start(path, "finetune", self.described(), seed=seed, data=self.data, resume=True)
@@ -165,7 +168,7 @@ class _Session:
             "task": spec.name,
             "seed": seed,
             "metric": spec.main_metric,
-            **outcome(run.metrics(), spec.main_metric, spec.metrics),
+            **outcome(trainer.state.log_history, spec.main_metric, spec.metrics),
             "truncated": rows["train"].cut,
             **self.task.describe(),
         }

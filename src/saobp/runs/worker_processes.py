@@ -7,13 +7,17 @@ other finish a list of tasks several times as fast as one.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from saobp.runs.provenance import JOBS_VARIABLE
+JOBS_VARIABLE = "SAOBP_JOBS"
+"""Set for processes that share a machine: how many there are."""
+WATCH_VARIABLE = "SAOBP_END_WITH_INPUT"
+"""Set for worker processes: their standard input is a pipe that closes when the parent ends."""
 
 
 def run_jobs(
@@ -27,7 +31,7 @@ def run_jobs(
 
     What each says goes to ``logs/NAME.log``. ``done`` is called with a name and its exit code. ``variables``
     are set in their environment, and the number of jobs, which their records then carry. An interruption ends
-    those that run and begins no other.
+    those that run and begins no other. Commands of saobp also end when this process is killed.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, not {jobs}")
@@ -35,6 +39,7 @@ def run_jobs(
     cores = os.cpu_count() or 1
     threads = str(max(1, cores // jobs))
     shared = {"OMP_NUM_THREADS": threads, "RAYON_NUM_THREADS": threads, JOBS_VARIABLE: str(jobs)}
+    shared[WATCH_VARIABLE] = "1"
     environment = {**os.environ, **shared, **(variables or {})}
 
     children: list[subprocess.Popen[bytes]] = []
@@ -42,7 +47,13 @@ def run_jobs(
 
     def run(name: str) -> int:
         with (logs / f"{name}.log").open("w") as log:
-            child = subprocess.Popen(commands[name], stdout=log, stderr=subprocess.STDOUT, env=environment)
+            child = subprocess.Popen(
+                commands[name],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
             children.append(child)
             if stopped.is_set():  # while it was started
                 child.terminate()
@@ -63,3 +74,18 @@ def run_jobs(
                 child.terminate()
             raise
     return codes
+
+
+def end_with_parent() -> None:
+    """Called by a worker process at its start: it is terminated as soon as its parent is gone.
+
+    The kernel closes the parent's end of a pipe however the parent ends, and on every system.
+    """
+    if os.environ.pop(WATCH_VARIABLE, None) is not None:
+        threading.Thread(target=_terminate_at_end_of_input, daemon=True).start()
+
+
+def _terminate_at_end_of_input() -> None:
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
