@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from saobp import Refinement, metrics
 from saobp.benchmarking.machine import machine
-from saobp.benchmarking.table import Cell, Table
+from saobp.benchmarking.table import BenchmarkTable, Cell
 from saobp.benchmarking.timing import Timing, cuda_clock, wall_clock
 from saobp.metrics.sampling.estimators import SAMPLED
 
@@ -149,7 +149,7 @@ def main() -> None:
     options = parser.parse_args()
     dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
     title = f"Sampled statistics, {dtype}, {options.heads} heads of {options.dim}"
-    table = Table("metrics-sampled", title, machine(options.device))
+    table = BenchmarkTable("metrics-sampled", title, machine(options.device))
     table.notes.append(
         f"Milliseconds, medians of {options.turns} turns. 'forwards' is sampled over attention, one forward "
         "pass of scaled_dot_product_attention with the same causality. Memory is the peak beyond the inputs."

@@ -19,7 +19,7 @@ import torch
 
 from saobp import Refinement
 from saobp.benchmarking.machine import machine
-from saobp.benchmarking.table import Table
+from saobp.benchmarking.table import BenchmarkTable
 from saobp.kernels.dispatch import Backend, select
 from saobp.quickstart.prose import read_prose
 from saobp.quickstart.story import Texts, prepare
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
             "fused": losses(recipe, texts, device, True),
             "reference, other seed": losses(replace(recipe, seed=recipe.seed + 1), texts, device, False),
         }
-    table = Table(
+    table = BenchmarkTable(
         "overlay", f"BERT-{given.size}, {given.refinement}: losses by both paths", machine(device.type)
     )
     table.notes.append(

@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pretraining_speed import DEFAULT, MODELS, VERSIONS, pretraining_speed
 from rich.console import Console
-
-from saobp.benchmarking.pretraining import DEFAULT, MODELS, VERSIONS, pretraining_speed
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,14 +14,14 @@ from rich.console import Console
 
 from saobp.benchmarking import machine as facts
 from saobp.benchmarking.attention import fastest, growth
-from saobp.benchmarking.counters import COUNTERS, REGISTERS, TIME, kernel_rows, launches
 from saobp.benchmarking.machine import commit, machine
-from saobp.benchmarking.table import Table, milliseconds, ratio, spread, text
+from saobp.benchmarking.table import BenchmarkTable, milliseconds, ratio, spread, text
 from saobp.benchmarking.timing import Failure, Timing, in_turn, wall_clock
+from saobp.testing.scripts import load_script
 
 
-def small_table() -> Table:
-    table = Table("speeds", "Two speeds", {"CPU": "abacus", "commit": "abc"}, notes=["A note."])
+def small_table() -> BenchmarkTable:
+    table = BenchmarkTable("speeds", "Two speeds", {"CPU": "abacus", "commit": "abc"}, notes=["A note."])
     table.rows.append({"length": 8, "kind": "plain", "ms": 1.23456, "ratio": 2.0})
     table.rows.append(
         {"length": 16, "kind": "plain", "ms": "ValueError: a | b", "ratio": None, "extra": 1234.56}
@@ -149,6 +149,8 @@ def test_a_copy_inside_another_repository_does_not_take_its_commit(
 
 
 def test_counters_are_read_by_kernel_and_call() -> None:
+    counters = load_script("benchmarks/counters.py")
+    TIME, REGISTERS, COUNTERS = counters.TIME, counters.REGISTERS, counters.COUNTERS
     columns = ["ID", "Kernel Name", TIME, REGISTERS, *COUNTERS.values()]
     cudnn = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7"
     readings = [
@@ -161,7 +163,7 @@ def test_counters_are_read_by_kernel_and_call() -> None:
         ["5", "void cudnn::convert_dq<1>(const void *, int)", "700", "30", "0", *["10"] * 6],
     ]
     table = "\n".join(",".join(f'"{cell}"' for cell in line) for line in [columns, *readings])
-    rows = list(kernel_rows(launches(f"==PROF== Connected\n{table}\n"), (128,)))
+    rows = list(counters.kernel_rows(counters.launches(f"==PROF== Connected\n{table}\n"), (128,)))
     assert [(row["attention"], row["by"], row["kernel"], row["launches"]) for row in rows] == [
         ("bidirectional", "saobp", "row_sums", 2),
         ("bidirectional", "cuDNN", "flash_fprop", 1),

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from saobp.benchmarking.tokenise import tokenise_speed
 from saobp.cli import app
 from saobp.commands.tokenize import obtain_tokenizer
 from saobp.data import TokenStore, load_tokenizer, prepare_corpora, train_vocabulary
 from saobp.data import word_encoder as encoder
+from saobp.testing.scripts import load_script
 from saobp.testing.tiny_training import prose
 
 TEXT = "The fox sees a lazy dog, and runs. " * 40
@@ -112,7 +112,7 @@ def test_a_mistake_is_one_sentence(data_dir: Path, tmp_path: Path) -> None:
 
 def test_the_benchmark_measures_both_ways(data_dir: Path, tmp_path: Path) -> None:
     train_vocabulary([TEXT], 60).save_pretrained(tmp_path / "vocabulary")
-    table = tokenise_speed(
+    table = load_script("benchmarks/tokenise.py").tokenise_speed(
         data_dir, corpora=["one"], tokenizers=[str(tmp_path / "vocabulary")], turns=1, say=lambda _: None
     )
     assert [row["way"] for row in table.rows] == ["datasets.map", "saobp"]

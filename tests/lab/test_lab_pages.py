@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from saobp.lab import EXPERIMENTS, choose_experiments, get_scale
+from saobp.lab.experiment_plan import ExperimentPlan, FinetuneRun, Measurement
 from saobp.lab.pages import PAGES
 from saobp.lab.pages.common import claim_correlation
-from saobp.lab.plan import Measured, Plan, Tuned
 from saobp.lab.result_page import Page, made_on, paper_digits
 from saobp.lab.results import Results
 from saobp.lab.tabulate import tabulate, write_overview
@@ -26,8 +26,8 @@ SHIFT = {"original": 0.0, "high": -0.05, "low": 0.1, "elemmul": 0.0}
 def runs(tmp_path: Path) -> Path:
     """Three seeds of the paper's four factors; SQuAD is partial, Low was never fine-tuned."""
     folder = tmp_path / "runs"
-    plan = Plan(choose_experiments("gtd,tasks"), MINI, 3)
-    for model in plan.trained():
+    plan = ExperimentPlan(choose_experiments("gtd,tasks"), MINI, 3)
+    for model in plan.pretrain_runs():
         run = make_run(model.folder(folder), seed=model.seed, layers=2, heads=3)
         write_json(run / "recipe.json", {"kind": "pretrain", **model.recipe.to_dict()})
         noise = np.random.default_rng(model.seed).normal(0, 0.3)
@@ -38,7 +38,7 @@ def runs(tmp_path: Path) -> Path:
             "strengths": None,
         }
         write_json(run / "result.json", result)
-    for one in plan.tuned():
+    for one in plan.finetune_runs():
         if one.model.method.key == "low":
             continue
         own = one.folder(folder)
@@ -50,7 +50,7 @@ def runs(tmp_path: Path) -> Path:
         write_json(own / f"seed-{one.model.seed}" / "result.json", result)
         write_json(own / f"seed-{one.model.seed}" / "record.json", record(one.model.seed, seconds=5.0))
         write_json(own / f"seed-{one.model.seed}" / "recipe.json", {"kind": "finetune", "task": one.task})
-    for measured in plan.measured():
+    for measured in plan.measurements():
         path = measured.file(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         gtd = 0.7 - SHIFT[measured.model.method.key] + measured.model.seed / 1000
@@ -64,7 +64,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def _written(runs: Path, out: Path, target: str) -> tuple[str, dict]:  # type: ignore[type-arg]
-    tabulate(Plan(choose_experiments(target), MINI, 3), runs, out)
+    tabulate(ExperimentPlan(choose_experiments(target), MINI, 3), runs, out)
     folder = out / target
     return (folder / "mini.md").read_text(), json.loads((folder / "mini.json").read_text())
 
@@ -110,7 +110,7 @@ def test_the_size_of_a_difference_counts_only_where_measures_are_the_same() -> N
 def test_the_size_of_clustering_is_not_compared(runs: Path, tmp_path: Path) -> None:
     """The paper's is several times ours: a fall of 0.09 from 0.035 cannot be seen."""
     change = {42: 0.001, 1: -0.001, 2: 0.0005}
-    for one in Plan(choose_experiments("gtd"), MINI, 3).measured():
+    for one in ExperimentPlan(choose_experiments("gtd"), MINI, 3).measurements():
         taken = json.loads(one.file(runs).read_text())
         own = 0.0 if one.model.method.key == "original" else change[one.model.seed]
         taken["layers"]["clustering"] = [[0.035 + own]]
@@ -136,13 +136,15 @@ def test_the_paper_s_numbers_have_its_own_decimals(values: list[float], digits: 
 
 
 def test_measurements_have_records_too(runs: Path) -> None:
-    results = Results(Plan(choose_experiments("gtd"), MINI, 3), EXPERIMENTS["gtd"], runs)
+    results = Results(ExperimentPlan(choose_experiments("gtd"), MINI, 3), EXPERIMENTS["gtd"], runs)
     measured = [record for record in results.records() if record["kind"] == "measure"]
     assert {record["seed"] for record in measured} == {42, 1, 2}
 
 
 def test_an_interval_of_a_correlation_stays_within_one(runs: Path) -> None:
-    results = Results(Plan(choose_experiments("gtd-graph"), MINI, 3), EXPERIMENTS["gtd-graph"], runs)
+    results = Results(
+        ExperimentPlan(choose_experiments("gtd-graph"), MINI, 3), EXPERIMENTS["gtd-graph"], runs
+    )
     page = Page(EXPERIMENTS["gtd-graph"], MINI)
     found = dict(zip(results.models(), (0.99, 0.9, 0.7, 0.99, 0.9, 0.7), strict=False))
     claim_correlation(page, "GTD against clustering", 0.7, found)
@@ -162,7 +164,7 @@ def test_runs_that_never_leave_the_plateau_are_named(runs: Path, tmp_path: Path)
 
 def test_runs_that_all_wait_alike_say_nothing_of_the_wait(runs: Path, tmp_path: Path) -> None:
     """A constant has no rank correlation: the page says so instead of nan."""
-    for model in Plan(choose_experiments("pretraining"), MINI, 3).trained():
+    for model in ExperimentPlan(choose_experiments("pretraining"), MINI, 3).pretrain_runs():
         if (model.folder(runs) / "result.json").exists():
             line = {"step": 10, "tokens": 1000, "loss": 3.0}
             (model.folder(runs) / "metrics.jsonl").write_text(json.dumps(line) + "\n")
@@ -195,7 +197,7 @@ def test_scores_of_partial_tasks_never_stand_beside_the_paper_s(runs: Path, tmp_
 def test_answers_mark_tasks_of_which_a_part_is_there(runs: Path) -> None:
     experiment = EXPERIMENTS["learned"]
     page = Page(experiment, MINI)
-    PAGES["learned"](Results(Plan([experiment], MINI, 3), experiment, runs), page)
+    PAGES["learned"](Results(ExperimentPlan([experiment], MINI, 3), experiment, runs), page)
     said = [claim.words for claim in page.claims]
     assert "Learned strengths raise squad * after fine-tuning" in said
     assert "Learned strengths raise cola after fine-tuning" in said
@@ -230,7 +232,7 @@ def test_a_mean_over_tasks_leaves_no_method_out(runs: Path, tmp_path: Path) -> N
 
 
 def test_times_of_runs_beside_others_are_no_cost(runs: Path) -> None:
-    results = Results(Plan(choose_experiments("cost"), MINI, 3), EXPERIMENTS["cost"], runs)
+    results = Results(ExperimentPlan(choose_experiments("cost"), MINI, 3), EXPERIMENTS["cost"], runs)
     name = "bert-mini-high-0.2-seed42"
     written = json.loads((runs / name / "record.json").read_text())
     beside = {**written, "environment": {**written["environment"], "jobs": 2}}
@@ -240,7 +242,7 @@ def test_times_of_runs_beside_others_are_no_cost(runs: Path) -> None:
 
 
 def test_pages_say_where_runs_were_made_and_whether_texts_differ(runs: Path) -> None:
-    results = Results(Plan(choose_experiments("gtd"), MINI, 3), EXPERIMENTS["gtd"], runs)
+    results = Results(ExperimentPlan(choose_experiments("gtd"), MINI, 3), EXPERIMENTS["gtd"], runs)
     same = results.records()
     assert made_on(same).startswith(f"Made on {same[0]['environment']['hardware']} (")
     assert "not all trained on the same texts" not in made_on(same)
@@ -251,7 +253,7 @@ def test_pages_say_where_runs_were_made_and_whether_texts_differ(runs: Path) -> 
 def test_runs_of_another_recipe_are_not_tabulated(runs: Path, tmp_path: Path) -> None:
     path = runs / "bert-mini-original-seed42" / "recipe.json"
     recipe = json.loads(path.read_text())
-    plan = Plan(choose_experiments("gtd"), MINI, 3)
+    plan = ExperimentPlan(choose_experiments("gtd"), MINI, 3)
     write_json(path, {**recipe, "checkpoint_steps": 1000})
     Results(plan, EXPERIMENTS["gtd"], runs).check()
     write_json(path, {**recipe, "corpus": "another"})
@@ -271,7 +273,7 @@ def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> No
     empty = write_overview(out).read_text()
     assert "- mini: everything" in empty
     assert "Nothing so far." in empty
-    tabulate(Plan(choose_experiments("gtd,glue"), MINI, 3), runs, out)
+    tabulate(ExperimentPlan(choose_experiments("gtd,glue"), MINI, 3), runs, out)
     (out / "story.md").write_text("Once upon a time.\n")
     page = write_overview(out).read_text()
     assert page.index("Once upon a time.") < page.index("## What reproduces")
@@ -285,7 +287,7 @@ def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> No
 
 def test_what_two_pages_leave_undecided_is_told_once_and_last(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "results"
-    tabulate(Plan(choose_experiments("gtd,printed-forms"), MINI, 2), runs, out)
+    tabulate(ExperimentPlan(choose_experiments("gtd,printed-forms"), MINI, 2), runs, out)
     page = (out / "README.md").read_text()
     before, undecided = page.split("## What could not be decided")
     claim = "| High against Original, GTD: the paper has +0.03 |"
@@ -295,13 +297,13 @@ def test_what_two_pages_leave_undecided_is_told_once_and_last(runs: Path, tmp_pa
 
 
 def test_pages_of_nothing_are_not_written(tmp_path: Path) -> None:
-    tabulate(Plan(choose_experiments("all"), MINI), tmp_path / "none", tmp_path / "results")
+    tabulate(ExperimentPlan(choose_experiments("all"), MINI), tmp_path / "none", tmp_path / "results")
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["README.md"]
 
 
 def test_every_page_copes_with_runs_alone(runs: Path, tmp_path: Path) -> None:
     """Pretraining is there, the rest mostly not: pages say so, and one without any answer is not written."""
-    written = tabulate(Plan(choose_experiments("all"), MINI, 3), runs, tmp_path / "results")
+    written = tabulate(ExperimentPlan(choose_experiments("all"), MINI, 3), runs, tmp_path / "results")
     names = {path.parent.name for path in written[:-1]}
     assert names >= {"gtd", "cost", "strengths", "layers", "gtd-graph"}
     assert not names & {"learned", "steps", "decoders"}
@@ -317,23 +319,23 @@ def test_smoke_pages_say_that_they_mean_nothing(tmp_path: Path) -> None:
 
 
 def test_folders_of_work_are_named(tmp_path: Path) -> None:
-    model = Plan([], MINI).model("bert", "high", 42)
-    assert Tuned(model, "cola").folder(tmp_path) == tmp_path / "tasks" / model.name / "cola"
-    assert Measured(model, "maps").file(tmp_path) == tmp_path / "measured" / model.name / "maps.json"
+    model = ExperimentPlan([], MINI).model("bert", "high", 42)
+    assert FinetuneRun(model, "cola").folder(tmp_path) == tmp_path / "tasks" / model.name / "cola"
+    assert Measurement(model, "maps").file(tmp_path) == tmp_path / "measured" / model.name / "maps.json"
 
 
 def test_the_page_of_the_leak_opens_with_its_numbers(tmp_path: Path) -> None:
     """Two pairs decide nothing by rule, so the numbers themselves come first."""
-    plan = Plan(choose_experiments("decoder-leak"), MINI, 2)
+    plan = ExperimentPlan(choose_experiments("decoder-leak"), MINI, 2)
     found = {"original": (300.0, 0.0), "paper": (45.0, 0.156), "strict": (303.0, 0.0)}
-    for model in plan.trained():
+    for model in plan.pretrain_runs():
         run = make_run(model.folder(tmp_path), seed=model.seed, layers=2, heads=3)
         write_json(run / "recipe.json", {"kind": "pretrain", **model.recipe.to_dict()})
         perplexity, moved = found[model.method.key]
         write_json(run / "result.json", {"eval_perplexity": perplexity + model.seed, "seconds": 1.0})
         measured = {"zero-shot": {"wikitext": {"perplexity": perplexity}}, "leak": {"moved": moved}}
         for name, values in measured.items():
-            path = Measured(model, name).file(tmp_path)
+            path = Measurement(model, name).file(tmp_path)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {**values, "seconds": 1.0})
     page, outcome = _written(tmp_path, tmp_path / "results", "decoder-leak")

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from saobp.cli import app
-from saobp.lab.style import LOOKS
+from saobp.lab.method_style import STYLES
+from saobp.lab.reproduction_page import write_reproduction
 from saobp.metrics.diagnosis.example_model import example_model
 from saobp.metrics.diagnosis.head_plots import heat_map
 from saobp.metrics.health.verdicts import largest_entropy, verdict
 from saobp.report import Table, explorer_data, read_runs, write_explorer, write_report
-from saobp.report.reproduction import write_reproduction
 from saobp.report.run_view import refinement_words
 from saobp.report.script import joined_script
 from saobp.report.summaries import NONE, shown, summary
@@ -354,7 +354,7 @@ def test_a_reproduction_shows_its_claims(tmp_path: Path, kind: str, columns: lis
     assert "the first 8 of 9 runs</h1>" in words
     dashes = [trace["line"]["dash"] for trace in page_of(page)["curves"][0]["data"]]
     assert dashes == ["solid", "solid", "dash", "solid", "dash", "dot", "dashdot", "solid"]
-    own = "".join(f"--run-{place}: {LOOKS[key].colour}; " for place, key in enumerate(methods[:8]))
+    own = "".join(f"--run-{place}: {STYLES[key].colour}; " for place, key in enumerate(methods[:8]))
     assert f":root {{ {own}}}" in page.read_text()
 
 

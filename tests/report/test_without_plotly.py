@@ -49,9 +49,9 @@ def test_a_diagnosis_goes_on_without_its_page(tmp_path: Path) -> None:
 def test_a_reproduction_goes_on_without_its_page(tmp_path: Path) -> None:
     run, said = make_run(tmp_path / "run", steps=20), []
     work = SimpleNamespace(
-        places=SimpleNamespace(runs=tmp_path, out=tmp_path),
+        folders=SimpleNamespace(runs=tmp_path, out=tmp_path),
         plan=SimpleNamespace(
-            trained=lambda: [
+            pretrain_runs=lambda: [
                 SimpleNamespace(folder=lambda _: run, method=SimpleNamespace(key="high"), family="bert")
             ],
             experiments=[],
@@ -59,5 +59,5 @@ def test_a_reproduction_goes_on_without_its_page(tmp_path: Path) -> None:
         ),
         say=said.append,
     )
-    Session.write_page(work)  # type: ignore[arg-type]
+    Session._write_html(work)  # type: ignore[arg-type]
     assert said == [str(MissingPlotlyError())]

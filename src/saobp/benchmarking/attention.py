@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from saobp.benchmarking.machine import machine
-from saobp.benchmarking.table import Cell, Table, milliseconds, ratio, spread
+from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, spread
 from saobp.benchmarking.timing import Call, Failure, Result, Timing, captured, cuda_clock, in_turn, wall_clock
 from saobp.functional import Backend, attention
 from saobp.refinement import Refinement
@@ -46,12 +46,12 @@ def attention_speed(
     turns: int = 7,
     budget: float = 0.15,
     say: Callable[[str], None] = print,
-    save: Callable[[Table], object] = lambda _: None,
-) -> Table:
+    save: Callable[[BenchmarkTable], object] = lambda _: None,
+) -> BenchmarkTable:
     """Forward, and forward + backward, bidirectional and causal, one row of the table for each length."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     title = f"Refined attention (high, strength 0.2) against PyTorch's, {dtype}, head size {DIM}"
-    table = Table("attention", title, machine(device))
+    table = BenchmarkTable("attention", title, machine(device))
     table.notes.append(
         f"Milliseconds, medians of {turns} turns in which every version runs once. About {rows} rows "
         f"(batch x heads x length) each. Up to length {REPLAYED} a CUDA graph is replayed. 'sdpa' is the "
@@ -140,10 +140,10 @@ def fastest(results: dict[str, Result]) -> tuple[str, Result]:
     return "none", next(iter(results.values()))
 
 
-def training_memory(lengths: Sequence[int]) -> Table:
+def training_memory(lengths: Sequence[int]) -> BenchmarkTable:
     """Peak memory of forward + backward beyond the inputs, batch 1, and how its excess over SDPA grows."""
     dtype = torch.bfloat16
-    table = Table(
+    table = BenchmarkTable(
         "memory", f"Memory of a training step's attention, 1 x {HEADS} heads, {dtype}", machine("cuda")
     )
     for causal in (False, True):

@@ -9,7 +9,7 @@ from transformers import BertModel
 
 from saobp.benchmarking.bert_models import VOCABULARY, bert
 from saobp.benchmarking.machine import machine
-from saobp.benchmarking.table import Table, milliseconds, ratio, spread
+from saobp.benchmarking.table import BenchmarkTable, milliseconds, ratio, spread
 from saobp.benchmarking.timing import in_turn, processor_clock, wall_clock
 from saobp.sizes import PAPER_SIZES
 
@@ -26,7 +26,7 @@ def cpu_inference(
     busy: bool = False,
     vocabulary: int = VOCABULARY,
     say: Callable[[str], None] = print,
-) -> Table:
+) -> BenchmarkTable:
     """Milliseconds of a forward pass in single precision, versions in turn, the original twice.
 
     ``busy`` is for a machine that others use: processor time on one thread, whatever ``threads`` says.
@@ -35,7 +35,7 @@ def cpu_inference(
     torch.set_num_threads(1 if busy else threads)
     try:
         title = f"BERT-mini inference on a CPU, {length} tokens, float32, no gradient"
-        table = Table("cpu-busy" if busy else "cpu", title, machine("cpu"))
+        table = BenchmarkTable("cpu-busy" if busy else "cpu", title, machine("cpu"))
         models = {v: bert(BertModel, PAPER_SIZES["mini"], v, vocabulary=vocabulary) for v in VERSIONS}
         for batch in batches:
             say(f"batch {batch} x {length} ...")

@@ -11,7 +11,7 @@ from transformers import BertForMaskedLM, BertModel, PreTrainedModel
 
 from saobp.benchmarking.bert_models import MASK, VOCABULARY, bert
 from saobp.benchmarking.machine import machine
-from saobp.benchmarking.table import Cell, Table, milliseconds, ratio, spread
+from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, spread
 from saobp.benchmarking.timing import Call, Failure, Result, captured, cuda_clock, in_turn, wall_clock
 from saobp.sizes import PAPER_SIZES
 
@@ -32,11 +32,13 @@ def model_speed(
     budget: float = 2.0,
     limit: float = float("inf"),
     say: Callable[[str], None] = print,
-    save: Callable[[Table], object] = lambda _: None,
-) -> Table:
+    save: Callable[[BenchmarkTable], object] = lambda _: None,
+) -> BenchmarkTable:
     """One row per stage and size, every version in turn; no row is begun after ``limit`` seconds."""
     how = "torch.compile" if compiled else "eager"
-    table = Table("model", f"BERT, refined against original (SDPA), bfloat16, {how}", machine(device))
+    table = BenchmarkTable(
+        "model", f"BERT, refined against original (SDPA), bfloat16, {how}", machine(device)
+    )
     table.notes.append(
         f"Milliseconds, medians of {turns} turns in which every version runs once. Training: forward, "
         f"masked-token loss on 15 % of {training[0]} x {training[1]} tokens, backward, fused AdamW, "

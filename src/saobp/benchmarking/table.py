@@ -22,7 +22,7 @@ Cell = str | int | float | None
 
 
 @dataclass
-class Table:
+class BenchmarkTable:
     """Rows with the same columns, and the facts that belong above them."""
 
     name: str

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from saobp.commands.errors import fail
+
 bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 
 Out = Annotated[Path, typer.Option(help="Folder for the Markdown, CSV and PNG files.")]
@@ -25,8 +27,7 @@ def _require_cuda() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        _say("This benchmark needs a CUDA GPU and PyTorch finds none on this machine; try `saobp bench cpu`.")
-        raise typer.Exit(1)
+        fail("this benchmark needs a CUDA GPU and PyTorch finds none on this machine: try saobp bench cpu")
 
 
 @bench.command()
@@ -54,22 +55,6 @@ def attention(out: Out = _RESULTS, quick: Quick = False, lengths: Listed = "", m
         extra = training_memory([n for n in chosen if n >= 512] or chosen)
         extra.show(Console(width=160))
         extra.write(out)
-
-
-@bench.command()
-def counters(out: Out = _RESULTS, lengths: Listed = "") -> None:
-    """What limits each kernel, from the GPU's own counters; needs NVIDIA's profiler ncu."""
-    from saobp.benchmarking.counters import LENGTHS, attention_counters
-
-    chosen = _numbers(lengths) or LENGTHS
-    _require_cuda()
-    try:
-        table = attention_counters(chosen)
-    except RuntimeError as problem:
-        _say(f"No counters: {problem}")
-        raise typer.Exit(1) from None
-    table.show(Console(width=220))
-    table.write(out)
 
 
 @bench.command()

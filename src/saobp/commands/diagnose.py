@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.errors import in_words
+from saobp.commands.errors import fail
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -88,8 +88,7 @@ def diagnose(
         show(console, diagnoses)
         _write(console, diagnoses, out, texts[0], explorer)
     except (ValueError, TypeError, OSError) as problem:
-        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
-        raise typer.Exit(1) from None
+        fail(problem)
 
 
 def _subjects(model: str, compare: str | None) -> list[tuple[str, str | None]]:

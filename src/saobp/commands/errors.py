@@ -1,13 +1,32 @@
-"""What went wrong, in the words of a command."""
+"""Errors of a command: one sentence on stderr, and exit code 1."""
 
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+
+def print_error(sentence: str) -> None:
+    """To stderr, in red on a terminal; of several processes only the first prints."""
+    Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0").print(
+        Text(sentence, style="red"), soft_wrap=True
+    )
+
+
+def fail(problem: BaseException | str) -> NoReturn:
+    """Print the error and end the command with exit code 1."""
+    print_error(problem if isinstance(problem, str) else in_words(problem))
+    raise typer.Exit(1) from None
 
 
 def in_words(problem: BaseException) -> str:
-    """A problem as one sentence; what the system says of a file, without its number."""
+    """An error as one sentence; of an OSError the system's message and the file, without its number."""
     if not isinstance(problem, OSError) or problem.strerror is None or problem.filename is None:
         return str(problem)
     if problem.errno in (errno.EEXIST, errno.ENOTDIR):
@@ -16,6 +35,6 @@ def in_words(problem: BaseException) -> str:
 
 
 def check_data_dir(folder: Path | None) -> None:
-    """Refuse a folder that is not there at once, not once for every run or after asking the hub."""
+    """Refuse a missing folder at once, not once for every run or after asking the hub."""
     if folder is not None and not folder.is_dir():
         raise ValueError(f"the data folder {folder} does not exist: check --data-dir")

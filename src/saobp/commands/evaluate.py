@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.errors import in_words
+from saobp.commands.errors import fail
 
 
 def evaluate(
@@ -59,8 +59,7 @@ def evaluate(
                 positions=positions or None, length=length, limit=limit, advance=advance,
             )  # fmt: skip
     except (ValueError, OSError) as problem:
-        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
-        raise typer.Exit(1) from None
+        fail(problem)
     console.print(_table(results))
     for note in results["notes"]:
         console.print(Text(note), soft_wrap=True)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from saobp.commands.errors import in_words
+from saobp.commands.errors import fail
 
 
 def explore(
@@ -50,8 +50,7 @@ def explore(
             port=port,
         )
     except (ValueError, TypeError, OSError, MissingPlotlyError) as problem:
-        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
-        raise typer.Exit(1) from None
+        fail(problem)
     address = f"http://127.0.0.1:{server.server_address[1]}/"
     console.print(Text(f"{subject}: {address} (this machine only; Ctrl-C ends it)"), soft_wrap=True)
     if browser:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.errors import check_data_dir, in_words
+from saobp.commands.errors import check_data_dir, fail, in_words, print_error
 
 if TYPE_CHECKING:
     from saobp.data.tasks import TaskSpec
@@ -77,8 +77,7 @@ def finetune(
                 console, specs, recipes, model, numbers, data_dir, out, refinement, limit, keep_model
             )
     except (ValueError, OSError) as problem:
-        say(in_words(problem), "red")
-        raise typer.Exit(1) from None
+        fail(problem)
     if results:
         console.print(results_table(results))
         say(f"results are in {out}")
@@ -136,7 +135,7 @@ def _in_turn(
                     )
                 )  # fmt: skip
             except (ValueError, OSError) as problem:
-                say(f"{spec.name} failed: {in_words(problem)}", "red")
+                print_error(f"{spec.name} failed: {in_words(problem)}")
     return results
 
 
@@ -168,8 +167,7 @@ def _side_by_side(
         def done(name: str, code: int) -> None:
             bars.advance(bar)
             if code:
-                words = f"{name} failed; its last words are in {logs / name}.log"
-                bars.console.print(Text(words, style="red"), soft_wrap=True)
+                print_error(f"{name} failed; see {logs / name}.log")
 
         codes = run_jobs(commands, jobs, logs, done)
     return [RunFolder(out / spec.name).result for spec in specs if codes[spec.name] == 0]

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from saobp.commands.errors import in_words
+from saobp.commands.errors import fail
 from saobp.runs.layout import RECIPE, RESULT
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def pretrain(
                 say=say,
             )
     except (ValueError, TypeError, OSError) as problem:
-        say(in_words(problem), "red")
-        raise typer.Exit(1) from None
+        fail(problem)
     except KeyboardInterrupt:
         if out is not None and (out / RECIPE).exists():
             say(f"Stopped. The same command with --resume goes on with the run in {out}.")

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.errors import in_words
+from saobp.commands.errors import fail
 
 if TYPE_CHECKING:
     from saobp.metrics.diagnosis.diagnose import Diagnosis
@@ -46,8 +46,7 @@ def quickstart(
     try:
         page = run(console, refinement, sentence, out, steps=STEPS, seconds=SECONDS)
     except (ValueError, OSError) as problem:
-        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
-        raise typer.Exit(1) from None
+        fail(problem)
     if page is not None:
         console.print(Text(f"the page: {page.resolve()}"), soft_wrap=True)
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from saobp.commands.errors import in_words
+from saobp.commands.errors import fail
 
 
 class Format(StrEnum):
@@ -58,8 +58,7 @@ def report(
 
             written = write_figures(runs, out or base / "figures", form.value)
     except (ValueError, OSError, MissingPlotlyError) as problem:
-        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
-        raise typer.Exit(1) from None
+        fail(problem)
     for path in written:
         console.print(Text(f"wrote {path}"), soft_wrap=True)
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from saobp.commands.errors import check_data_dir, in_words
+from saobp.commands.errors import check_data_dir, fail
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -43,8 +43,7 @@ def tokenize(
                 names, chosen, out, data_dir=data_dir, processes=processes, progress=bar_of
             )
     except (ValueError, TypeError, OSError) as problem:
-        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
-        raise typer.Exit(1) from None
+        fail(problem)
     for name, store in stores.items():
         said = store.description
         console.print(

@@ -1,24 +1,18 @@
-"""Where texts and tasks come from: folders that are named, or at the smoke scale made up on the spot."""
+"""Where texts and tasks come from."""
 
 from __future__ import annotations
 
 import functools
-import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from saobp.lab.scales import Scale
-from saobp.storage.atomic import replacing
-from saobp.testing.tiny_tasks import COLOURS, NOUNS, SIGNS, sentence, write_rows, write_tasks
 from saobp.training.dataset import Texts, find_texts
 from saobp.training.recipes import PretrainRecipe
 
-MADE_UP = "made-up"
-DOCUMENTS, ROWS = 240, 32
-
 
 @dataclass(frozen=True)
-class Sources:
+class DataSources:
     """The folders of an invocation."""
 
     scale: Scale
@@ -32,8 +26,8 @@ class Sources:
 
 
 @functools.lru_cache(maxsize=4)
-def _texts(sources: Sources, family: str, corpus: str, length: int) -> Texts:
-    """Verified in full, which reads every token: once for all seeds."""
+def _texts(sources: DataSources, family: str, corpus: str, length: int) -> Texts:
+    """Cached for all seeds, since verifying a token store reads every token."""
     return find_texts(
         family,
         corpus,
@@ -44,23 +38,3 @@ def _texts(sources: Sources, family: str, corpus: str, length: int) -> Texts:
         vocabulary=sources.scale.vocabulary,
         held_out=0.01 if sources.scale.vocabulary is None else 0.1,
     )
-
-
-def make_up(folder: Path) -> Path:
-    """A data folder with texts and every task, invented, whole or absent; one that is there stays."""
-    if not folder.exists():
-        with replacing(folder) as new:
-            write_tasks(new, rows=ROWS)
-            draw = random.Random(0)
-            texts = [{"text": _document(draw)} for _ in range(DOCUMENTS)]
-            write_rows(new / MADE_UP / "part00.parquet", texts)
-    return folder
-
-
-def _document(draw: random.Random) -> str:
-    parts = []
-    for _ in range(12):
-        parts.append(sentence(draw))
-        if draw.random() < 0.5:
-            parts.append(f"the {draw.choice(NOUNS)} is {draw.choice([*SIGNS, *COLOURS])} .")
-    return " ".join(parts)

@@ -1,7 +1,7 @@
 """Every experiment in one place: what is trained, what is measured, what is tabulated.
 
-``saobp.lab.plan`` turns a selection of them into runs, which they share; ``saobp.lab.pages`` has one function
-for each that writes its page.
+``saobp.lab.experiment_plan`` turns a selection of them into runs, which they share; ``saobp.lab.pages`` has
+one function for each that writes its page.
 """
 
 from __future__ import annotations

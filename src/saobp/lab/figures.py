@@ -15,8 +15,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from saobp.lab.axes import far_beyond, fit, logarithmic
+from saobp.lab.method_style import STYLES
 from saobp.lab.methods import METHODS
-from saobp.lab.style import LOOKS
 
 DOTS_PER_INCH = 130
 PANEL = (3.3, 2.7)
@@ -87,7 +87,7 @@ def _join_pairs(axis: Axes, rows: Sequence[Mapping[int, float]]) -> None:
 
 
 def _row(axis: Axes, row: int, key: str, values: Sequence[float], paper: float | None) -> None:
-    colour, marker = LOOKS[key]
+    colour, marker = STYLES[key]
     axis.plot(values, [row] * len(values), marker, color=colour, alpha=0.6, ms=5, mec="none")
     if values:
         mean = float(np.mean(values))
@@ -116,7 +116,7 @@ def curves(
         for key, seeds in methods.items():
             if not seeds:
                 continue
-            colour, marker = LOOKS[key]
+            colour, marker = STYLES[key]
             grid = np.array(seeds, dtype=float)
             steps = np.arange(grid.shape[1])
             longest = max(longest, len(steps))
@@ -135,7 +135,7 @@ def progress(methods: Mapping[str, Mapping[int, Points]]) -> Figure:
     figure, (whole, end) = panels(2, size=(5.0, 4.0))
     for key, runs in methods.items():
         for points in runs.values():
-            whole.plot(*zip(*points, strict=True), color=LOOKS[key].colour, lw=1.0, alpha=0.7)
+            whole.plot(*zip(*points, strict=True), color=STYLES[key].colour, lw=1.0, alpha=0.7)
     logarithmic(whole, "y")
     whole.set_title("every run", fontsize=9)
     whole.set_ylabel("held-out perplexity", fontsize=8)
@@ -145,9 +145,9 @@ def progress(methods: Mapping[str, Mapping[int, Points]]) -> Figure:
     left_out = None if beyond is None else list(apart)[beyond]
     for key, points in apart.items():
         if key != left_out:
-            colour, marker = LOOKS[key]
+            colour, marker = STYLES[key]
             end.plot(*zip(*points, strict=True), f"{marker}-", color=colour, lw=1.2, ms=4)
-    end.axhline(0, color=LOOKS[base].colour, lw=1.2)
+    end.axhline(0, color=STYLES[base].colour, lw=1.2)
     note = (
         ""
         if left_out is None
@@ -176,10 +176,10 @@ def _all_of(panels: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 
 def _legend_below(figure: Figure, keys: Sequence[str], line: str = "-") -> None:
-    """The looks of some methods, below all panels, where they hide nothing."""
+    """A legend of some methods, below all panels, where it hides nothing."""
     handles = [
-        Line2D([], [], color=look.colour, marker=look.marker, ms=4, lw=1.4, ls=line)
-        for look in (LOOKS[key] for key in keys)
+        Line2D([], [], color=style.colour, marker=style.marker, ms=4, lw=1.4, ls=line)
+        for style in (STYLES[key] for key in keys)
     ]
     figure.legend(
         *(handles, [METHODS[key].title for key in keys]),
@@ -204,14 +204,14 @@ def scatter_with_margins(
         corner.set_visible(False)
         everything = np.array([point for points in methods.values() for point in points], dtype=float)
         bins = [np.histogram_bin_edges(side, 40) for side in everything.T]
-        colours = [LOOKS[key].colour for key, points in methods.items() for _ in points]
+        colours = [STYLES[key].colour for key, points in methods.items() for _ in points]
         mixed = np.random.default_rng(0).permutation(len(everything))
         main.scatter(*everything[mixed].T, s=5, c=np.array(colours)[mixed], alpha=0.35, lw=0, rasterized=True)
         for key, points in methods.items():
             if not points:
                 continue
             x, y = np.array(points, dtype=float).T
-            colour = LOOKS[key].colour
+            colour = STYLES[key].colour
             top.hist(x, bins=bins[0], color=colour, alpha=0.5)
             side.hist(y, bins=bins[1], orientation="horizontal", color=colour, alpha=0.5)
         for axis in (top, side):
@@ -234,7 +234,7 @@ def correlations(
     for axis, (measure, methods) in zip(axes, series.items(), strict=True):
         for key, points in methods.items():
             if points:
-                colour, marker = LOOKS[key]
+                colour, marker = STYLES[key]
                 axis.plot(*np.array(points).T, marker, color=colour, alpha=0.7, ms=4, mec="none")
         axis.set_xlabel(x_label, fontsize=8)
         axis.xaxis.set_major_locator(MaxNLocator(4))

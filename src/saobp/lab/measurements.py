@@ -190,8 +190,8 @@ def unpacked(taken: Taken) -> np.ndarray:
     return raw.reshape(taken["shape"]).astype(np.float32)
 
 
-UNDISTURBED = ("cost",)
-"""Measurements of time, which nothing else on the machine may disturb."""
+TIMED_ALONE = ("cost",)
+"""Timings, which are taken while no other process of the lab runs."""
 MEASURES: dict[str, Callable[[Path, Scale, int, Path | None], Taken]] = {
     "race-middle": on_texts("race-middle"),
     "squad": on_texts("squad"),

@@ -20,7 +20,6 @@ class Method:
     refinement:  in the text form of :class:`saobp.Refinement`; ``{strength}`` is the paper's for the size
     regularizer: a penalty on attention instead
     tier:        0 is trained first
-    cost:        time of a training step against plain attention; a guess until a run has been measured
     """
 
     key: str
@@ -28,7 +27,6 @@ class Method:
     refinement: str | None = None
     regularizer: str | None = None
     tier: int = 1
-    cost: float = 1.0
 
     def refined(self, size: str) -> Refinement | None:
         if self.refinement is None:
@@ -41,22 +39,22 @@ METHODS = {
     for method in (
         Method("original", "Original", tier=0),
         Method("high", "High", "high:{strength}", tier=0),
-        Method("learned", "High, learned strengths", "high:learned", tier=0, cost=1.05),
+        Method("learned", "High, learned strengths", "high:learned", tier=0),
         Method("low", "Low", "low:{strength}"),
-        Method("elemmul", "ElemMul", "elemmul", cost=1.6),
+        Method("elemmul", "ElemMul", "elemmul"),
         Method("high-listing", "High, as listed", "high-listing:{strength}"),
         Method("high@0.05", "High, λ = 0.05", "high:0.05"),
-        Method("elemmul-prior", "ElemMul with prior", "elemmul-prior", tier=2, cost=1.8),
+        Method("elemmul-prior", "ElemMul with prior", "elemmul-prior", tier=2),
         Method("low-listing", "Low, as listed", "low-listing:{strength}", tier=2),
         Method("high@0.1", "High, λ = 0.1", "high:0.1", tier=2),
         Method("high@0.02", "High, λ = 0.02", "high:0.02", tier=2),
         Method("high@0.2", "High, λ = 0.2", "high:0.2", tier=2),
-        Method("two-steps", "High, two steps", "high:{strength},steps=2", tier=3, cost=1.6),
-        Method("three-steps", "High, three steps", "high:{strength},steps=3", tier=3, cost=2.0),
-        Method("entropy", "Entropy-Reg", regularizer="entropy", tier=3, cost=1.4),
-        Method("eigen", "Eigen-Reg", regularizer="eigen", tier=3, cost=1.1),
+        Method("two-steps", "High, two steps", "high:{strength},steps=2", tier=3),
+        Method("three-steps", "High, three steps", "high:{strength},steps=3", tier=3),
+        Method("entropy", "Entropy-Reg", regularizer="entropy", tier=3),
+        Method("eigen", "Eigen-Reg", regularizer="eigen", tier=3),
         Method("strict", "High, strict", "high:{strength},future=strict", tier=0),
-        Method("paper", "High, paper form (leaks)", "high:{strength},future=paper", tier=0, cost=1.8),
+        Method("paper", "High, paper form (leaks)", "high:{strength},future=paper", tier=0),
     )
 }
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saobp.lab.experiment_plan import ExperimentPlan, FinetuneRun, Measurement, PretrainRun, check_same
 from saobp.lab.experiments import Experiment
-from saobp.lab.plan import Measured, Plan, Trained, Tuned, check_same
 from saobp.runs.folder import RunFolder
-from saobp.runs.json_files import read_object
+from saobp.runs.json_files import read_json, read_object
 from saobp.runs.layout import seed_folder
 from saobp.runs.provenance import without_folders
 
@@ -20,6 +20,8 @@ Values = dict[str, dict[int, float]]
 EPOCH = "last"
 """Scores are those of the last epoch: the best one is chosen by the rows that it is scored on."""
 
+RESTORED = "restored"
+"""Marks the record of a run that was rebuilt from a page and so has no logs (``tools/restore_runs.py``)."""
 RECORDED = ("command", "commit", "model", "environment", "seconds", "data", "texts", "length")
 """What the record of a measurement keeps of its file."""
 
@@ -28,16 +30,16 @@ RECORDED = ("command", "commit", "model", "environment", "seconds", "data", "tex
 class Results:
     """What is there of an experiment; nothing is run, and what is missing is left out."""
 
-    plan: Plan
+    plan: ExperimentPlan
     experiment: Experiment
     runs: Path
 
-    def models(self, family: str = "bert", elsewhere: str | None = None) -> list[Trained]:
+    def models(self, family: str = "bert", other_corpus: str | None = None) -> list[PretrainRun]:
         """Models of the experiment whose runs are finished."""
         return [
             model
             for model in self.plan.models_of(self.experiment)
-            if model.family == family and model.elsewhere == elsewhere and self.run(model).is_finished
+            if model.family == family and model.other_corpus == other_corpus and self.run(model).is_finished
         ]
 
     def check(self) -> None:
@@ -46,48 +48,48 @@ class Results:
             if self.run(model).is_finished:
                 check_same(self.run(model), model.recipe)
 
-    def run(self, model: Trained) -> RunFolder:
+    def run(self, model: PretrainRun) -> RunFolder:
         return RunFolder(model.folder(self.runs))
 
     def values(
         self,
-        of: Callable[[Trained], float | None],
+        of: Callable[[PretrainRun], float | None],
         family: str = "bert",
-        elsewhere: str | None = None,
+        other_corpus: str | None = None,
     ) -> Values:
         """One number of each model, where there is one; methods in the order of the experiment."""
         found: Values = {}
-        for model in self.models(family, elsewhere):
+        for model in self.models(family, other_corpus):
             value = of(model)
             if value is not None:
                 found.setdefault(model.method.key, {})[model.seed] = value
         return found
 
-    def perplexity(self, model: Trained) -> float | None:
+    def perplexity(self, model: PretrainRun) -> float | None:
         """On held-out rows at the end of pretraining."""
         return self.run(model).result["eval_perplexity"]
 
-    def tokens_until(self, model: Trained, loss: float) -> float | None:
+    def tokens_until(self, model: PretrainRun, loss: float) -> float | None:
         """Millions of tokens before the training loss was first below a value; None if it never was."""
         reached = (line["tokens"] for line in self.run(model).metrics() if line.get("loss", loss) < loss)
         found = next(reached, None)
         return None if found is None else found / 1e6
 
-    def speed(self, model: Trained) -> float | None:
+    def speed(self, model: PretrainRun) -> float | None:
         """Tokens a second in training, of a run that had the machine to itself."""
         run = self.run(model)
         alone = run.record.get("environment", {}).get("jobs", 1) == 1
         return run.result["tokens_per_second"] if alone else None
 
-    def measured(self, model: Trained, measure: str) -> dict[str, Any] | None:
-        path = Measured(model, measure).file(self.runs)
+    def measured(self, model: PretrainRun, measure: str) -> dict[str, Any] | None:
+        path = Measurement(model, measure).file(self.runs)
         return read_object(path) if path.exists() else None
 
-    def tuned(self, model: Trained, task: str) -> dict[str, Any] | None:
-        run = RunFolder(Tuned(model, task).folder(self.runs))
+    def tuned(self, model: PretrainRun, task: str) -> dict[str, Any] | None:
+        run = RunFolder(FinetuneRun(model, task).folder(self.runs))
         return run.result if run.is_finished else None
 
-    def score(self, model: Trained, task: str) -> float | None:
+    def score(self, model: PretrainRun, task: str) -> float | None:
         """Of the last epoch, in percent."""
         found = self.tuned(model, task)
         return None if found is None else found[EPOCH]["mean"]
@@ -110,9 +112,9 @@ class Results:
         found = (self.tuned(model, task) for model in self.models())
         return any(one["partial"] for one in found if one is not None)
 
-    def epochs(self, model: Trained, task: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def epochs(self, model: PretrainRun, task: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Metrics and health of each epoch of a fine-tuning run."""
-        run = RunFolder(seed_folder(Tuned(model, task).folder(self.runs), model.seed))
+        run = RunFolder(seed_folder(FinetuneRun(model, task).folder(self.runs), model.seed))
         health = {line["step"]: line for line in run.health()}
         for line in run.metrics():
             if line["step"] in health and any(name.startswith("eval_") for name in line):
@@ -122,33 +124,39 @@ class Results:
         """The record of every run behind the experiment's page."""
         found = []
         for family in ("bert", "gpt2"):
-            for elsewhere in (None, *self.experiment.corpora):
-                for model in self.models(family, elsewhere):
+            for other_corpus in (None, *self.experiment.corpora):
+                for model in self.models(family, other_corpus):
                     run = self.run(model)
                     found.append(_recorded(model.name, "pretrain", run))
                     found += self._later_records(model)
         return found
 
-    def _later_records(self, model: Trained) -> list[dict[str, Any]]:
+    def _later_records(self, model: PretrainRun) -> list[dict[str, Any]]:
         found = []
-        for task in self.experiment.tasks if model.elsewhere is None else ():
-            run = RunFolder(seed_folder(Tuned(model, task).folder(self.runs), model.seed))
+        for task in self.experiment.tasks if model.other_corpus is None else ():
+            run = RunFolder(seed_folder(FinetuneRun(model, task).folder(self.runs), model.seed))
             if run.is_finished:
-                found.append(_recorded(Tuned(model, task).name, "finetune", run))
-        for measure in self.experiment.measures if model.elsewhere is None else ():
+                found.append(_recorded(FinetuneRun(model, task).name, "finetune", run))
+        for measure in self.experiment.measures if model.other_corpus is None else ():
             taken = self.measured(model, measure)
             if taken is not None:
                 own = {name: taken[name] for name in RECORDED if name in taken}
-                record = {"run": Measured(model, measure).name, "kind": "measure", "seed": model.seed}
+                record = {"run": Measurement(model, measure).name, "kind": "measure", "seed": model.seed}
                 found.append({**record, **own})
         return found
 
     def missing(self) -> list[str]:
         """Names of what the experiment would still need."""
-        one = Plan([self.experiment], self.plan.scale, self.plan.seeds)
-        names = [model.name for model in one.trained() if not self.run(model).is_finished]
-        names += [t.name for t in one.tuned() if not RunFolder(t.folder(self.runs)).is_finished]
-        return names + [m.name for m in one.measured() if not m.file(self.runs).exists()]
+        one = ExperimentPlan([self.experiment], self.plan.scale, self.plan.seeds)
+        names = [model.name for model in one.pretrain_runs() if not self.run(model).is_finished]
+        names += [t.name for t in one.finetune_runs() if not RunFolder(t.folder(self.runs)).is_finished]
+        return names + [m.name for m in one.measurements() if not m.file(self.runs).exists()]
+
+
+def recorded_runs(out: Path, scale: str, target: str = "*") -> dict[str, dict[str, Any]]:
+    """By name, the records behind the pages of a scale, or behind one of them."""
+    files = sorted(out.glob(f"{target}/{scale}-runs.json"))
+    return {record["run"]: record for path in files for record in read_json(path)}
 
 
 def _recorded(name: str, kind: str, run: RunFolder) -> dict[str, Any]:

@@ -13,7 +13,7 @@ CORPUS = "wikipedia_en,gutenberg_books,imdb_reviews"
 """Stand-ins for WikiText-103, BookCorpus and OpenWebText, each read once in an epoch."""
 
 CHECKPOINT_STEPS = 4000
-"""Half a minute of a mini model on a large GPU; what a deadline stops leaves a checkpoint anyway."""
+"""Half a minute of a mini model on a large GPU."""
 
 
 @dataclass(frozen=True)

@@ -1,136 +1,145 @@
-"""The stages after pretraining: fine-tuning and measurements of models that are there."""
+"""The stages that compute: pretraining, fine-tuning, measurements. What is there already is reused."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from saobp.benchmarking.machine import commit
 from saobp.data.tasks import Task, load_task
-from saobp.lab.clock import Deadline
-from saobp.lab.data_sources import Sources
-from saobp.lab.estimates import Estimates
+from saobp.lab.data_sources import DataSources
+from saobp.lab.experiment_plan import FinetuneRun, Measurement, PretrainRun, check_same
 from saobp.lab.measurements import take
-from saobp.lab.plan import Measured, Trained, Tuned
-from saobp.lab.pretraining import free_memory
-from saobp.lab.work_queue import Piece, Say, StageResult, work_through
+from saobp.lab.work_queue import Say, StageResult, WorkItem, work_through
 from saobp.runs.folder import RunFolder
 from saobp.runs.json_files import write_json
 from saobp.runs.provenance import command_line, environment
 from saobp.training.finetune import finetune, recipe_for
+from saobp.training.pretrain import pretrain
 
 NAMED = 3
-"""Models that a sentence about what is lacking names."""
+"""Missing models that a message names; more are counted."""
+
+
+def pretrain_all(
+    models: Sequence[PretrainRun], runs: Path, sources: DataSources, say: Say = print
+) -> StageResult:
+    """Train what is not finished, one run after the other in this process, so that code is compiled once."""
+
+    def item(model: PretrainRun) -> WorkItem:
+        run = RunFolder(model.folder(runs))
+
+        def is_done() -> bool:
+            if run.is_finished:
+                check_same(run, model.recipe)
+            return run.is_finished
+
+        return WorkItem(model.name, is_done, lambda: _pretrain(model, run, sources, say))
+
+    return work_through([item(model) for model in models], runs, say)
+
+
+def _pretrain(model: PretrainRun, run: RunFolder, sources: DataSources, say: Say) -> None:
+    texts = sources.texts(model.recipe)
+    try:
+        found = pretrain(
+            model.recipe,
+            run.path,
+            train=texts.train,
+            validation=texts.validation,
+            tokenizer=texts.tokenizer,
+            resume=run.has_begun,
+            progress=False,
+            say=say,
+        )
+    finally:
+        free_memory()
+    perplexity, rate = found.eval_perplexity or float("nan"), (found.tokens_per_second or 0) / 1e6
+    say(f"{model.name}: held-out perplexity {perplexity:.3f}, {found.seconds:.0f} s, {rate:.2f} M tokens/s")
 
 
 def finetune_all(
-    work: Sequence[Tuned],
-    runs: Path,
-    sources: Sources,
-    *,
-    deadline: Deadline | None = None,
-    say: Say = print,
+    work: Sequence[FinetuneRun], runs: Path, sources: DataSources, say: Say = print
 ) -> StageResult:
-    """Fine-tune what is not finished yet and is expected to end before the deadline.
+    """Fine-tune the models that are there. Scores and head health of every epoch are kept, models are not."""
 
-    No fine-tuned model is kept: the scores and the health of every epoch are.
-    """
-    deadline, scale, estimates = deadline or Deadline(), sources.scale, Estimates(runs)
-
-    def do(tuned: Tuned) -> None:
+    def run(one: FinetuneRun) -> None:
         began = time.monotonic()
         try:
             found = finetune(
-                tuned.model.folder(runs) / "model",
-                _task(tuned.task, sources.data_dir, scale.rows),
-                tuned.folder(runs),
-                seeds=[tuned.model.seed],
-                recipe=recipe_for(tuned.task, epochs=scale.epochs),
+                one.model.folder(runs) / "model",
+                _task(one.task, sources.data_dir, sources.scale.rows),
+                one.folder(runs),
+                seeds=[one.model.seed],
+                recipe=recipe_for(one.task, epochs=sources.scale.epochs),
                 keep_model=False,
             )
         finally:
             free_memory()
-        seconds = time.monotonic() - began
-        estimates.learn(tuned, seconds)
-        say(f"{tuned.name}: {found['metric']} {found['last']['mean']:.2f} in {seconds:.0f} s")
+        say(f"{one.name}: {found['metric']} {found['last']['mean']:.2f} in {time.monotonic() - began:.0f} s")
 
-    return _of_models(
-        [
-            Piece(
-                one.name,
-                functools.partial(is_tuned, one, runs),
-                functools.partial(do, one),
-                functools.partial(estimates.later, one),
-                functools.partial(lacking_model, one.model, runs),
-            )
-            for one in work
-        ],
-        runs,
-        deadline,
-        say,
-    )
+    items = [
+        WorkItem(
+            one.name,
+            functools.partial(is_finetuned, one, runs),
+            functools.partial(run, one),
+            functools.partial(missing_model, one.model, runs),
+        )
+        for one in work
+    ]
+    return _with_models(items, runs, say)
 
 
 def measure_all(
-    work: Sequence[Measured],
-    runs: Path,
-    sources: Sources,
-    *,
-    deadline: Deadline | None = None,
-    say: Say = print,
+    work: Sequence[Measurement], runs: Path, sources: DataSources, say: Say = print
 ) -> StageResult:
-    """Take the measurements that are not there yet."""
-    deadline, estimates = deadline or Deadline(), Estimates(runs)
+    """Take the measurements that are not there, of the models that are."""
 
-    def do(measured: Measured) -> None:
-        run = RunFolder(measured.model.folder(runs))
-        length = measured.model.recipe.length
+    def run(one: Measurement) -> None:
+        model = RunFolder(one.model.folder(runs)).model
         try:
-            taken = take(measured.measure, run.model, sources.scale, length, sources.data_dir)
+            taken = take(one.measure, model, sources.scale, one.model.recipe.length, sources.data_dir)
         finally:
             free_memory()
         record = {
-            "run": measured.model.name,
+            "run": one.model.name,
             "command": command_line(),
             "commit": commit(),
-            "seed": measured.model.seed,
+            "seed": one.model.seed,
             "environment": environment(),
         }
-        path = measured.file(runs)
+        path = one.file(runs)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {**record, **taken})
-        estimates.learn(measured, taken["seconds"])
-        say(f"{measured.name}: {taken['seconds']:.1f} s")
+        say(f"{one.name}: {taken['seconds']:.1f} s")
 
-    return _of_models(
-        [
-            Piece(
-                one.name,
-                functools.partial(is_measured, one, runs),
-                functools.partial(do, one),
-                functools.partial(estimates.later, one),
-                functools.partial(lacking_model, one.model, runs),
-            )
-            for one in work
-        ],
-        runs,
-        deadline,
-        say,
-    )
+    items = [
+        WorkItem(
+            one.name,
+            functools.partial(is_measured, one, runs),
+            functools.partial(run, one),
+            functools.partial(missing_model, one.model, runs),
+        )
+        for one in work
+    ]
+    return _with_models(items, runs, say)
 
 
-def is_tuned(tuned: Tuned, runs: Path) -> bool:
-    return RunFolder(tuned.folder(runs)).is_finished
+def is_finetuned(one: FinetuneRun, runs: Path) -> bool:
+    return RunFolder(one.folder(runs)).is_finished
 
 
-def is_measured(measured: Measured, runs: Path) -> bool:
-    return measured.file(runs).exists()
+def is_measured(one: Measurement, runs: Path) -> bool:
+    return one.file(runs).exists()
 
 
-def lacking_model(model: Trained, runs: Path) -> str:
-    """The name of a model that is not there, also if its run is finished; empty if it is there."""
+def missing_model(model: PretrainRun, runs: Path) -> str:
+    """The name of a model that is not there, even if its run is finished; empty if it is there."""
     run = RunFolder(model.folder(runs))
     return "" if run.is_finished and (run.model / "config.json").exists() else model.name
 
@@ -140,13 +149,25 @@ def _task(name: str, data_dir: Path | None, limit: int | None) -> Task:
     return load_task(name, data_dir, limit=limit)
 
 
-def _of_models(pieces: Sequence[Piece], runs: Path, deadline: Deadline, say: Say) -> StageResult:
-    result = work_through(pieces, runs, deadline, say)
-    absent = list(dict.fromkeys(result.lacking.values()))
-    if absent:
-        more = f" and {len(absent) - NAMED} more" if len(absent) > NAMED else ""
+def _with_models(items: Sequence[WorkItem], runs: Path, say: Say) -> StageResult:
+    result = work_through(items, runs, say)
+    missing = list(dict.fromkeys(result.waiting.values()))
+    if missing:
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         say(
-            f"{len(result.lacking)} pieces of work wait for models that are not in {runs}: "
-            f"{', '.join(absent[:NAMED])}{more}; pretrain them here, or bring them with --unpack"
+            f"{len(result.waiting)} items wait for models that are not in {runs}: "
+            f"{', '.join(missing[:NAMED])}{more}; pretrain them first (--stage pretrain)"
         )
     return result
+
+
+def free_memory() -> None:
+    """Release the last model before the next, and its CUDA graphs, which hold gigabytes.
+
+    Compiled code stays in the cache on disk, where the next run finds it.
+    """
+    if torch.cuda.is_available():
+        torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from saobp.lab.experiment_plan import ExperimentPlan
 from saobp.lab.experiments import EXPERIMENTS, Experiment
 from saobp.lab.pages import PAGES
-from saobp.lab.plan import Plan
-from saobp.lab.restore import RESTORED, recorded_runs
 from saobp.lab.result_page import ANSWERS, Page, markdown_table
-from saobp.lab.results import Results
+from saobp.lab.results import RESTORED, Results, recorded_runs
 from saobp.lab.scales import SCALES
 from saobp.lab.statistics import UNDECIDED, Status
 from saobp.lab.work_queue import Say
@@ -28,7 +27,7 @@ SECTIONS: dict[Status, str] = {
 }
 
 
-def tabulate(plan: Plan, runs: Path, out: Path, say: Say = print) -> list[Path]:
+def tabulate(plan: ExperimentPlan, runs: Path, out: Path, say: Say = print) -> list[Path]:
     """Write the pages of the plan's experiments that have anything to show, and the overview.
 
     A page that is there is not written over by one with less behind it; a sentence says so.
@@ -38,9 +37,9 @@ def tabulate(plan: Plan, runs: Path, out: Path, say: Say = print) -> list[Path]:
         results = Results(plan, experiment, runs)
         results.check()
         records = results.records()
-        loss = _loss(experiment, plan, records, runs, out)
-        if loss:
-            say(loss)
+        missing = _missing_behind(experiment, plan, records, runs, out)
+        if missing:
+            say(missing)
         elif records:
             page = Page(experiment, plan.scale)
             PAGES[experiment.name](results, page)
@@ -49,20 +48,24 @@ def tabulate(plan: Plan, runs: Path, out: Path, say: Say = print) -> list[Path]:
     return [*written, write_overview(out)]
 
 
-def _loss(experiment: Experiment, plan: Plan, records: list[dict[str, Any]], runs: Path, out: Path) -> str:
-    """What a page that is there would lose if it were written anew, in a sentence; empty if nothing."""
+def _missing_behind(
+    experiment: Experiment, plan: ExperimentPlan, records: list[dict[str, Any]], runs: Path, out: Path
+) -> str:
+    """Why an existing page must not be overwritten: it has more behind it; empty if nothing is lost."""
     there = recorded_runs(out, plan.scale.name, experiment.name)
     absent = [name for name in there if name not in {record["run"] for record in records}]
     page = out / experiment.name / f"{plan.scale.name}.md"
     if absent:
         return (
             f"{page} stays as it is: of the {len(there)} runs behind it, {len(absent)} are not in {runs}, "
-            f"{absent[0]} for one; bring them with --unpack or --restore, or name another --out"
+            f"{absent[0]} for one; rerun them, restore them with tools/restore_runs.py, or name another --out"
         )
     logged = {record["run"] for record in records if not record.get(RESTORED)}
-    mute = [name for name, record in there.items() if name not in logged and not record.get(RESTORED)]
-    if experiment.logs and mute:
-        return f"{page} stays as it is: it draws what runs log, and that of {mute[0]} is not in {runs}"
+    without_logs = [name for name, record in there.items() if name not in logged and not record.get(RESTORED)]
+    if experiment.logs and without_logs:
+        return (
+            f"{page} stays as it is: it draws logs of runs, and those of {without_logs[0]} are not in {runs}"
+        )
     return ""
 
 

@@ -59,7 +59,7 @@ def write_report(
     title: str | None = None,
     tables: Sequence[Table] = (),
     sample: str | None = None,
-    looks: Sequence[tuple[str, str, int]] = (),
+    styles: Sequence[tuple[str, str, int]] = (),
     max_bytes: int = PAGE_BYTES,
 ) -> Path:
     """Write the page of some run folders to ``out``.
@@ -67,13 +67,13 @@ def write_report(
     explorer: what :func:`explorer_data` returned, beside the explorer.json that a folder may hold
     tables:   shown first, for instance the tables of a reproduction
     sample:   a text to quote, for instance the first that was measured
-    looks:    light colour, dark colour and dash of each run, at most eight
+    styles:   light colour, dark colour and dash of each run, at most eight
     """
     read = read_runs(runs)
-    if looks:
+    if styles:
         read = [
             replace(run, colours=(light, dark), dash=dash)
-            for run, (light, dark, dash) in zip(read, looks, strict=True)
+            for run, (light, dark, dash) in zip(read, styles, strict=True)
         ]
     page = render(read, explorer=explorer, title=title, tables=tables, sample=sample, max_bytes=max_bytes)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 from scipy import stats
 
+from saobp.lab.experiment_plan import PretrainRun
 from saobp.lab.experiments import Experiment
-from saobp.lab.plan import Trained
 from saobp.lab.result_page import Page
 from saobp.lab.results import Results, Values
 from saobp.lab.statistics import claim_status, paired_gain
@@ -30,7 +30,7 @@ BUDGET = (
 )
 
 
-def mean_score(results: Results, model: Trained, tasks: Sequence[str]) -> float | None:
+def mean_score(results: Results, model: PretrainRun, tasks: Sequence[str]) -> float | None:
     """Mean over tasks, for a model that has all of them."""
     scores = [results.score(model, task) for task in tasks]
     known = [score for score in scores if score is not None]
@@ -40,7 +40,7 @@ def mean_score(results: Results, model: Trained, tasks: Sequence[str]) -> float 
 def mean_of(results: Results, measure: str, statistic: str) -> Values:
     """Mean of a statistic over all layers and heads, for each model that was measured."""
 
-    def of(model: Trained) -> float | None:
+    def of(model: PretrainRun) -> float | None:
         taken = results.measured(model, measure)
         return None if taken is None else float(np.mean(taken["layers"][statistic]))
 
@@ -68,7 +68,7 @@ def last_layer_by_head(results: Results, measure: str, statistic: str) -> dict[s
     return found
 
 
-def checkpoints(results: Results, model: Trained) -> list[dict[str, float]]:
+def checkpoints(results: Results, model: PretrainRun) -> list[dict[str, float]]:
     """Evaluations of a pretraining run with the GTD of the same step: perplexity, gtd, cross-layer GTD."""
     run = results.run(model)
     losses = {line["step"]: line["eval_perplexity"] for line in run.metrics() if "eval_perplexity" in line}
@@ -89,7 +89,7 @@ def held_out_curves(results: Results) -> dict[str, dict[int, list[tuple[float, f
     return found
 
 
-def epochs(results: Results, model: Trained, task: str) -> list[dict[str, float]]:
+def epochs(results: Results, model: PretrainRun, task: str) -> list[dict[str, float]]:
     """Epochs of a fine-tuning run with their GTD."""
     metric = (results.tuned(model, task) or {}).get("metric", "accuracy")
     return [
@@ -129,7 +129,7 @@ def correlation_of(points: Sequence[Mapping[str, float]], statistic: str) -> flo
         return None
 
 
-def by_seed(found: Mapping[Trained, float | None]) -> dict[int, float]:
+def by_seed(found: Mapping[PretrainRun, float | None]) -> dict[int, float]:
     """Mean over the methods of each seed, whose runs share texts and initial weights."""
     seeds: dict[int, list[float]] = {}
     for model, value in found.items():
@@ -138,7 +138,9 @@ def by_seed(found: Mapping[Trained, float | None]) -> dict[int, float]:
     return {seed: float(np.mean(values)) for seed, values in seeds.items()}
 
 
-def claim_correlation(page: Page, words: str, paper: float, found: Mapping[Trained, float | None]) -> None:
+def claim_correlation(
+    page: Page, words: str, paper: float, found: Mapping[PretrainRun, float | None]
+) -> None:
     """A claim about the sign of a correlation within runs, decided over seeds."""
     known = by_seed(found)
     gain = paired_gain(known, dict.fromkeys(known, 0.0))

@@ -109,12 +109,12 @@ def strengths(results: Results, page: Page) -> None:
 def learned(results: Results, page: Page) -> None:
     page.say(f"{BUDGET} Strengths start at 0, one per head, and may take either sign; negative ones attract.")
     drawn = {}
-    for family, elsewhere, words in (
+    for family, corpus, words in (
         ("bert", None, "held-out perplexity"),
         *(("bert", corpus, f"held-out perplexity, {corpus} alone") for corpus in results.experiment.corpora),
         ("gpt2", None, "held-out perplexity, strict causal"),
     ):
-        values = results.values(results.perplexity, family, elsewhere)
+        values = results.values(results.perplexity, family, corpus)
         gains = page.compare(
             words, values, higher_is_better=False, digits=3, methods=methods_of(results.experiment, family)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from saobp.lab.experiment_plan import PretrainRun
 from saobp.lab.figures import correlations, curves, map_grid, scatter_with_margins
 from saobp.lab.measurements import unpacked
 from saobp.lab.methods import METHODS
@@ -16,7 +17,6 @@ from saobp.lab.pages.common import (
     last_layer_by_head,
     methods_of,
 )
-from saobp.lab.plan import Trained
 from saobp.lab.result_page import Page
 from saobp.lab.results import Results
 from saobp.lab.scales import SEEDS
@@ -52,7 +52,7 @@ def attention_maps(results: Results, page: Page) -> None:
     )
 
 
-def _shown(results: Results) -> list[Trained]:
+def _shown(results: Results) -> list[PretrainRun]:
     """Models of the first seed: a picture shows one of each method."""
     return [model for model in results.models() if model.seed == SEEDS[0]]
 
@@ -87,7 +87,7 @@ def gtd_graph(results: Results, page: Page) -> None:
     rows, notes = [], {}
     for measure, theirs in (("clustering", "+0.70"), ("betweenness", "-0.43")):
         everything: list[dict[str, float]] = []
-        by_run: dict[Trained, float | None] = {}
+        by_run: dict[PretrainRun, float | None] = {}
         for model in results.models():
             taken = results.measured(model, "race-middle")
             if taken is None:
@@ -148,7 +148,7 @@ def gtd_performance(results: Results, page: Page) -> None:
     page.table(("score", "run", "r of GTD and score"), rows)
 
 
-def _points(results: Results, model: Trained, score: str) -> list[dict[str, float]]:
+def _points(results: Results, model: PretrainRun, score: str) -> list[dict[str, float]]:
     if score == "held-out perplexity":
         return checkpoints(results, model)
     return epochs(results, model, score)
@@ -195,7 +195,7 @@ def _profile(results: Results, page: Page, measure: str) -> None:
     page.compared()
 
 
-def _deepest(results: Results, model: Trained, measure: str, statistic: str) -> float | None:
+def _deepest(results: Results, model: PretrainRun, measure: str, statistic: str) -> float | None:
     taken = results.measured(model, measure)
     if taken is None:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from saobp.data.tasks import GLUE
+from saobp.lab.experiment_plan import PretrainRun
 from saobp.lab.figures import progress
 from saobp.lab.methods import METHODS
 from saobp.lab.pages.common import (
@@ -23,7 +24,6 @@ from saobp.lab.pages.common import (
     methods_of,
 )
 from saobp.lab.paper import paper_table, paper_values
-from saobp.lab.plan import Trained
 from saobp.lab.result_page import Page
 from saobp.lab.results import Results, Values
 from saobp.lab.scales import SEEDS
@@ -200,7 +200,7 @@ def baselines(results: Results, page: Page) -> None:
     page.dots("scores", drawn, "High against the regularizers, by seed.")
 
 
-def _wikitext(results: Results, model: Trained, kind: str) -> float | None:
+def _wikitext(results: Results, model: PretrainRun, kind: str) -> float | None:
     taken = results.measured(model, "wikitext")
     return None if taken is None else float(taken[kind]["perplexity"])
 
@@ -237,7 +237,7 @@ def decoders(results: Results, page: Page) -> None:
     page.dots("scores", drawn, "Decoders, by seed. Accuracies are in percent.", crosses)
 
 
-def _zero_shot(results: Results, model: Trained, measure: str, key: str) -> float | None:
+def _zero_shot(results: Results, model: PretrainRun, measure: str, key: str) -> float | None:
     taken = results.measured(model, "zero-shot")
     return None if taken is None else float(taken[measure][key])
 
@@ -286,8 +286,8 @@ def _claim_closer(
     page: Page,
     score: str,
     paper: dict[str, float],
-    within: dict[Trained, float | None],
-    across: dict[Trained, float | None],
+    within: dict[PretrainRun, float | None],
+    across: dict[PretrainRun, float | None],
 ) -> None:
     """Whether |r| within layers is above |r| across layers, in pairs of the same seed."""
     sizes = [
@@ -299,7 +299,7 @@ def _claim_closer(
     page.claim(words, claim_status(theirs, gain), gain)
 
 
-def _points_of(results: Results, model: Trained, score: str) -> list[dict[str, float]]:
+def _points_of(results: Results, model: PretrainRun, score: str) -> list[dict[str, float]]:
     return checkpoints(results, model) if score == "perplexity" else epochs(results, model, score)
 
 
@@ -314,7 +314,7 @@ def sparsity(results: Results, page: Page) -> None:
     row = next((row for row in paper_table("sparsity") if row["size"] == size), None)
     paper = {} if row is None else {name: float(row[name]) for name in ("original", "high")}
 
-    def deepest(model: Trained) -> float | None:
+    def deepest(model: PretrainRun) -> float | None:
         taken = results.measured(model, "squad")
         return None if taken is None else float(np.mean(taken["layers"]["sparsity"][-1]))
 

@@ -1,4 +1,4 @@
-"""From experiments to runs: each is named after its recipe and shared by every experiment that needs it."""
+"""From experiments to runs: a run is named after its recipe and shared by all experiments that need it."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from saobp.runs.folder import RunError, RunFolder
 from saobp.training.recipes import PretrainRecipe
 
 FAMILIES = ("bert", "gpt2")
-Work = TypeVar("Work", "Trained", "Tuned", "Measured")
+Work = TypeVar("Work", "PretrainRun", "FinetuneRun", "Measurement")
 SMOKE_SEEDS = 2
 """Unless the command says otherwise."""
 
 
-def named_by(name: str, patterns: str) -> int | None:
-    """The place of the first pattern that fits, of those joined by commas; None where none does."""
-    fits = (place for place, one in enumerate(patterns.split(",")) if fnmatch(name, one.strip()))
-    return next(fits, None)
+def matching_pattern(name: str, patterns: str) -> int | None:
+    """Index of the first pattern that matches, of those joined by commas; None where none does."""
+    matches = (index for index, one in enumerate(patterns.split(",")) if fnmatch(name, one.strip()))
+    return next(matches, None)
 
 
-def is_named(name: str, patterns: str) -> bool:
-    """Whether one of the patterns, joined by commas, fits: ``"*-seed42,*-high-*"``."""
-    return named_by(name, patterns) is not None
+def matches(name: str, patterns: str) -> bool:
+    """Whether one of the patterns, joined by commas, matches: ``"*-seed42,*-high-*"``."""
+    return matching_pattern(name, patterns) is not None
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model to pretrain. ``elsewhere`` names the corpus where it is not the scale's own."""
+class PretrainRun:
+    """A model to pretrain. ``other_corpus`` names the corpus where it is not the scale's own."""
 
     family: str
     method: Method = field(compare=False)
     seed: int
     recipe: PretrainRecipe
-    elsewhere: str | None = None
+    other_corpus: str | None = None
 
     @property
     def name(self) -> str:
         recipe = self.recipe
-        way = method_name(recipe.refinement, recipe.regularizer)
-        place = "" if self.elsewhere is None else f"-on-{self.elsewhere}"
-        return f"{recipe.family}-{recipe.size}-{way}{place}-seed{recipe.seed}"
+        method = method_name(recipe.refinement, recipe.regularizer)
+        corpus = "" if self.other_corpus is None else f"-on-{self.other_corpus}"
+        return f"{recipe.family}-{recipe.size}-{method}{corpus}-seed{recipe.seed}"
 
     def folder(self, runs: Path) -> Path:
         return runs / self.name
 
 
 @dataclass(frozen=True)
-class Tuned:
+class FinetuneRun:
     """A pretrained model to fine-tune on a task, with the seed that it was pretrained with."""
 
-    model: Trained
+    model: PretrainRun
     task: str
 
     @property
@@ -68,10 +68,10 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """A measurement to take of a pretrained model."""
 
-    model: Trained
+    model: PretrainRun
     measure: str
 
     @property
@@ -83,7 +83,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExperimentPlan:
     """Experiments at a scale; ``seeds`` in place of each one's own number.
 
     ``only`` filters work by name: first what its first pattern names, then what the second does.
@@ -94,7 +94,7 @@ class Plan:
     seeds: int | None = None
     only: str = "*"
 
-    def models_of(self, experiment: Experiment) -> list[Trained]:
+    def models_of(self, experiment: Experiment) -> list[PretrainRun]:
         """What one experiment trains, in the order of its tables."""
         most = SMOKE_SEEDS if self.scale.name == "smoke" else len(SEEDS)
         seeds = first_seeds(self.seeds or min(experiment.seeds, most))
@@ -113,59 +113,59 @@ class Plan:
             ]
         return found
 
-    def model(self, family: str, method: str, seed: int, elsewhere: str | None = None) -> Trained:
-        recipe = self.scale.recipe_of(family, method, seed, elsewhere)
-        return Trained(family, METHODS[method], seed, recipe, elsewhere)
+    def model(self, family: str, method: str, seed: int, other_corpus: str | None = None) -> PretrainRun:
+        recipe = self.scale.recipe_of(family, method, seed, other_corpus)
+        return PretrainRun(family, METHODS[method], seed, recipe, other_corpus)
 
-    def trained(self) -> list[Trained]:
+    def pretrain_runs(self) -> list[PretrainRun]:
         """All models, seed after seed, of each seed the main methods first."""
         models = (model for experiment in self.experiments for model in self.models_of(experiment))
         return self._by_pattern(sorted(self._kept(models), key=self._order))
 
-    def tuned(self) -> list[Tuned]:
+    def finetune_runs(self) -> list[FinetuneRun]:
         """All fine-tuning, seed after seed; of each seed all methods on one task, then on the next."""
         asked = [
-            Tuned(model, task)
+            FinetuneRun(model, task)
             for experiment in self.experiments
             for model in self.models_of(experiment)
-            if model.family == "bert" and model.elsewhere is None
+            if model.family == "bert" and model.other_corpus is None
             for task in experiment.tasks
         ]
-        kept = {one.name: one for one in asked if is_named(one.name, self.only)}
+        kept = {one.name: one for one in asked if matches(one.name, self.only)}
         tasks = list(dict.fromkeys(one.task for one in kept.values()))
 
-        def order(one: Tuned) -> tuple[int, int, int]:
+        def order(one: FinetuneRun) -> tuple[int, int, int]:
             seed, tier = self._order(one.model)
             return seed, tasks.index(one.task), tier
 
         return self._by_pattern(sorted(kept.values(), key=order))
 
-    def measured(self) -> list[Measured]:
+    def measurements(self) -> list[Measurement]:
         """All measurements."""
         asked = [
-            Measured(model, measure)
+            Measurement(model, measure)
             for experiment in self.experiments
             for model in self.models_of(experiment)
-            if model.elsewhere is None
+            if model.other_corpus is None
             for measure in experiment.measures
         ]
-        kept = {one.name: one for one in asked if is_named(one.name, self.only)}
+        kept = {one.name: one for one in asked if matches(one.name, self.only)}
         return self._by_pattern(sorted(kept.values(), key=lambda one: self._order(one.model)))
 
     def _by_pattern(self, work: list[Work]) -> list[Work]:
-        return sorted(work, key=lambda one: named_by(one.name, self.only) or 0)
+        return sorted(work, key=lambda one: matching_pattern(one.name, self.only) or 0)
 
-    def _kept(self, models: Iterable[Trained]) -> list[Trained]:
-        named: dict[str, Trained] = {}
+    def _kept(self, models: Iterable[PretrainRun]) -> list[PretrainRun]:
+        named: dict[str, PretrainRun] = {}
         for model in models:
-            if is_named(model.name, self.only):
+            if matches(model.name, self.only):
                 named.setdefault(model.name, model)
         return list(named.values())
 
     @staticmethod
-    def _order(model: Trained) -> tuple[int, int]:
+    def _order(model: PretrainRun) -> tuple[int, int]:
         """All methods of one seed before the next seed, other texts after the scale's own."""
-        return SEEDS.index(model.seed), model.method.tier + (len(METHODS) if model.elsewhere else 0)
+        return SEEDS.index(model.seed), model.method.tier + (len(METHODS) if model.other_corpus else 0)
 
 
 def check_same(run: RunFolder, recipe: PretrainRecipe) -> None:

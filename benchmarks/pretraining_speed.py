@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_idle import LONG, Interval, Trace, Utilisation
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import (
@@ -25,9 +26,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from saobp.benchmarking.gpu_idle import LONG, Interval, Trace, Utilisation
 from saobp.benchmarking.machine import machine
-from saobp.benchmarking.table import Cell, Table
+from saobp.benchmarking.table import BenchmarkTable, Cell
 from saobp.benchmarking.timing import Failure, Timing
 from saobp.data.blocks import Blocks
 from saobp.data.token_store import DOCUMENTS, FORMAT, TOKENS, Description, TokenStore
@@ -243,15 +243,15 @@ def pretraining_speed(
     seconds: float = 2.0,
     limit: float = float("inf"),
     say: Callable[[str], object] = print,
-    save: Callable[[Table], object] = lambda _: None,
-) -> Table:
+    save: Callable[[BenchmarkTable], object] = lambda _: None,
+) -> BenchmarkTable:
     """One row per model: million tokens per second of every version, ratios, and idle times of ours.
 
     A turn of a version takes about ``seconds``; no model is begun after ``limit`` seconds.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    table = Table("pretraining", "Pretraining: million tokens per second", machine(device))
+    table = BenchmarkTable("pretraining", "Pretraining: million tokens per second", machine(device))
     table.notes.append(
         f"Medians of {turns} turns in which every version trains once for about {seconds:g} s after "
         f"{WARM_UP} steps of warm-up; ratios are medians over turns. transformers: Trainer with "

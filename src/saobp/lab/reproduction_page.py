@@ -1,4 +1,4 @@
-"""The page of a reproduction: what was claimed, what was found, and the runs behind it."""
+"""The HTML page of a reproduction: what was claimed, what was found, and the runs behind it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from saobp.lab.method_style import STYLES
 from saobp.lab.result_page import ANSWERS
 from saobp.lab.statistics import UNDECIDED
-from saobp.lab.style import LOOKS
 from saobp.report.page import write_report
 from saobp.report.tables import Table
 
@@ -56,14 +56,14 @@ def write_reproduction(
     title = f"Reproduction, {scale} scale, {NAMES[family]}"
     if len(runs) > MOST_RUNS:
         title += f": the first {MOST_RUNS} of {len(runs)} runs"
-    looks = _looks([runs[run] for run in shown])
+    styles = _styles([runs[run] for run in shown])
     page = results / f"report-{scale}-{family}.html"
-    return write_report(shown, page, title=title, tables=[*decided, *undecided], looks=looks)
+    return write_report(shown, page, title=title, tables=[*decided, *undecided], styles=styles)
 
 
-def _looks(methods: Sequence[str]) -> list[tuple[str, str, int]]:
+def _styles(methods: Sequence[str]) -> list[tuple[str, str, int]]:
     """Colours of each method; further runs of one, as of another seed, are dashed."""
     return [
-        (LOOKS[key].colour, LOOKS[key].on_dark, methods[:place].count(key))
+        (STYLES[key].colour, STYLES[key].on_dark, methods[:place].count(key))
         for place, key in enumerate(methods)
     ]

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from saobp.lab import EXPERIMENTS
+from saobp.lab.method_style import STYLES
 from saobp.lab.methods import METHODS
-from saobp.lab.style import LOOKS
 
 SIGHTS = {
     "full": np.eye(3),
@@ -35,12 +35,12 @@ def _seen(colour: str, sight: str) -> np.ndarray:
 
 
 def _distance(one: str, other: str, sight: str) -> float:
-    return float(np.linalg.norm(_seen(LOOKS[one].colour, sight) - _seen(LOOKS[other].colour, sight)))
+    return float(np.linalg.norm(_seen(STYLES[one].colour, sight) - _seen(STYLES[other].colour, sight)))
 
 
 def test_every_method_has_a_colour_of_its_own() -> None:
-    assert set(LOOKS) == set(METHODS)
-    assert len({look.colour for look in LOOKS.values()}) == len(LOOKS)
+    assert set(STYLES) == set(METHODS)
+    assert len({look.colour for look in STYLES.values()}) == len(STYLES)
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
@@ -57,5 +57,5 @@ def test_methods_of_one_figure_differ_in_colour_or_marker(sight: str) -> None:
         for methods in (experiment.bert, experiment.gpt2)
         for pair in combinations(methods, 2)
     }
-    alike = [pair for pair in together if LOOKS[pair[0]].marker == LOOKS[pair[1]].marker]
+    alike = [pair for pair in together if STYLES[pair[0]].marker == STYLES[pair[1]].marker]
     assert not [pair for pair in alike if _distance(*pair, sight) < CLEARLY]

@@ -7,23 +7,26 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from saobp.cli import app
 from saobp.lab import choose_experiments, get_scale
-from saobp.lab.plan import Plan
-from saobp.lab.restore import RESTORED, restore
+from saobp.lab.experiment_plan import ExperimentPlan
+from saobp.lab.results import RESTORED
+from saobp.lab.session import LabFolders, Session
 from saobp.lab.tabulate import tabulate
 from saobp.runs.folder import RunError, RunFolder
 from saobp.testing.fake_runs import make_run, record, write_json
+from saobp.testing.scripts import load_script
+
+SCRIPT = load_script("tools/restore_runs.py")
+restore = SCRIPT.restore
 
 MINI = get_scale("mini")
-PLAN = Plan(choose_experiments("steps"), MINI, 3)
+PLAN = ExperimentPlan(choose_experiments("steps"), MINI, 3)
 STEPS = {"original": 30.0, "high": 30.1, "two-steps": 31.0, "three-steps": 31.5}
 
 
-def _plant(runs: Path, plan: Plan, methods: tuple[str, ...] = tuple(STEPS)) -> None:
-    for model in plan.trained():
+def _plant(runs: Path, plan: ExperimentPlan, methods: tuple[str, ...] = tuple(STEPS)) -> None:
+    for model in plan.pretrain_runs():
         if model.method.key in methods:
             run = make_run(model.folder(runs), seed=model.seed, layers=2, heads=3)
             write_json(run / "recipe.json", {"kind": "pretrain", **model.recipe.to_dict()})
@@ -34,8 +37,8 @@ def _plant(runs: Path, plan: Plan, methods: tuple[str, ...] = tuple(STEPS)) -> N
             )
 
 
-def _tune(runs: Path, plan: Plan) -> None:
-    for one in plan.tuned():
+def _tune(runs: Path, plan: ExperimentPlan) -> None:
+    for one in plan.finetune_runs():
         score = 60.0 + one.model.seed
         metrics = {"matthews": score}
         result = {
@@ -54,14 +57,14 @@ def _tune(runs: Path, plan: Plan) -> None:
 
 def test_a_page_of_restored_runs_is_the_same_page(tmp_path: Path) -> None:
     runs, out = tmp_path / "runs", tmp_path / "results"
-    plan = Plan(choose_experiments("steps,glue"), MINI, 2)
+    plan = ExperimentPlan(choose_experiments("steps,glue"), MINI, 2)
     _plant(runs, plan, (*STEPS, "low", "elemmul"))
     _tune(runs, plan)
     tabulate(plan, runs, out)
     pages = {name: (out / name / "mini.md").read_text() for name in ("steps", "glue")}
     shutil.rmtree(runs)
     made = restore(plan, runs, out)
-    assert len(made) == len(plan.trained()) + len(plan.tuned())
+    assert len(made) == len(plan.pretrain_runs()) + len(plan.finetune_runs())
     tabulate(plan, runs, out)
     assert {name: (out / name / "mini.md").read_text() for name in pages} == pages
     assert all(one[RESTORED] for one in json.loads((out / "steps" / "mini-runs.json").read_text()))
@@ -84,11 +87,11 @@ def test_a_run_that_is_there_is_not_restored(tmp_path: Path) -> None:
     _plant(runs, PLAN)
     tabulate(PLAN, runs, out)
     assert restore(PLAN, runs, out) == []
-    assert RESTORED not in RunFolder(PLAN.trained()[0].folder(runs)).record
+    assert RESTORED not in RunFolder(PLAN.pretrain_runs()[0].folder(runs)).record
 
 
 def test_a_run_that_was_begun_is_left_alone(tmp_path: Path) -> None:
-    runs, out, begun = tmp_path / "runs", tmp_path / "results", PLAN.trained()[0]
+    runs, out, begun = tmp_path / "runs", tmp_path / "results", PLAN.pretrain_runs()[0]
     _plant(runs, PLAN)
     tabulate(PLAN, runs, out)
     RunFolder(begun.folder(runs)).file("result.json").unlink()
@@ -111,20 +114,20 @@ def test_a_page_is_not_written_over_by_one_with_fewer_runs(tmp_path: Path) -> No
     _plant(runs, PLAN)
     tabulate(PLAN, runs, out)
     before = (out / "steps" / "mini.md").read_text()
-    gone = PLAN.trained()[-1]
+    gone = PLAN.pretrain_runs()[-1]
     shutil.rmtree(gone.folder(runs))
     told: list[str] = []
     tabulate(PLAN, runs, out, told.append)
     assert (out / "steps" / "mini.md").read_text() == before
     assert told == [
         f"{out / 'steps' / 'mini.md'} stays as it is: of the 12 runs behind it, 1 are not in {runs}, "
-        f"{gone.name} for one; bring them with --unpack or --restore, or name another --out"
+        f"{gone.name} for one; rerun them, restore them with tools/restore_runs.py, or name another --out"
     ]
 
 
 def test_a_page_that_draws_logs_is_not_written_over_without_them(tmp_path: Path) -> None:
     runs, out = tmp_path / "runs", tmp_path / "results"
-    plan = Plan(choose_experiments("pretraining"), MINI, 1)
+    plan = ExperimentPlan(choose_experiments("pretraining"), MINI, 1)
     _plant(runs, plan)
     tabulate(plan, runs, out)
     before = (out / "pretraining" / "mini.md").read_text()
@@ -132,28 +135,29 @@ def test_a_page_that_draws_logs_is_not_written_over_without_them(tmp_path: Path)
     restore(plan, runs, out)
     told: list[str] = []
     tabulate(plan, runs, out, told.append)
-    assert "draws what runs log" in told[0]
+    assert "draws logs of runs" in told[0]
     assert (out / "pretraining" / "mini.md").read_text() == before
 
 
-def test_the_command_restores(tmp_path: Path) -> None:
+def test_the_script_restores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs, out = tmp_path / "runs", tmp_path / "results"
     _plant(runs, PLAN)
     tabulate(PLAN, runs, out)
-    found = CliRunner().invoke(
-        app,
-        [
-            "reproduce",
-            "steps",
-            "--scale",
-            "mini",
-            "--stage",
-            "tabulate",
-            "--restore",
-            f"--runs={tmp_path / 'none'}",
-            f"--out={out}",
-        ],
+    assert SCRIPT.main(["steps", "--scale", "mini", f"--runs={tmp_path / 'none'}", f"--out={out}"]) == 0
+    assert "restored 12 runs" in capsys.readouterr().out
+    assert SCRIPT.main(["nothing", f"--out={out}"]) == 1
+    assert "unknown target 'nothing'" in capsys.readouterr().err
+
+
+def test_no_html_page_of_restored_runs(tmp_path: Path) -> None:
+    """None of them has curves to look at."""
+    runs, out = tmp_path / "runs", tmp_path / "results"
+    _plant(tmp_path / "first", PLAN)
+    tabulate(PLAN, tmp_path / "first", out)
+    restore(PLAN, runs, out)
+    said: list[str] = []
+    Session(PLAN, LabFolders(runs, tmp_path / "tokens", out, None, is_synthetic=False), said.append).run(
+        "tabulate"
     )
-    assert found.exit_code == 0, found.output
-    assert "restored 12 runs" in found.output
-    assert "the page:" not in found.output  # none of them has curves to look at
+    assert any(line.startswith("wrote ") for line in said)
+    assert not any("the page:" in line for line in said)

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from saobp.lab import EXPERIMENTS, get_scale
 from saobp.lab.axes import far_beyond
 from saobp.lab.figures import brief, curves, dots, progress
+from saobp.lab.method_style import STYLES
 from saobp.lab.result_page import Page
-from saobp.lab.style import LOOKS
 
 NEAR = {"original": {42: 28.4, 1: 26.9}, "high": {42: 28.9, 1: 27.4}, "low": {42: 28.6, 1: 27.8}}
 WITH_FAR = {**NEAR, "elemmul": {42: 99.1, 1: 75.0}, "entropy": {42: 28.4}}
@@ -26,7 +26,7 @@ def test_a_method_looks_the_same_on_every_figure() -> None:
     alone = {"original": [[0.1, 0.2]], "entropy": [[0.2, 0.3]]}
     for figure in (dots({"perplexity": WITH_FAR}), curves({"GTD": alone}, {})):
         for key in ("original", "entropy"):
-            colour, marker = LOOKS[key]
+            colour, marker = STYLES[key]
             assert all(same_color(found, colour) for found in _colours(figure, marker))
             assert _colours(figure, marker)
 

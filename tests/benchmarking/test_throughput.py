@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -12,20 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from saobp.benchmarking import pretraining as throughput
-from saobp.benchmarking.gpu_idle import LONG, Trace, Utilisation, union
-from saobp.benchmarking.table import Table
+from saobp.benchmarking.table import BenchmarkTable
+from saobp.testing.scripts import load_script
+
+throughput = load_script("benchmarks/pretraining_speed.py")
+LONG, Trace, Utilisation = throughput.LONG, throughput.Trace, throughput.Utilisation
+union = load_script("benchmarks/gpu_idle.py").union
 
 
 @pytest.fixture
 def benchmark() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "pretraining.py"
-    spec = importlib.util.spec_from_file_location("pretraining_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/pretraining.py")
 
 
 def test_every_version_is_timed(
@@ -66,7 +62,7 @@ def test_every_finished_row_and_every_model_left_out_is_saved_at_once(
         clock.append(clock[-1] + 60)
         return {"model": name}
 
-    def save(table: Table) -> None:
+    def save(table: BenchmarkTable) -> None:
         pages.append(table.write(tmp_path)[0].read_text())
 
     clock = [0.0]

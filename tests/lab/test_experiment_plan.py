@@ -1,0 +1,135 @@
+"""Experiments, their runs, names and order; work that processes share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from saobp.lab import EXPERIMENTS, choose_experiments, get_scale
+from saobp.lab.experiment_plan import ExperimentPlan
+from saobp.lab.methods import METHODS, method_name
+from saobp.lab.pages import PAGES
+from saobp.lab.paper import TABLES, paper_table, paper_values
+from saobp.lab.work_queue import WorkItem, claimed, work_through
+from saobp.refinement import Refinement
+
+MINI = get_scale("mini")
+
+
+def test_every_experiment_has_a_page_and_known_methods() -> None:
+    assert set(PAGES) == set(EXPERIMENTS)
+    for experiment in EXPERIMENTS.values():
+        assert {*experiment.bert, *experiment.gpt2} <= set(METHODS)
+
+
+def test_runs_are_named_after_their_recipe() -> None:
+    plan = ExperimentPlan(choose_experiments("all"), MINI)
+    names = {model.name for model in plan.pretrain_runs()}
+    assert "bert-mini-high-0.2-seed42" in names
+    assert "bert-mini-high-learned-seed4" in names
+    assert "bert-mini-high-0.2-steps2-seed1" in names
+    assert "gpt2-mini-high-0.2-future-paper-seed42" in names
+    assert "bert-mini-entropy-seed2" in names
+    assert "bert-mini-original-on-gutenberg_books-seed42" in names
+    assert method_name(Refinement("none"), None) == "original"
+
+
+def test_experiments_share_runs_and_names_tell_recipes_apart() -> None:
+    plan = ExperimentPlan(choose_experiments("all"), MINI)
+    models = plan.pretrain_runs()
+    asked = sum(len(plan.models_of(one)) for one in plan.experiments)
+    assert len(models) < asked / 2
+    assert len({model.name for model in models}) == len({model.recipe for model in models}) == len(models)
+
+
+def test_the_strength_follows_the_size() -> None:
+    for size, strength in {"mini": 0.2, "small": 0.08, "medium": 0.05}.items():
+        recipe = get_scale(size).recipe_of("bert", "high", 42)
+        assert recipe.refinement is not None
+        assert recipe.refinement.strength == strength
+
+
+def test_the_mini_scale_has_a_budget_of_250_million_tokens_and_pairs_share_everything_else() -> None:
+    plain, high = (MINI.recipe_of("bert", method, 42) for method in ("original", "high"))
+    assert plain.tokens >= 250e6
+    assert replace(high, refinement=None) == plain
+
+
+def test_a_seed_of_all_methods_comes_before_the_next_seed() -> None:
+    plan = ExperimentPlan(choose_experiments("pretraining,decoder-leak,learned"), MINI)
+    names = [model.name for model in plan.pretrain_runs()]
+    assert names[:3] == [f"bert-mini-{name}-seed42" for name in ("original", "high-0.2", "high-learned")]
+    seeds = [int(name.rpartition("-seed")[2]) for name in names]
+    assert seeds == sorted(seeds, key=(42, 1, 2, 3, 4).index)
+    other = names.index("bert-mini-original-on-gutenberg_books-seed42")
+    assert names.index("bert-mini-entropy-seed42") < other < names.index("bert-mini-original-seed1")
+    tasks = [one.task for one in plan.finetune_runs() if one.model.seed == 42]
+    assert len(dict.fromkeys(tasks)) == 12
+    assert tasks == [task for task in dict.fromkeys(tasks) for _ in range(2)]
+
+
+def test_only_and_seeds_select() -> None:
+    plan = ExperimentPlan(choose_experiments("gtd,glue"), MINI, 2, "*-high-*")
+    assert {model.name for model in plan.pretrain_runs()} == {f"bert-mini-high-0.2-seed{s}" for s in (42, 1)}
+    assert all("high-0.2" in one.name for one in [*plan.finetune_runs(), *plan.measurements()])
+    several = ExperimentPlan(choose_experiments("gtd"), MINI, 1, "*-low-*, *-original-*")
+    assert [one.name for one in several.pretrain_runs()] == [
+        "bert-mini-low-0.2-seed42",
+        "bert-mini-original-seed42",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: choose_experiments("gtd,nothing"), "unknown target 'nothing'"),
+        (lambda: get_scale("huge"), "unknown scale 'huge'"),
+        (lambda: ExperimentPlan(choose_experiments("gtd"), MINI, 9).pretrain_runs(), "1 to 5 seeds, not 9"),
+        (lambda: paper_table("none"), "the paper has no table 'none'"),
+    ],
+)
+def test_bad_input_gets_a_sentence(call, words) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_items_are_done_once_in_order_and_failures_leave_the_others_going(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def item(name: str, missing: str = "") -> WorkItem:
+        def run() -> None:
+            if name == "bad":
+                raise KeyError("no luck")
+            done.append(name)
+
+        return WorkItem(name, lambda: name in done, run, lambda: missing)
+
+    items = [item("first"), item("bad"), item("taken"), item("without", missing="a model"), item("last")]
+    with claimed(tmp_path, "taken") as is_mine:
+        assert is_mine
+        result = work_through(items, tmp_path, lambda _: None)
+    assert done == ["first", "last"]
+    assert result.elsewhere == ["taken"]
+    assert (result.failed, result.waiting) == ({"bad": "'no luck'"}, {"without": "a model"})
+    again = work_through(items, tmp_path, lambda _: None)
+    assert (again.done, again.reused) == (["taken"], ["first", "last"])
+
+
+def test_the_paper_s_tables_are_there() -> None:
+    assert all(paper_table(name) for name in TABLES)
+    assert paper_values("gtd_race_middle", "gtd", "mini") == {
+        "original": 0.75, "high": 0.78, "low": 0.78, "elemmul": 0.77
+    }  # fmt: skip
+    assert paper_values("tasks", "squad", "tiny") == {}
+
+
+def test_patterns_decide_what_is_done_first() -> None:
+    plan = ExperimentPlan(
+        choose_experiments("gtd"), get_scale("mini"), 2, "*-low-*seed1*,*-high-*,*-original-seed42*"
+    )
+    names = [model.name.removeprefix("bert-mini-") for model in plan.pretrain_runs()]
+    assert names == ["low-0.2-seed1", "high-0.2-seed42", "high-0.2-seed1", "original-seed42"]
+    assert [one.model.name.removeprefix("bert-mini-") for one in plan.finetune_runs()] == names
+    assert [one.model.name.removeprefix("bert-mini-") for one in plan.measurements()] == names
