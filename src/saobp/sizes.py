@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DECODERS = ("gpt2", "llama")
+"""Families that predict the next token; they share GPT-2's tokenizer. The others fill in hidden ones."""
+
 
 @dataclass(frozen=True)
 class Size:

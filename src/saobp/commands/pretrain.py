@@ -37,11 +37,13 @@ def pretrain(
     tokens: Annotated[Path, typer.Option(help="Folder of token stores, made or used.")] = Path("tokens"),
     tokenizer: Annotated[str | None, typer.Option(help="bert, gpt2, a folder or a name on the hub.")] = None,
     vocabulary: Annotated[int | None, typer.Option(help="Learn a vocabulary of this size.")] = None,
-    family: Annotated[str, typer.Option(help="bert, modernbert or gpt2.")] = "bert",
+    family: Annotated[str, typer.Option(help="bert, modernbert, gpt2 or llama.")] = "bert",
     size: Annotated[str | None, typer.Option(help="mini, small, medium, tiny or micro.")] = None,
-    refinement: Annotated[str, typer.Option(help="none, high, high:0.2, high:learned, ...")] = "none",
+    refinement: Annotated[
+        str, typer.Option(help="none, high:learned, high-key-bias:learned, gate ...")
+    ] = "none",
     regularizer: Annotated[str | None, typer.Option(help="A penalty on attention, such as entropy.")] = None,
-    recipe: Annotated[str, typer.Option(help="fast, paper or tiny.")] = "fast",
+    recipe: Annotated[str, typer.Option(help="fast, modern, paper or tiny.")] = "fast",
     steps: Annotated[int | None, typer.Option(help="Fewer or more steps than the recipe's.")] = None,
     seed: Annotated[int, typer.Option(help="For weights, order of texts, masks and dropout.")] = 42,
     set_: Annotated[

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from saobp.data.corpora import Documents, open_corpus
 from saobp.data.token_store import Progress
 from saobp.data.tokenizers import load_tokenizer, save_tokenizer, train_vocabulary
+from saobp.sizes import DECODERS
 from saobp.storage.atomic import replacing
 from saobp.storage.locks import exclusive
 
@@ -28,8 +29,8 @@ def place_beside(tokens: str | Path, family: str, size: int | None = None) -> Pa
 
 
 def words_of(family: str) -> str:
-    """The family whose tokenizer a family of models uses: ModernBERT has BERT's."""
-    return "gpt2" if family == "gpt2" else "bert"
+    """The family whose tokenizer a family of models uses: ModernBERT has BERT's, Llama GPT-2's."""
+    return "gpt2" if family in DECODERS else "bert"
 
 
 def size_to_learn(tokenizer: str) -> int | None:

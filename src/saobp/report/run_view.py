@@ -27,7 +27,7 @@ from saobp.runs.layout import (
 )
 from saobp.runs.tolerant_reader import Problems, flat, number, try_read_lines, try_read_object
 
-CAUSAL_FAMILIES = {"bert": False, "modernbert": False, "gpt2": True}
+CAUSAL_FAMILIES = {"bert": False, "modernbert": False, "gpt2": True, "llama": True}
 Facts = list[tuple[str, Any]]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from saobp.data import train_vocabulary
-from saobp.sizes import Size
+from saobp.sizes import DECODERS, Size
 from saobp.training import architectures as models
 from saobp.training.pretrain import Result, pretrain
 from saobp.training.recipes import PretrainRecipe, tiny
@@ -36,7 +36,7 @@ def prose(paragraphs: int = 40, seed: int = 0) -> str:
 
 def small_tokenizer(family: str = "bert") -> PreTrainedTokenizerFast:
     """Learned from :func:`prose`."""
-    size, kind = (300, "bpe") if family == "gpt2" else (60, "wordpiece")
+    size, kind = (300, "bpe") if family in DECODERS else (60, "wordpiece")
     return train_vocabulary([prose()], size, kind)
 
 

@@ -1,4 +1,4 @@
-"""The models that are trained from nothing: BERT, GPT-2 and ModernBERT in the paper's widths and depths."""
+"""Models that are trained from nothing: BERT, GPT-2, ModernBERT and Llama in the paper's sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from transformers import (
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
     PreTrainedModel,
@@ -15,7 +17,7 @@ from transformers import (
 
 from saobp.sizes import PAPER_SIZES, Size
 
-FAMILIES = ("bert", "gpt2", "modernbert")
+FAMILIES = ("bert", "gpt2", "modernbert", "llama")
 SIZES: dict[str, Size] = {"tiny": Size(2, 64, 4, 128), "micro": Size(3, 96, 4, 192), **PAPER_SIZES}
 """The paper's three, and two for tests and laptops."""
 POSITIONS = 512
@@ -64,6 +66,8 @@ def build_model(
         )
     if family == "modernbert":
         return _modernbert(shape, rounded, positions, dropout, padding)
+    if family == "llama":
+        return _llama(shape, rounded, positions, dropout, vocabulary - 1)
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=rounded,
@@ -109,6 +113,32 @@ def _modernbert(
             sep_token_id=None,
         )
     )
+
+
+def _llama(shape: Size, vocabulary: int, positions: int, dropout: float, end: int) -> PreTrainedModel:
+    """ModernBERT's counterpart as a decoder: its head is its table of embeddings, as in the other models."""
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=shape.hidden,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.heads,
+            intermediate_size=shape.ffn,
+            max_position_embeddings=positions,
+            attention_dropout=dropout,
+            tie_word_embeddings=True,
+            bos_token_id=end,
+            eos_token_id=end,
+        )
+    )
+    with torch.no_grad():
+        for name, parameter in model.model.layers.named_parameters():
+            if parameter.ndim == 2 and parameter.device.type != "meta":
+                writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+                share = 2 * shape.layers if writes else 1  # of what all layers add up to
+                parameter.normal_(std=(share * parameter.shape[1]) ** -0.5)
+    return model
 
 
 def shape_of(family: str, size: str) -> Size:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saobp.training.objectives import row_seeds
+from saobp.training.objectives import hidden_count, row_seeds
 from saobp.training.recipes import PretrainRecipe
 
 TOGETHER = 8
@@ -24,7 +24,8 @@ HELD_OUT_SEED = 0x5A0BED
 """Masks of held-out rows come from here, whatever the seed of the run: every evaluation hides the same."""
 
 Batch = dict[str, Tensor]
-"""``input_ids`` ``[rows, length]`` and ``seeds`` ``[rows]``; of several steps with leading dimensions."""
+"""``input_ids`` ``[rows, length]``, ``seeds`` ``[rows]`` and, where the share of hidden tokens falls, their
+``counts`` ``[rows]``; of several steps with leading dimensions."""
 
 
 class Rows(Protocol):
@@ -70,6 +71,11 @@ class Share:
             "input_ids": ids.view(*numbers.shape, -1),
             "seeds": torch.from_numpy(seeds.reshape(numbers.shape)),
         }
+        if self.recipe.masked_share_end is not None and seed != HELD_OUT_SEED:
+            shares = [self.recipe.share_at(int(step)) for step in steps.reshape(-1)]
+            counts = np.array([hidden_count(share, ids.shape[-1]) for share in shares])
+            spread = np.broadcast_to(counts.reshape(steps.shape + (1,) * places.ndim), numbers.shape)
+            batch["counts"] = torch.from_numpy(spread.copy())
         if self.device.type != "cuda":
             return batch
         return {name: pinned(tensor) for name, tensor in batch.items()}

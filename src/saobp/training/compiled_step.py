@@ -53,13 +53,13 @@ def loss_as_forward(
     kind = next(model.parameters()).device.type
     inner = "fp32" if autocast else precision
 
-    def loss(ids: Tensor, seeds: Tensor) -> Tensor:
-        return objective(model, ids, seeds, inner)
+    def loss(ids: Tensor, seeds: Tensor, counts: Tensor | None) -> Tensor:
+        return objective(model, ids, seeds, inner, counts)
 
-    def penalised(ids: Tensor, seeds: Tensor) -> Tensor:
-        return loss(ids, seeds) + regularizer.penalty()
+    def penalised(ids: Tensor, seeds: Tensor, counts: Tensor | None) -> Tensor:
+        return loss(ids, seeds, counts) + regularizer.penalty()
 
-    step: Callable[[Tensor, Tensor], Tensor] = loss
+    step: Callable[[Tensor, Tensor, Tensor | None], Tensor] = loss
     if regularizer is not None:
         regularizer.attach(model)
         model.add_module(REGULARIZER, regularizer)
@@ -68,14 +68,14 @@ def loss_as_forward(
         options = gpu_options() if kind == "cuda" else None
         step = torch.compile(with_own_code(step), dynamic=False, options=options)
 
-    def forward(input_ids: Tensor, seeds: Tensor) -> Tensor:
+    def forward(input_ids: Tensor, seeds: Tensor, counts: Tensor | None = None) -> Tensor:
         with torch.autocast(kind, torch.bfloat16, enabled=autocast):
             if regularizer is not None and model.training and torch.is_grad_enabled():
                 with regularizer.watch(model):
-                    return step(input_ids, seeds)
+                    return step(input_ids, seeds, counts)
             if regularizer is not None or (compiled and not torch.is_grad_enabled()):
-                return loss(input_ids, seeds)
-            return step(input_ids, seeds)
+                return loss(input_ids, seeds, counts)
+            return step(input_ids, seeds, counts)
 
     with ExitStack() as stack:
         if not (sharded or model.is_gradient_checkpointing):

@@ -28,6 +28,7 @@ from saobp.data.tokenizer_store import (
     words_of,
 )
 from saobp.data.tokenizers import tokenizer_checksum
+from saobp.sizes import DECODERS
 from saobp.storage.atomic import is_unfinished
 from saobp.training.objectives import MaskedLM
 
@@ -90,7 +91,7 @@ def find_texts(
         vocabulary=vocabulary,
         progress=progress,
     )
-    if family != "gpt2":
+    if family not in DECODERS:
         MaskedLM.of(words)
     made = prepare_corpora(raw, words, folder, data_dir=data_dir, progress=progress) if raw else {}
     ready = ready_stores(folder, words)
@@ -112,7 +113,7 @@ def find_texts(
         length=length,
         seed=seed,
         held_out=held_out,
-        prefix=None if family == "gpt2" else prefix_of(words),
+        prefix=None if family in DECODERS else prefix_of(words),
     )
     return Texts(blocks(split="train"), blocks(split="validation") if held_out else None, words)
 

@@ -8,7 +8,7 @@ place in the whole batch: it does not depend on the number of processes, and a r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers import ModernBertForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from saobp.sizes import DECODERS
 from saobp.training.fused_qkv import is_joined
 from saobp.transformers.layer_refinement import PER_HEAD
 
@@ -25,6 +26,8 @@ _LOW = 0xFFFFFFFF
 _FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
 """Odd multipliers below 2^31, so that a product with 32 bits stays within a signed 64-bit number."""
 _REPLACEMENT = 0x5BD1E995
+
+HELD_OUT_SHARE = 0.15
 
 
 def scrambled(numbers: Any) -> Any:
@@ -44,8 +47,18 @@ def row_seeds(seed: int, step: int, rows: Iterable[int]) -> np.ndarray:
 class Objective(Protocol):
     """A loss of a model on rows of tokens."""
 
-    def __call__(self, model: PreTrainedModel, ids: Tensor, seeds: Tensor, precision: str) -> Tensor:
-        """ids ``[rows, length]``, seeds ``[rows]``; the mean loss over what is predicted, in nats."""
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        seeds: Tensor,
+        precision: str,
+        counts: Tensor | None = None,
+    ) -> Tensor:
+        """ids ``[rows, length]``, seeds ``[rows]``; the mean loss over what is predicted, in nats.
+
+        counts ``[rows]`` says how many tokens of each row are hidden, where that changes over a run.
+        """
         ...
 
 
@@ -53,6 +66,7 @@ class Objective(Protocol):
 class MaskedLM:
     """Exactly ``round(share * length)`` tokens of each row are predicted, never special ones.
 
+    While a model is evaluated, the share is ``HELD_OUT_SHARE``: losses are comparable between recipes.
     As in BERT, of these 80 % are shown as the mask, 10 % as a random token, 10 % as they are.
     """
 
@@ -67,14 +81,30 @@ class MaskedLM:
             raise ValueError("masked language modelling needs a tokenizer with a mask token")
         return cls(len(tokenizer), tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)), share)
 
-    def __call__(self, model: PreTrainedModel, ids: Tensor, seeds: Tensor, precision: str) -> Tensor:
-        shown, places, targets = self.hide(ids, seeds)
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        seeds: Tensor,
+        precision: str,
+        counts: Tensor | None = None,
+    ) -> Tensor:
+        hiding = self if model.training else replace(self, share=HELD_OUT_SHARE)
+        shown, places, targets = hiding.hide(ids, seeds, counts)
         hidden = hidden_states(model, shown, precision)
         picked = hidden.gather(1, places.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
-        return cross_entropy(head_scores(model, picked, precision), targets)
+        scores = head_scores(model, picked, precision)
+        if counts is None:
+            return cross_entropy(scores, targets)
+        losses = functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        counted = torch.arange(places.shape[1], device=ids.device) < counts.unsqueeze(1)
+        return (losses.view_as(targets) * counted).sum() / counted.sum()
 
-    def hide(self, ids: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows as shown ``[rows, length]``, predicted places and their tokens ``[rows, predicted]``."""
+    def hide(self, ids: Tensor, seeds: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows as shown ``[rows, length]``, predicted places and their tokens ``[rows, predicted]``.
+
+        With counts only so many of the first places of each row are hidden.
+        """
         length = ids.shape[1]
         positions = torch.arange(length, device=ids.device)
         drawn = scrambled(seeds.unsqueeze(1) + positions * 0x85EB)
@@ -82,11 +112,14 @@ class MaskedLM:
         for token in self.special:
             is_special = is_special | (ids == token)
         ranks = drawn * length + positions - is_special * 2**48
-        places = ranks.topk(max(1, round(self.share * length)), dim=1).indices
+        places = ranks.topk(hidden_count(self.share, length), dim=1).indices
         targets = ids.gather(1, places)
         again = scrambled(drawn.gather(1, places) + _REPLACEMENT)
         fate, token = again % 10, scrambled(again + 1) % self.vocabulary
         replaced = torch.where(fate == 8, token, torch.where(fate == 9, targets, self.mask))
+        if counts is not None:
+            counted = torch.arange(places.shape[1], device=ids.device) < counts.unsqueeze(1)
+            replaced = torch.where(counted, replaced, targets)
         return ids.scatter(1, places, replaced), places, targets
 
 
@@ -94,9 +127,21 @@ class MaskedLM:
 class CausalLM:
     """Every token but the first is predicted from those before it."""
 
-    def __call__(self, model: PreTrainedModel, ids: Tensor, seeds: Tensor, precision: str) -> Tensor:  # noqa: ARG002
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        seeds: Tensor,  # noqa: ARG002
+        precision: str,
+        counts: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
         hidden = hidden_states(model, ids, precision)
         return cross_entropy(head_scores(model, hidden[:, :-1], precision), ids[:, 1:])
+
+
+def hidden_count(share: float, length: int) -> int:
+    """Tokens of a row that are predicted."""
+    return max(1, round(share * length))
 
 
 def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
@@ -158,4 +203,4 @@ def in_bfloat16(module: nn.Module) -> dict[str, Tensor]:
 
 
 def objective_of(family: str, tokenizer: PreTrainedTokenizerBase, share: float) -> Objective:
-    return CausalLM() if family == "gpt2" else MaskedLM.of(tokenizer, share)
+    return CausalLM() if family in DECODERS else MaskedLM.of(tokenizer, share)

@@ -125,6 +125,7 @@ def pretrain(
         ):
             trainer.last_checkpoint = start
             trainer.train(None if start is None else str(run.checkpoint_path(start)))
+            trainer.average.settle()
             if trainer.held_out and trainer.last_evaluation != recipe.steps:
                 trainer.evaluate()
         result = _result(recipe, trainer, model)

@@ -8,10 +8,12 @@ from typing import Any
 
 from saobp.refinement import Refinement
 from saobp.regularizers import Regularizer, regularizer
+from saobp.sizes import DECODERS
 from saobp.training.architectures import shape_of
 
 PRECISIONS = ("fp32", "bf16")
 SCHEDULES = ("linear", "cosine", "constant")
+OPTIMIZERS = ("adamw", "muon")
 OPTIONS = {"name": "recipe"} | {
     name: name for name in ("family", "size", "seed", "refinement", "regularizer", "corpus")
 }
@@ -25,6 +27,10 @@ class PretrainRecipe:
     name:            the recipe it came from
     steps:           optimiser steps; batch_size rows of length tokens each, over all processes together
     accumulation:    parts that a batch is computed in, to save memory
+    optimizer:       adamw, or muon for hidden matrices beside AdamW for the rest
+    muon_rate:       learning rate of hidden matrices under muon, as a multiple of the others'
+    averaged_share:  share of the last steps whose weights are averaged, for evaluations and the model
+    masked_share:    share of tokens to predict; it falls to masked_share_end, if there is one, step by step
     precision:       bf16 computes in bfloat16 on weights kept in float32
     compiled:        whether torch.compile fuses the step
     strength_rate:   learning rate of learned strengths, as a multiple of the others'
@@ -52,6 +58,10 @@ class PretrainRecipe:
     clip: float = 1.0
     dropout: float = 0.1
     masked_share: float = 0.15
+    masked_share_end: float | None = None
+    optimizer: str = "adamw"
+    muon_rate: float = 1.0
+    averaged_share: float = 0.0
     precision: str = "bf16"
     compiled: bool = True
     refinement: Refinement | None = None
@@ -79,6 +89,10 @@ class PretrainRecipe:
         _check("learning_rate", 0 < rate < float("inf"), "above 0 and finite", rate)
         _check("dropout", 0 <= self.dropout < 1, "from 0 up to but not including 1", self.dropout)
         _check("masked_share", 0 < self.masked_share < 1, "between 0 and 1", self.masked_share)
+        end = self.masked_share if self.masked_share_end is None else self.masked_share_end
+        _check("masked_share_end", 0 < end <= self.masked_share, "above 0 and at most masked_share", end)
+        _check("optimizer", self.optimizer in OPTIMIZERS, " or ".join(OPTIMIZERS), self.optimizer)
+        _check("averaged_share", 0 <= self.averaged_share <= 1, "from 0 to 1", self.averaged_share)
         _check("precision", self.precision in PRECISIONS, " or ".join(PRECISIONS), self.precision)
         _check("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES), self.schedule)
         _check("seed", 0 <= self.seed < 2**32, "from 0 up to but not including 2**32", self.seed)
@@ -86,7 +100,7 @@ class PretrainRecipe:
         _check("betas", betas, "two numbers from 0 up to but not including 1", self.betas)
         for name in (
             *("warmup_steps", "health_texts", "evaluation_rows"),
-            *("clip", "strength_rate", "weight_decay", "epsilon"),
+            *("clip", "strength_rate", "muon_rate", "weight_decay", "epsilon"),
         ):
             _check(name, getattr(self, name) >= 0, "at least 0", getattr(self, name))
         _check(
@@ -100,6 +114,12 @@ class PretrainRecipe:
     def penalty(self) -> Regularizer | None:
         """The regularizer, new."""
         return None if self.regularizer is None else regularizer(self.regularizer)
+
+    def share_at(self, step: int) -> float:
+        """The masked share of a step, counted from 0."""
+        if self.masked_share_end is None:
+            return self.masked_share
+        return self.masked_share + (self.masked_share_end - self.masked_share) * step / self.steps
 
     @property
     def tokens(self) -> int:
@@ -161,7 +181,7 @@ def fast(family: str, size: str) -> PretrainRecipe:
         raise ValueError(
             f"the recipe fast has no size {size!r}: choose tiny, mini, small or medium"
         ) from None
-    if family == "gpt2":
+    if family in DECODERS:
         steps //= 2
     return PretrainRecipe(
         "fast",
@@ -177,6 +197,16 @@ def fast(family: str, size: str) -> PretrainRecipe:
         dropout=0.0,
         vocabulary_multiple=64,
     )
+
+
+def modern(family: str, size: str) -> PretrainRecipe:
+    """For questions of which way of attention is better: ModernBERT or Llama, without a plateau.
+
+    The token budget of the recipe fast. To be chosen on plain attention alone.
+    """
+    if family not in ("modernbert", "llama"):
+        raise ValueError(f"the recipe modern is for modernbert and llama, not {family}")
+    return replace(fast(family, size), name="modern", betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def tiny(family: str, size: str = "tiny") -> PretrainRecipe:
@@ -201,7 +231,12 @@ def tiny(family: str, size: str = "tiny") -> PretrainRecipe:
     )
 
 
-RECIPES: dict[str, Callable[[str, str], PretrainRecipe]] = {"paper": paper, "fast": fast, "tiny": tiny}
+RECIPES: dict[str, Callable[[str, str], PretrainRecipe]] = {
+    "paper": paper,
+    "fast": fast,
+    "modern": modern,
+    "tiny": tiny,
+}
 
 
 def named_recipe(name: str, family: str, size: str) -> PretrainRecipe:
@@ -237,6 +272,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     readers: dict[str, Callable[[str], Any]] = {
         "int": int,
         "float": float,
+        "float | None": lambda text: None if text == "none" else float(text),
         "bool": _boolean,
         "tuple[float, float]": _pair,
     }

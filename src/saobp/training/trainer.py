@@ -23,9 +23,11 @@ from saobp.runs.folder import RunError, RunFolder
 from saobp.runs.json_files import read_json, write_json
 from saobp.runs.manifest import seal
 from saobp.storage.atomic import reason, unfinished
+from saobp.training.averaging import WeightAverage
 from saobp.training.batches import Batch, Rows, Share, TrainingStream, health_batch, held_out_batches
 from saobp.training.graphed_step import ReplayedStep
 from saobp.training.head_records import MEASURED, health_line, separate_strengths, strengths_of
+from saobp.training.muon import MuonWithAdamW, hidden_matrices
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.sharding import divide_by_layers
 from saobp.training.trackers import trackers
@@ -111,6 +113,10 @@ class PretrainTrainer(Trainer):
         self.last_evaluation: int | None = None
         self.last_checkpoint: int | None = None
         self._replayed: ReplayedStep | None = None
+        first = recipe.steps - round(recipe.averaged_share * recipe.steps) + 1
+        self.average = WeightAverage([p for p in model.parameters() if p.requires_grad], first)
+        if recipe.averaged_share:
+            self.add_callback(AfterSteps(self.average.add))
 
     def get_train_dataloader(self) -> Any:
         return TrainingStream(self.rows, self.share, lambda: self.state.global_step)
@@ -121,7 +127,11 @@ class PretrainTrainer(Trainer):
         optimizer = super().create_optimizer(*arguments)
         if is_new:
             assert isinstance(self.model, PreTrainedModel)
-            separate_strengths(optimizer, self.model, self.args.learning_rate * self.recipe.strength_rate)
+            rate = self.args.learning_rate
+            separate_strengths(optimizer, self.model, rate * self.recipe.strength_rate)
+            if self.recipe.optimizer == "muon":
+                matrices = hidden_matrices(self.model)
+                optimizer = self.optimizer = MuonWithAdamW(optimizer, matrices, rate * self.recipe.muon_rate)
         return optimizer
 
     def training_step(
@@ -157,7 +167,7 @@ class PretrainTrainer(Trainer):
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Loss and perplexity on held-out rows, with the same masks every time, and attention health."""
-        with self.clock.paused():
+        with self.clock.paused(), self.average.in_place():
             model = self.model_wrapped
             model.eval()
             total = torch.zeros((), device=self.args.device)
@@ -200,6 +210,7 @@ class PretrainTrainer(Trainer):
         before: dict[str, Any] = {"seconds": 0.0}
         if resume_from_checkpoint is not None:
             before = read_json(Path(resume_from_checkpoint, CLOCK))
+            self.average.load(Path(resume_from_checkpoint))
         self.clock = Clock(before["seconds"])
         if not self.is_fsdp_enabled:
             self._prepare_step()
@@ -300,6 +311,7 @@ class PretrainTrainer(Trainer):
             self._save_rng_state(str(folder))
             if self.is_world_process_zero():
                 self.state.save_to_json(str(folder / "trainer_state.json"))
+                self.average.save(folder)
                 uncompiled = self._replayed is not None and self._replayed.distrusts
                 write_json(folder / CLOCK, {"seconds": self.clock.seconds, "uncompiled": uncompiled})
         except CheckpointException as error:  # each process wrote its own part, and all know of it
@@ -318,6 +330,16 @@ class PretrainTrainer(Trainer):
         if self.accelerator.reduce(failed, "sum").item() and problem is None:
             problem = RuntimeError("another process could not write its part")
         return problem
+
+
+class AfterSteps(TrainerCallback):
+    """Calls a function with the number of each step that was taken."""
+
+    def __init__(self, call: Callable[[int], object]) -> None:
+        self.call = call
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        self.call(state.global_step)
 
 
 class Clock:
