@@ -7,7 +7,7 @@ from transformers.modeling_utils import AttentionInterface
 import saobp
 from saobp.testing.tiny_models import DECODERS, ENCODERS, FAMILIES, tiny_batch, tiny_model
 from saobp.transformers import attention_modules, record_attention
-from saobp.transformers import capture as watch
+from saobp.transformers import watch
 
 ROUNDING = {"rtol": 1e-4, "atol": 1e-5}
 
