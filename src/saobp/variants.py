@@ -38,6 +38,11 @@ class Variant(nn.Module):
         """
         return output
 
+    def reset_parameters(self) -> None:
+        """Write the initial values again."""
+        for name, parameter in self.named_parameters():
+            nn.init.constant_(parameter, OPEN if name == "gate_bias" else 0.0)
+
 
 class PerHead(Variant):
     """A variant that learns one number per head, which starts at 0."""

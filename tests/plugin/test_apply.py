@@ -75,7 +75,7 @@ def test_auto_follows_the_number_of_parameters():
 def test_strengths_per_layer_and_head_reach_their_heads():
     per_head = [[0.1, 0.2, 0.3, 0.4], [0.0, 0.5, 0.6, 0.7]]
     model = saobp.apply(tiny_model("distilbert"), saobp.Refinement("high", per_head))
-    values = [own.strength for _, own in attached(model)]
+    values = [own() for _, own in attached(model)]
     torch.testing.assert_close(torch.stack(values), torch.tensor(per_head))
     assert model.config.saobp["strength"] == per_head
 
@@ -114,8 +114,8 @@ def test_fixed_strengths_are_not_saved_and_keep_their_precision():
     model = saobp.apply(tiny_model("bert"), "high:0.2").to(torch.bfloat16)
     assert not any("saobp" in name for name in model.state_dict())
     (_, first), _ = attached(model)
-    assert first.strength.dtype == torch.float32
-    assert first.strength[0] == torch.tensor(0.2)
+    assert first().dtype == torch.float32
+    assert first()[0] == torch.tensor(0.2)
     assert logits(model, tiny_batch()).dtype == torch.bfloat16
 
 

@@ -6,8 +6,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import saobp
 from saobp.testing.tiny_models import DECODERS, ENCODERS, FAMILIES, tiny_batch, tiny_model
-from saobp.transformers import attention_modules, record_attention
-from saobp.transformers import watch
+from saobp.transformers import attention_modules, record_attention, watch
 
 ROUNDING = {"rtol": 1e-4, "atol": 1e-5}
 

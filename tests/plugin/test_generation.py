@@ -9,7 +9,7 @@ from transformers.cache_utils import QuantizedLayer
 
 import saobp
 from saobp.testing.tiny_models import DECODERS, WINDOW, tiny_batch, tiny_model
-from saobp.transformers.cache import GrowingMemory
+from saobp.transformers.cache import DynamicMessages
 
 ROUNDING = {"rtol": 1e-4, "atol": 5e-4}
 STRONG = "high:0.7"
@@ -74,7 +74,7 @@ def test_the_messages_matter(family):
     cache = DynamicCache(config=model.config)
     piece(model, ids, mask, cache, 0, 11)
     for layer in cache.layers:
-        layer.settle()
+        layer.flush()
         layer.totals.zero_()
     deaf = piece(model, ids, mask, cache, 11, 12)
     assert (deaf[:, 0] - whole(model, ids, mask)[:, -1]).abs().max() > 0.01
@@ -113,8 +113,8 @@ def test_assisted_generation_gives_the_greedy_tokens(family, monkeypatch):
     near = {name: torch.lerp(values, weights[name], 0.7) for name, values in assistant.state_dict().items()}
     assistant.load_state_dict(near)
     crops = []
-    original = GrowingMemory.crop
-    monkeypatch.setattr(GrowingMemory, "crop", lambda self, n: (crops.append(n), original(self, n))[1])
+    original = DynamicMessages.crop
+    monkeypatch.setattr(DynamicMessages, "crop", lambda self, n: (crops.append(n), original(self, n))[1])
     ids, mask = (part[:1] for part in prompt(length=9))
     expected = generated(model, ids, mask, do_sample=False)
     assert torch.equal(generated(model, ids, mask, do_sample=False, assistant_model=assistant), expected)
@@ -240,7 +240,7 @@ def test_a_compiled_step_with_a_static_cache_has_no_graph_break():
 
 
 def test_long_prompts_are_refined_in_pieces(monkeypatch):
-    monkeypatch.setattr("saobp.transformers.cache.ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("saobp.transformers.cache.ROWS_PER_CHUNK", 3)
     model, (ids, mask) = saobp.apply(tiny_model("llama"), REFINEMENTS[1]), prompt()
     decoded = pieces(model, ids, mask, DynamicCache(), [10, 2])
     real = mask.bool()

@@ -119,7 +119,7 @@ def test_unequal_lengths_with_causality_need_a_cache():
         call(torch.ones(2, 1, 3, 7, dtype=torch.bool), queries=3, causal=True)
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "cu_seq_lens_q", "saobp_strength"])
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "saobp_strength"])
 def test_arguments_that_cannot_be_honoured_are_refused(name):
     with pytest.raises(ValueError, match=f"'{name}', which refined attention cannot honour"):
         call(**{name: torch.ones(4)})

@@ -9,8 +9,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 import saobp
 from saobp.testing.tiny_models import tiny_batch, tiny_model
-from saobp.transformers import watch
-from saobp.transformers import record_attention
+from saobp.transformers import record_attention, watch
 
 STRONG = "high:0.7"
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from saobp.metrics.attention_inputs import AttentionInputs
-from saobp.transformers.attention_function import HARMLESS
+from saobp.transformers.attention_function import KNOWN_ARGUMENTS
 from saobp.transformers.capture import AttentionCall
 
 ROWS_AT_ONCE = 1024
@@ -28,7 +28,7 @@ def inputs_of(
     query, key = call.query.detach()[:texts], call.key.detach()[:texts]
     mask = call.mask
     padding: Tensor | None = None
-    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+    if call.sequences is None and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         padding = None if mask is None else mask[:texts, -length:].bool()
         applies = mask is not None or call.implementation != "eager"
         window = call.sliding_window if "flash" in call.implementation or call.is_refined else None
@@ -89,7 +89,7 @@ def _is_cross_attention(call: AttentionCall) -> bool:
 
 def _refuse_unknown(call: AttentionCall) -> None:
     for name, value in call.options.items():
-        if name in HARMLESS or value is None or value is False:
+        if name in KNOWN_ARGUMENTS or value is None or value is False:
             continue
         raise ValueError(
             f"{type(call.module).__name__} passes {name!r} to its attention, which changes the rows in a way "

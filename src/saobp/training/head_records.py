@@ -31,7 +31,7 @@ def health_line(step: int, health: Health, strengths: list[list[float]] | None) 
 
 def strengths_of(model: nn.Module) -> list[list[float]] | None:
     """Strength of each head by layer, None without refinement; all processes call this together."""
-    found = [whole(own.strength.detach()).float().cpu().tolist() for _, own in attached(model)]
+    found = [whole(own().detach()).float().cpu().tolist() for _, own in attached(model)]
     return found or None
 
 

@@ -20,10 +20,10 @@ from saobp.transformers.layer_refinement import (
     ATTACHED,
     IMPLEMENTATION,
     LayerRefinement,
+    add_cache_hook,
     attached,
-    forget_cache_of,
     is_causal_call,
-    note_cache_of,
+    remove_cache_hook,
     strength_parameters,
 )
 
@@ -79,7 +79,7 @@ def remove(model: Model) -> Model:
         raise TypeError(f"saobp.remove takes a Transformers model, not {type(model).__name__}")
     for name, _ in list(attached(model)):
         module = model.get_submodule(name)
-        forget_cache_of(module)
+        remove_cache_hook(module)
         delattr(module, ATTACHED)
     before = model.__dict__.pop(_BEFORE, None)
     if before is not None:
@@ -100,11 +100,18 @@ def check_model(model: Any) -> None:
             "before it is compiled or wrapped"
         )
     for field in ("is_encoder_decoder", "add_cross_attention"):
-        if getattr(model.config, field, False):
+        if getattr(model.config, field, False) and has_decoder(model):
             raise ValueError(
-                f"{type(model).__name__} is, or is part of, a model with cross-attention (config.{field}), "
-                "whose rows and keys are different tokens: saobp refines models with self-attention only"
+                f"{type(model).__name__} has cross-attention (config.{field}), whose rows and keys are "
+                "different tokens: saobp refines self-attention only, for instance a whole model's encoder, "
+                "saobp.apply(model.get_encoder(), refinement)"
             )
+
+
+def has_decoder(model: PreTrainedModel) -> bool:
+    """Whether a model or a part of it attends to the states of an encoder."""
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return any("encoder_hidden_states" in inspect.signature(part.forward).parameters for part in parts)
 
 
 def attention_modules(model: nn.Module) -> Modules:
@@ -143,7 +150,12 @@ def build(modules: Modules, refinement: Refinement) -> list[LayerRefinement]:
         raise ValueError(f"factor {refinement.factor!r} has no strength that could be learned")
     return [
         LayerRefinement(
-            refinement, layer, len(modules), head_count(module), width(module), next(module.parameters())
+            refinement,
+            layer,
+            len(modules),
+            head_count(module),
+            width(module),
+            next(module.parameters(), None),
         )
         for layer, (_, module) in enumerate(modules)
     ]
@@ -161,7 +173,7 @@ def separate_configs(model: PreTrainedModel) -> None:
 def attach(modules: Modules, owns: list[LayerRefinement]) -> None:
     for (_, module), own in zip(modules, owns, strict=True):
         module.add_module(ATTACHED, own.train(module.training))
-        note_cache_of(module)
+        add_cache_hook(module)
 
 
 def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) -> None:

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from saobp.functional import attention, build_graph
+from saobp.functional import attention
 from saobp.propagation.factors import Similarity, get_factor
-from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
-from saobp.transformers.cache import Memory
-from saobp.transformers.layer_refinement import ATTACHED, LayerRefinement, is_causal_call, variants_of
-from saobp.transformers.masks import read_mask, window_view
-from saobp.variants import PlusOne
+from saobp.transformers.cache import MessageCacheLayer
+from saobp.transformers.cached_attention import Prefill, cached_attention
+from saobp.transformers.layer_refinement import (
+    ATTACHED,
+    MESSAGES,
+    is_causal_call,
+    own_layer,
+    variants_of,
+)
+from saobp.transformers.masks import graph_of
+from saobp.transformers.packed_sequences import (
+    are_sequences,
+    attention_of_sequences,
+    sequence_numbers,
+    with_sequences,
+)
+from saobp.variants import PlusOne, Variant
 
 try:
     from transformers.utils.output_capturing import _active_collector
 except ImportError:
     _active_collector = None  # type: ignore[assignment]
 
-HARMLESS = frozenset(
+KNOWN_ARGUMENTS = frozenset(
     {
         "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
         "deterministic",
+        "ignore_index",
         "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
         "num_items_in_batch",
         "output_attentions",
         "output_hidden_states",
@@ -35,11 +51,13 @@ HARMLESS = frozenset(
         "position_embeddings",
         "position_ids",
         "return_dict",
+        "seq_idx",
+        "shift_labels",
         "token_type_ids",
         "use_cache",
     }
 )
-"""Arguments that models pass on and that change nothing about softmax attention."""
+"""Arguments that models pass on: those of packed sequences, and others that do not concern attention."""
 
 
 def saobp_attention(
@@ -59,76 +77,74 @@ def saobp_attention(
     Returns ``[batch, queries, heads, dim]``, contiguous, and the refined rows where they were asked for.
     """
     reject(module, kwargs)
-    query, key, value = varied_states(module, *under_autocast(query, key, value))
-    states, wants_rows = (query, key, value, attention_mask), rows_wanted(kwargs)
-    output, rows = _attend(module, *states, dropout, scaling, is_causal, sliding_window, wants_rows)
+    query, key, value = under_autocast(query, key, value)
     variants = variants_of(module)
+    query, key, value = varied_states(variants, query, key, value)
+    refinement, strength, messages = own_refinement(module, query)
+    if messages is not None:
+        setattr(module, MESSAGES, None)
+    causal = is_causal_call(module, is_causal)
+    queries, keys = query.shape[-2], key.shape[-2]
+    _check_lengths(refinement, queries, keys, causal, messages)
+    if not causal:
+        messages = None  # its layer stays stale and refuses the next call
+    lengths = kwargs.get("cu_seq_lens_q")
+    if lengths is not None:
+        attention_mask = with_sequences(attention_mask, sequence_numbers(lengths, query, keys))
+    wants_rows = rows_wanted(kwargs)
+    states = query, key, value
+    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
+    sink = next((variant for variant in variants if isinstance(variant, PlusOne)), None)
+    needs_map = wants_rows or sink is not None or (messages is not None and messages.past is not None)
+    if not needs_map and needs_no_map(attention_mask, queries, keys, sliding_window):
+        if messages is not None:
+            messages.defer(Prefill(query, key, refinement, strength, attention_mask, scaling))
+            if torch.compiler.is_exporting():
+                messages.flush()
+        options |= {"is_causal": causal, "strength": strength, "strongest": refinement.strongest}
+        rows = None
+        if are_sequences(attention_mask):
+            longest = kwargs.get("max_length_q")
+            output = attention_of_sequences(*states, refinement, attention_mask, lengths, longest, options)
+        else:
+            output = attention(*states, refinement, padding_mask=attention_mask, **options)
+    else:
+        graph, bias = graph_of(attention_mask, query, keys, refinement, causal, sliding_window)
+        if sink is not None:
+            output, rows = sink.attend(*states, graph, bias=bias, **options)
+        else:
+            call = *states, refinement, strength, graph
+            if messages is None:
+                output, rows, _ = reference_attention(*call, bias=bias, **options)
+            else:
+                output, rows = cached_attention(*call, messages, bias=bias, wants_rows=wants_rows, **options)
     if variants:
-        own: LayerRefinement = module.saobp  # type: ignore[assignment]
+        own: Any = own_layer(module)
         for variant in variants:
             output = variant.output(output, own.inputs)
         own.inputs = None
-    return output.transpose(1, 2).contiguous(), rows
+    return output.transpose(1, 2).contiguous(), rows if wants_rows else None
 
 
-def varied_states(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+def varied_states(
+    variants: list[Variant], query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value as variants of the module's attention change them."""
-    for variant in variants_of(module):
+    for variant in variants:
         query, key, value = variant.states(query, key, value)
     return query, key, value
 
 
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    sliding_window: int | None,
-    wants_rows: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Output ``[batch, heads, queries, dim]`` and, if wanted, the rows, by the cheapest way that fits."""
-    refinement, strength, memory = own_refinement(module, query)
-    if memory is not None:
-        module.saobp.memory = None  # type: ignore[union-attr]
-    causal = is_causal_call(module, is_causal)
-    queries, keys = query.shape[-2], key.shape[-2]
-    _check_lengths(refinement, queries, keys, causal, memory)
-    if not causal:
-        memory = None  # its layer is left waiting and refuses the next call
-    padded = attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2)
-    windowed = padded and sliding_window is not None and sliding_window < keys
-    for variant in variants_of(module):
-        if isinstance(variant, PlusOne):
-            graph, bias = graph_of(attention_mask, query, keys, refinement, causal, sliding_window)
-            done = variant.attend(query, key, value, graph, bias=bias, dropout_p=dropout, scale=scaling)
-            return done[0], done[1] if wants_rows else None
-    first = memory is None or memory.heard is None
-    if padded and queries == keys and not windowed and first and not wants_rows:
-        if memory is not None:
-            memory.defer(SquarePrompt(query, key, refinement, strength, attention_mask, scaling))
-        output = attention(
-            query,
-            key,
-            value,
-            refinement,
-            padding_mask=attention_mask,
-            is_causal=causal,
-            dropout_p=dropout,
-            scale=scaling,
-            strength=strength,
-            strongest=refinement.strongest,
-        )
-        return output, None
-    graph, bias = graph_of(attention_mask, query, keys, refinement, causal, sliding_window)
-    states = query, key, value, refinement, strength, graph
-    if memory is None:
-        found = reference_attention(*states, bias=bias, dropout_p=dropout, scale=scaling)
-        return found.output, found.rows if wants_rows else None
-    return _with_memory(*states, memory, bias=bias, dropout_p=dropout, scale=scaling, wants_rows=wants_rows)
+def needs_no_map(mask: Tensor | None, queries: int, keys: int, window: int | None) -> bool:
+    """Whether a mask says no more than padding or packed sequences, so that the operation takes the call.
+
+    A compiled call cannot read where sequences begin.
+    """
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        return False
+    if queries != keys or (window is not None and window < keys):
+        return False
+    return not (are_sequences(mask) and torch.compiler.is_compiling())
 
 
 def under_autocast(*states: Tensor) -> tuple[Tensor, ...]:
@@ -141,87 +157,6 @@ def under_autocast(*states: Tensor) -> tuple[Tensor, ...]:
         return states
     half = torch.get_autocast_dtype(kind)
     return tuple(state if state.dtype == torch.float64 else state.to(half) for state in states)
-
-
-def graph_of(
-    mask: Tensor | None, query: Tensor, keys: int, refinement: Refinement, causal: bool, window: int | None
-) -> tuple[FactorGraph, Tensor | None]:
-    """The factor graph of one call under this implementation's masks, and the bias of a mask of numbers."""
-    queries = query.shape[-2]
-    strict = causal and refinement.future == "strict"
-    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
-        if queries != keys:
-            raise ValueError(
-                f"a {'missing' if mask is None else '2-D'} mask does not say which of {keys} keys the "
-                f"{queries} queries see: pass a 4-D mask"
-            )
-        if window is None or window >= keys:
-            return build_graph(queries, keys, refinement, mask, causal, query.device), None
-        view = window_view(window, queries, keys, causal, mask, query.device)
-    else:
-        view = read_mask(mask, queries, keys)
-    return FactorGraph(view.visible, view.speaks, causal=strict), view.bias
-
-
-@dataclass(frozen=True)
-class SquarePrompt:
-    """A plain causal call on an empty cache: its output needs nothing from the cache, a later call's does."""
-
-    query: Tensor
-    key: Tensor
-    refinement: Refinement
-    strength: Tensor
-    padding: Tensor | None
-    scaling: float | None
-
-    def send(self, memory: Memory) -> None:
-        keys = self.key.shape[-2]
-        graph, _ = graph_of(self.padding, self.query, keys, self.refinement, True, None)
-        states = self.query, self.key, self.key, self.refinement, self.strength, graph
-        _with_memory(*states, memory, scale=self.scaling)
-
-
-def _with_memory(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    refinement: Refinement,
-    strength: Tensor,
-    graph: FactorGraph,
-    memory: Memory,
-    *,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    wants_rows: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """A cached call: rows hear what earlier calls left in the memory, and add to it."""
-    past, history, outputs, rows = memory.heard, [], [], []
-    for start, stop in memory.spans(query.shape[-2]):
-        span = FactorGraph(
-            _rows(graph.visible, start, stop), _rows(graph.speaks, start, stop), causal=graph.causal
-        )
-        done = reference_attention(
-            query[:, :, start:stop],
-            key,
-            value,
-            refinement,
-            strength,
-            span,
-            bias=_rows(bias, start, stop),
-            dropout_p=dropout_p,
-            scale=scale,
-            past=past,
-            keep_messages=True,
-        )
-        past = done.messages
-        assert past is not None
-        history.append(past)
-        outputs.append(done.output)
-        if wants_rows:
-            rows.append(done.rows)
-    memory.keep(history)
-    return torch.cat(outputs, -2), torch.cat(rows, -2) if wants_rows else None
 
 
 def rows_wanted(kwargs: dict[str, Any]) -> bool:
@@ -237,14 +172,14 @@ def rows_wanted(kwargs: dict[str, Any]) -> bool:
     return collected is not None and "attentions" in collected
 
 
-def own_refinement(module: nn.Module, query: Tensor) -> tuple[Refinement, Tensor, Memory | None]:
-    """The module's refinement, strengths ``[heads]`` and the memory that its hook noted for this call."""
-    own = getattr(module, ATTACHED, None)
-    if isinstance(own, LayerRefinement):
+def own_refinement(module: nn.Module, query: Tensor) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
+    """The module's refinement, strengths ``[heads]`` and the cache layer that its hook found for the call."""
+    own = own_layer(module)
+    if own is not None:
         if own.heads != query.shape[1]:
             name = type(module).__name__
             raise ValueError(f"{name} was expected to have {own.heads} heads but has {query.shape[1]}")
-        return own.of_rows, own.strength, own.memory
+        return own.of_rows, own(), getattr(module, MESSAGES, None)
     written = getattr(getattr(module, "config", None), ATTACHED, None)
     if written is None:
         raise ValueError(
@@ -272,7 +207,7 @@ def reject(module: nn.Module, kwargs: dict[str, Any]) -> None:
             "saobp refines self-attention only"
         )
     for name, value in kwargs.items():
-        if name in HARMLESS or value is None or value is False:
+        if name in KNOWN_ARGUMENTS or value is None or value is False:
             continue
         raise ValueError(
             f"{type(module).__name__} passes {name!r}, which refined attention cannot honour: leave it out, "
@@ -281,21 +216,18 @@ def reject(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _check_lengths(
-    refinement: Refinement, queries: int, keys: int, causal: bool, memory: Memory | None
+    refinement: Refinement, queries: int, keys: int, causal: bool, messages: MessageCacheLayer | None
 ) -> None:
     factor = get_factor(refinement.factor)
-    if queries == keys or factor is None or not factor.remembers or memory is not None:
+    if queries == keys or factor is None or not factor.remembers or messages is not None:
         return
     if causal and not isinstance(factor, Similarity):
         raise ValueError(
-            f"{queries} queries and {keys} keys lack the messages of the earlier rows: decode through a "
-            "model prepared by saobp.apply and its own cache, or generate with use_cache=False"
+            f"{queries} queries and {keys} keys lack the messages of the earlier rows: decode with a model "
+            "from saobp.load(path, AutoClass) or saobp.apply(model, refinement), whose cache carries them, "
+            "or generate with use_cache=False"
         )
     raise ValueError(
         f"{refinement.factor!r} with {queries} queries and {keys} keys has no meaning: saobp refines "
         "self-attention over one whole sequence, not cross-attention"
     )
-
-
-def _rows(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return tensor if tensor is None or tensor.shape[-2] == 1 else tensor[..., start:stop, :]

@@ -22,72 +22,85 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from saobp.refinement import Refinement
-
-UNDOABLE_ROWS = 128
+MAX_CROPPED_ROWS = 128
 """Rows that a cache which records its past can give back to ``crop``."""
-ROWS_AT_ONCE = 1024
-"""Rows of a prompt that are refined together, to bound memory by this many rows of the map."""
+ROWS_PER_CHUNK = 1024
+"""Rows of a prompt that are refined together: the map never has more rows than this in memory."""
 
 
-class Prompt(Protocol):
-    """A first call, kept to send its messages when they are needed."""
+class DeferredPrefill(Protocol):
+    """A first call whose messages can be computed later."""
 
-    def send(self, memory: Memory) -> None: ...
+    def send(self, messages: MessageCacheLayer) -> None: ...
 
 
-class Memory(ABC):
+class MessageCacheLayer(ABC):
     """Mixin for a cache layer: the messages that all rows so far have sent about each key.
 
     totals:    ``[steps, batch, heads, keys]`` for the keys that the layer holds
-    heard:     the same for the keys of the call under way, zero for its new keys; None in the first call
-    sent_by:   the refinement whose messages these are
-    waiting:   keys came in and their rows' messages did not, so ``totals`` is out of date
-    prompt:    a first call whose messages are still to be computed, which only a later call needs
+    past:      the same for the keys of the call under way, zero for its new keys; None in the first call
+    filled_by: the refinement whose messages these are, in text form
+    stale:     keys came in and their rows' messages did not, so ``totals`` is out of date
+    prefill:   a first call whose messages are not computed yet; only a later call needs them
     snapshots: with ``record_past``, totals before and after each of the last rows, for ``crop``
     """
 
     totals: Tensor | None = None
-    heard: Tensor | None = None
+    past: Tensor | None = None
     snapshots: tuple[Tensor | None, ...] = ()
-    sent_by: Refinement | None = None
-    prompt: Prompt | None = None
+    filled_by: str | None = None
+    prefill: DeferredPrefill | None = None
     record_past: bool = False
-    waiting: bool = False
+    stale: bool = False
     keys: Tensor | None
     get_seq_length: Callable[[], int]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.settle()
+        self.flush()
         before = self._length_before()
         states = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
-        if not self.waiting:
+        if not self.stale:
             self._align(before, key_states.shape[-2], states[0].shape[-2])
-        self.waiting = True
+        self.stale = True
         return states
 
-    def defer(self, prompt: Prompt) -> None:
-        """Leave the messages of a first call for later: training and scoring never come back for them."""
-        self.prompt = prompt
-        self.waiting = False
+    def check_refinement(self, text: str) -> None:
+        """Raises if messages of another refinement are stored."""
+        if self.filled_by is None:
+            self.filled_by = text
+        elif not torch.compiler.is_compiling() and self.filled_by != text:
+            raise ValueError(
+                f"this cache was filled under another refinement ({self.filled_by}), whose messages are "
+                "other ones: start from an empty cache"
+            )
 
-    def settle(self) -> None:
-        """Compute what was left for later."""
-        prompt, self.prompt = self.prompt, None
-        if prompt is not None:
-            prompt.send(self)
+    def defer(self, prefill: DeferredPrefill) -> None:
+        """Leave the messages of a first call for later: training and scoring never need them."""
+        self.prefill = prefill
+        self.stale = False
 
-    def spans(self, rows: int) -> Iterator[tuple[int, int]]:
+    def flush(self) -> None:
+        """Compute deferred messages."""
+        prefill, self.prefill = self.prefill, None
+        if prefill is not None:
+            prefill.send(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies, pickles and exported inputs hold tensors and plain values, never a deferred call."""
+        self.flush()
+        return self.__dict__
+
+    def row_chunks(self, rows: int) -> Iterator[tuple[int, int]]:
         """Pieces in which the rows of a call are refined: single rows where ``crop`` may need them back."""
-        single = min(rows, UNDOABLE_ROWS) if self.record_past else 0
+        single = min(rows, MAX_CROPPED_ROWS) if self.record_past else 0
         start = 0
         while start < rows:
-            stop = min(start + ROWS_AT_ONCE, rows - single) if start < rows - single else start + 1
+            stop = min(start + ROWS_PER_CHUNK, rows - single) if start < rows - single else start + 1
             yield start, stop
             start = stop
 
     @abstractmethod
-    def keep(self, history: list[Tensor]) -> None:
+    def store(self, history: list[Tensor]) -> None:
         """Take over the totals after each piece of the call's rows; the last of them counts."""
 
     def _length_before(self) -> int:
@@ -104,18 +117,18 @@ class Memory(ABC):
         self.snapshots = tuple(None if past is None else change(past) for past in self.snapshots)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.settle()
+        self.flush()
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self._each(lambda totals: totals.index_select(1, beam_idx.to(totals.device)))
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        self.waiting = False
-        self.heard = self.prompt = self.sent_by = None
+        self.stale = False
+        self.past = self.prefill = self.filled_by = None
         self.snapshots = ()
 
 
-class GrowingMemory(Memory):
+class DynamicMessages(MessageCacheLayer):
     """For layers that grow by concatenation, whole or as a window."""
 
     front: Tensor | None = None
@@ -127,24 +140,24 @@ class GrowingMemory(Memory):
             return
         extended = functional.pad(self.totals, (0, new))
         unseen = extended.shape[-1] - returned
-        self.front, self.heard = extended[..., :unseen], extended[..., unseen:]
+        self.front, self.past = extended[..., :unseen], extended[..., unseen:]
 
-    def keep(self, history: list[Tensor]) -> None:
+    def store(self, history: list[Tensor]) -> None:
         assert self.keys is not None
         front = self.front
-        self.front = self.heard = None
+        self.front = self.past = None
         if front is not None and front.shape[-1]:
             history = [torch.cat([front, totals], -1) for totals in history]
         recorded = (self.snapshots or (self.totals,)) + _row_totals(history)
-        self.snapshots = recorded[-UNDOABLE_ROWS - 1 :] if self.record_past else ()
+        self.snapshots = recorded[-MAX_CROPPED_ROWS - 1 :] if self.record_past else ()
         self.totals = history[-1][..., -self.keys.shape[-2] :]
-        self.waiting = False
+        self.stale = False
 
     def activate_past_recording(self) -> None:
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.settle()
+        self.flush()
         before = self.get_seq_length()
         super().crop(tokens_to_remove)  # type: ignore[misc]
         after = self.get_seq_length()
@@ -154,10 +167,10 @@ class GrowingMemory(Memory):
             return
         if removed:
             if removed >= len(self.snapshots):
-                self.waiting = True
+                self.stale = True
                 raise ValueError(
                     f"cannot take back {removed} rows: only a cache on which activate_past_recording() "
-                    f"was called remembers how, for up to {UNDOABLE_ROWS} rows; run the prompt again instead"
+                    f"was called remembers how, for up to {MAX_CROPPED_ROWS} rows; run the prompt again"
                 )
             self.snapshots = self.snapshots[:-removed]
             self.totals = self.snapshots[-1]
@@ -165,12 +178,12 @@ class GrowingMemory(Memory):
             self.totals = self.totals[..., -self.keys.shape[-2] :]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.settle()
+        self.flush()
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
         self._each(lambda totals: totals.repeat_interleave(repeats, dim=1))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.settle()
+        self.flush()
         super().batch_select_indices(indices)  # type: ignore[misc]
         self._each(lambda totals: totals[:, indices])
 
@@ -181,13 +194,13 @@ class GrowingMemory(Memory):
         self.is_initialized = False
 
 
-class FixedMemory(Memory):
+class StaticMessages(MessageCacheLayer):
     """For preallocated layers: one tensor, changed in place, so that compiled steps find it where it was."""
 
     def _align(self, before: int, new: int, returned: int) -> None:  # noqa: ARG002
-        self.heard = self.totals
+        self.past = self.totals
 
-    def keep(self, history: list[Tensor]) -> None:
+    def store(self, history: list[Tensor]) -> None:
         assert self.keys is not None
         updated = history[-1][..., -self.keys.shape[-2] :]
         if self.totals is None:
@@ -196,8 +209,8 @@ class FixedMemory(Memory):
                 torch._dynamo.mark_static_address(self.totals)
         else:
             self.totals.copy_(updated)
-        self.heard = None
-        self.waiting = False
+        self.past = None
+        self.stale = False
 
     def reset(self) -> None:
         super().reset()
@@ -205,36 +218,36 @@ class FixedMemory(Memory):
             self.totals.zero_()
 
 
-class RememberingDynamicLayer(GrowingMemory, DynamicLayer):
+class MessageDynamicLayer(DynamicMessages, DynamicLayer):
     pass
 
 
-class RememberingSlidingLayer(GrowingMemory, DynamicSlidingWindowLayer):
+class MessageSlidingLayer(DynamicMessages, DynamicSlidingWindowLayer):
     pass
 
 
-class RememberingStaticLayer(FixedMemory, StaticLayer):
+class MessageStaticLayer(StaticMessages, StaticLayer):
     pass
 
 
-class RememberingStaticSlidingLayer(FixedMemory, StaticSlidingWindowLayer):
+class MessageStaticSlidingLayer(StaticMessages, StaticSlidingWindowLayer):
     def _length_before(self) -> int:
         return self.cumulative_length_int
 
     def _align(self, before: int, new: int, returned: int) -> None:
         if self.totals is None or before + new <= self.max_cache_len:
-            self.heard = self.totals
+            self.past = self.totals
         elif before >= self.max_cache_len:
-            self.heard = functional.pad(self.totals[..., 1:], (0, new))
+            self.past = functional.pad(self.totals[..., 1:], (0, new))
         else:
-            self.heard = functional.pad(self.totals[..., :before], (0, returned - before))
+            self.past = functional.pad(self.totals[..., :before], (0, returned - before))
 
 
-_REMEMBERING: dict[type, Any] = {
-    DynamicLayer: RememberingDynamicLayer,
-    DynamicSlidingWindowLayer: RememberingSlidingLayer,
-    StaticLayer: RememberingStaticLayer,
-    StaticSlidingWindowLayer: RememberingStaticSlidingLayer,
+_LAYER_TYPES: dict[type, Any] = {
+    DynamicLayer: MessageDynamicLayer,
+    DynamicSlidingWindowLayer: MessageSlidingLayer,
+    StaticLayer: MessageStaticLayer,
+    StaticSlidingWindowLayer: MessageStaticSlidingLayer,
 }
 
 
@@ -250,12 +263,12 @@ def cache_layer(cache: Cache, index: int) -> Any:
     return cache.layers[index]
 
 
-def remembering_layer(cache: Cache, index: int) -> Memory:
+def message_layer(cache: Cache, index: int) -> MessageCacheLayer:
     """The cache's layer of that index, exchanged at its first use for one that carries messages too."""
     layer = cache_layer(cache, index)
-    if isinstance(layer, Memory):
+    if isinstance(layer, MessageCacheLayer):
         return layer
-    kind = _REMEMBERING.get(type(layer))
+    kind = _LAYER_TYPES.get(type(layer))
     if kind is None:
         raise ValueError(
             f"saobp cannot carry its messages in a {type(layer).__name__} of a {type(cache).__name__}: use a "
@@ -283,7 +296,7 @@ def holds_keys(layer: Any) -> bool:
     return bool(layer.get_seq_length() > 0)
 
 
-def note_past_recording() -> None:
+def patch_past_recording() -> None:
     """Let caches remember that their past is to be recorded, for layers that come later or ignore it."""
     activate = Cache.activate_past_recording
     if hasattr(activate, "saobp"):

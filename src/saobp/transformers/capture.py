@@ -15,10 +15,16 @@ from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
 from saobp.transformers.apply import attention_modules
-from saobp.transformers.attention_function import graph_of, own_refinement, reject, varied_states
-from saobp.transformers.cache import Memory
-from saobp.transformers.layer_refinement import IMPLEMENTATION, is_causal_call
-from saobp.transformers.masks import View, padded_view, read_mask, window_view
+from saobp.transformers.attention_function import own_refinement, reject, varied_states
+from saobp.transformers.cache import MessageCacheLayer
+from saobp.transformers.layer_refinement import IMPLEMENTATION, is_causal_call, variants_of
+from saobp.transformers.masks import View, graph_of, in_window, padded_view, read_mask
+from saobp.transformers.packed_sequences import (
+    are_sequences,
+    same_sequence,
+    sequence_numbers,
+    with_sequences,
+)
 
 _ARGUMENTS = ("query", "key", "value", "attention_mask", "dropout", "scaling")
 
@@ -30,6 +36,7 @@ class AttentionCall:
     name, index:         the attention module's name in the model, and its place among them
     query:               ``[batch, heads, queries, dim]``; key and value may have fewer heads
     mask, options:       as the implementation gets them; ``graph`` reads the mask
+    sequences:           number of each token's sequence, ``[batch, keys]``, where they are packed
     """
 
     name: str
@@ -45,6 +52,7 @@ class AttentionCall:
     is_causal: bool
     sliding_window: int | None
     options: dict[str, Any] = field(default_factory=dict)
+    sequences: Tensor | None = None
 
     @property
     def is_refined(self) -> bool:
@@ -59,7 +67,7 @@ class AttentionCall:
         """Who sees and hears whom, with padding rows silent, and what the mask adds to the scores."""
         if self.is_refined:
             return graph_of(
-                self.mask,
+                self.mask if self.sequences is None else with_sequences(self.mask, self.sequences),
                 self.query,
                 self.key.shape[-2],
                 self._own()[0],
@@ -72,7 +80,7 @@ class AttentionCall:
     def rows(self) -> Tensor:
         """The attention rows ``[batch, heads, queries, keys]`` before dropout, refined if the model's are."""
         reject(self.module, self.options)
-        refinement, strength, memory = self._own()
+        refinement, strength, messages = self._own()
         graph, bias = self.graph()
         return reference_attention(
             self.query,
@@ -83,10 +91,10 @@ class AttentionCall:
             graph,
             bias=bias,
             scale=self.scaling,
-            past=None if memory is None else memory.heard,
+            past=None if messages is None else messages.past,
         ).rows
 
-    def _own(self) -> tuple[Refinement, Tensor, Memory | None]:
+    def _own(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
         if self.is_refined:
             return own_refinement(self.module, self.query)
         return Refinement("none"), torch.zeros(self.query.shape[1], device=self.query.device), None
@@ -98,10 +106,11 @@ class AttentionCall:
             return read_mask(self.mask, queries, keys)
         if "flash" in self.implementation:
             padding = None if self.mask is None else self.mask[:, -keys:].bool()
-            if self.sliding_window is not None or self.is_causal:
-                window = keys if self.sliding_window is None else self.sliding_window
-                return window_view(window, queries, keys, self.is_causal, padding, self.query.device)
-            return padded_view(None, padding)
+            window = keys if self.sliding_window is None else self.sliding_window
+            visible = in_window(window, queries, keys, self.is_causal, self.query.device)
+            if self.sequences is not None:
+                visible = visible & same_sequence(self.sequences)
+            return padded_view(visible, padding)
         if self.mask is None and self.implementation == "sdpa" and self.is_causal and queries > 1:
             return View(torch.ones(queries, keys, dtype=torch.bool, device=self.query.device).tril())
         return View() if self.mask is None else read_mask(self.mask, queries, keys)
@@ -114,7 +123,7 @@ class Watcher:
     """Calls ``callback`` with every attention call of ``model`` made inside :meth:`watching`.
 
     Made once for a model, its steps cost nothing; and a step compiled inside of it, callback included, goes
-    on fitting, since the compiler finds the same watcher every time.
+    on fitting, since the compiler finds the same capture every time.
     """
 
     def __init__(self, model: nn.Module, callback: Callback) -> None:
@@ -131,12 +140,12 @@ class Watcher:
                     "path of its own, which cannot be watched: set it to False or use another attention "
                     "implementation"
                 )
-        _watchers.append(self)
+        _captures.append(self)
         _install()
         try:
             yield
         finally:
-            _watchers.remove(self)
+            _captures.remove(self)
             _uninstall()
 
 
@@ -168,7 +177,7 @@ def record_attention(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         yield recorded
 
 
-_watchers: list[Watcher] = []
+_captures: list[Watcher] = []
 _original: list[Callable] = []
 
 
@@ -180,7 +189,7 @@ def _install() -> None:
 
 
 def _uninstall() -> None:
-    if not _watchers:
+    if not _captures:
         AttentionInterface.get_interface = _original.pop()  # type: ignore[method-assign]
 
 
@@ -198,15 +207,22 @@ def _observed_interface(self: AttentionInterface, attn_implementation: str, defa
 def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -> None:
     options = {name: value for name, value in arguments.items() if name not in _ARGUMENTS}
     states = arguments["query"], arguments["key"], arguments["value"]
-    query, key, value = varied_states(module, *states) if implementation == IMPLEMENTATION else states
+    if implementation == IMPLEMENTATION:
+        states = varied_states(variants_of(module), *states)
+    query, key, value = states
+    mask, sequences, lengths = arguments.get("attention_mask"), None, options.get("cu_seq_lens_q")
+    if implementation == IMPLEMENTATION and are_sequences(mask):
+        mask, sequences = None, mask
+    elif lengths is not None and (implementation == IMPLEMENTATION or "flash" in implementation):
+        sequences = sequence_numbers(lengths, query, key.shape[-2])
     scaling = arguments.get("scaling")
     is_causal = is_causal_call(module, options.pop("is_causal", None))
     window = options.pop("sliding_window", None)
-    for watcher in tuple(_watchers):
-        if module not in watcher.places:
+    for capture in tuple(_captures):
+        if module not in capture.places:
             continue
-        name, index = watcher.places[module]
-        watcher.callback(
+        name, index = capture.places[module]
+        capture.callback(
             AttentionCall(
                 name=name,
                 index=index,
@@ -215,11 +231,12 @@ def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -
                 query=query,
                 key=key,
                 value=value,
-                mask=arguments.get("attention_mask"),
+                mask=mask,
                 scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
                 dropout=arguments.get("dropout", 0.0),
                 is_causal=is_causal,
                 sliding_window=window,
                 options=options,
+                sequences=sequences,
             )
         )

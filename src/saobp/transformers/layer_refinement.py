@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from saobp.propagation.factors import Similarity, get_factor
 from saobp.refinement import Refinement
-from saobp.transformers.cache import Memory, cache_layer, holds_keys, remembering_layer, self_attention_cache
+from saobp.transformers.cache import cache_layer, holds_keys, message_layer, self_attention_cache
 from saobp.variants import KINDS, Variant
 
 IMPLEMENTATION = "saobp"
@@ -21,27 +22,31 @@ PER_HEAD = ("strength_bias", "head_bias")
 """How the names of parameters end that hold one number per head."""
 ATTACHED = "saobp"
 """Name of the attached module inside an attention module, and of the field in a model's config."""
+MESSAGES = "saobp_messages"
+"""Name of the attention module's attribute that holds its cache layer during a call."""
 
 
 class LayerRefinement(nn.Module):
-    """One attention module's share of a refinement: a strength per head and, in a cached call, its memory.
+    """One attention module's share of a refinement: a strength per head.
 
     Learned strengths are the parameter ``strength_bias``: optimisers that spare biases weight decay, as
     Trainer does, spare it too. Fixed strengths are a buffer that is not saved and keeps single precision.
+    Calling the module returns the strengths, so that hooks which fetch weights just in time (Accelerate's
+    offloading, ZeRO-3) and wrappers that replace it (PEFT's ``modules_to_save``) see the access.
     """
 
     fixed: Tensor
 
     def __init__(
-        self, refinement: Refinement, layer: int, layers: int, heads: int, width: int, like: Tensor
+        self, refinement: Refinement, layer: int, layers: int, heads: int, width: int, like: Tensor | None
     ) -> None:
         super().__init__()
         self.refinement, self.layer, self.layers, self.heads = refinement, layer, layers, heads
-        self.of_rows = replace(refinement, variants=())
-        self.memory: Memory | None = None
+        self.of_rows, self.text = replace(refinement, variants=()), str(refinement)
         self.inputs: Tensor | None = None
-        dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
-        like = torch.empty(0, dtype=dtype, device=like.device)
+        is_float = like is None or like.is_floating_point()
+        like = torch.empty(0) if like is None else like
+        like = torch.empty(0, dtype=like.dtype if is_float else None, device=like.device)
         self.variants = nn.ModuleDict({name: KINDS[name](heads, width, like) for name in refinement.variants})
         if refinement.is_learned:
             self.strength_bias = nn.Parameter(like.new_zeros(heads))
@@ -49,8 +54,12 @@ class LayerRefinement(nn.Module):
             self.register_buffer("fixed", self.fixed_strengths(like.device), persistent=False)
 
     @property
-    def strength(self) -> Tensor:
-        """``[heads]``"""
+    def active(self) -> LayerRefinement:
+        """Itself; PEFT's wrapper passes the question on to the copy of the active adapter."""
+        return self
+
+    def forward(self) -> Tensor:
+        """Strengths ``[heads]``."""
         return self.strength_bias if self.refinement.is_learned else self.fixed
 
     def fixed_strengths(self, device: torch.device) -> Tensor:
@@ -58,24 +67,43 @@ class LayerRefinement(nn.Module):
             return torch.zeros(self.heads, device=device)
         return self.refinement.layer_strengths(self.layer, self.layers, self.heads).float().to(device)
 
-    def fill_fixed(self) -> None:
-        """Write fixed strengths again, after something replaced or rounded them."""
+    def reset_parameters(self) -> None:
+        """Write the initial values: fixed strengths, or 0 where they are learned, and those of variants."""
+        if self.refinement.is_learned:
+            nn.init.zeros_(self.strength_bias)
+        for variant in self.variants.values():
+            variant.reset_parameters()  # type: ignore[operator]
+        self.reset_fixed()
+
+    def reset_fixed(self) -> None:
         if not self.refinement.is_learned:
             self.fixed = self.fixed_strengths(self.fixed.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Restores values that ``to_empty`` leaves undefined and fixed strengths that a cast would round."""
+        before = self.forward()
+        was_meta = before.is_meta
         super()._apply(fn, recurse)
-        if not self.refinement.is_learned and self.fixed.dtype != torch.float32:
-            self.fill_fixed()
+        after = self.forward()
+        if was_meta and not after.is_meta:
+            self.reset_parameters()
+        elif after is not before:
+            self.reset_fixed()
         return self
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.refinement.to_dict().items())
 
 
-def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention module: the attention function itself never sees its inputs."""
-    module.saobp.inputs = args[0] if args else kwargs["hidden_states"]  # type: ignore[union-attr]
+def own_layer(module: nn.Module) -> LayerRefinement | None:
+    """The refinement attached to an attention module, for the active adapter where PEFT has wrapped it."""
+    own: Any = module._modules.get(ATTACHED)
+    return None if own is None else own.active
+
+
+def bind_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of an attention module: keeps the inputs, which the attention function never sees."""
+    own_layer(module).inputs = args[0] if args else kwargs["hidden_states"]  # type: ignore[union-attr]
 
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
@@ -86,60 +114,76 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
     return None
 
 
-def note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention module: the attention function itself never sees the cache."""
-    own: LayerRefinement = module.saobp  # type: ignore[assignment]
-    if own.memory is not None:
-        own.memory = None
+def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of an attention module: finds the cache layer that the attention function, which never
+    sees the cache, reads messages from and adds to."""
+    if getattr(module, MESSAGES, None) is not None:
+        setattr(module, MESSAGES, None)
+    own: Any = own_layer(module)
+    config: Any = module.config
+    implementation = config._attn_implementation
+    if implementation != IMPLEMENTATION:
+        warn_of_other_attention(own, implementation)
+        return
     cache = find_cache(args, kwargs)
     if cache is None:
         return
-    factor = get_factor(own.refinement.factor)
-    in_use = module.config._attn_implementation == IMPLEMENTATION  # type: ignore[union-attr]
-    if not in_use or factor is None or not factor.remembers:
+    refinement: Refinement = own.refinement
+    factor = get_factor(refinement.factor)
+    if factor is None or not factor.remembers:
         return
     index = getattr(module, "layer_idx", None)
     if index is None:
         name = type(module).__name__
         raise ValueError(f"{name} does not tell its place in the cache: generate with use_cache=False")
-    if own.refinement.future == "paper" or isinstance(factor, Similarity) or not is_causal_call(module):
+    if refinement.future == "paper" or isinstance(factor, Similarity) or not is_causal_call(module):
         layer = cache_layer(cache, index)
         if isinstance(layer, StaticLayer) or holds_keys(layer):
-            raise ValueError(f"{_why_not_cached(own.refinement, factor)}: generate with use_cache=False")
+            raise ValueError(f"{_why_not_cached(refinement, factor)}: generate with use_cache=False")
         return
-    own.memory = remembering_layer(cache, index)
-    if own.memory.waiting:
+    messages = message_layer(cache, index)
+    if messages.stale:
         raise ValueError(
             "this cache holds keys whose rows saobp did not see, so their messages are unknown: start from "
             "an empty cache, or generate with use_cache=False"
         )
-    if own.memory.sent_by is None:
-        own.memory.sent_by = own.refinement
-    elif not torch.compiler.is_compiling() and own.memory.sent_by != own.refinement:
-        raise ValueError(
-            "this cache was filled under another refinement, whose messages are other ones: start from an "
-            "empty cache"
-        )
+    messages.check_refinement(own.text)
+    setattr(module, MESSAGES, messages)
 
 
-def note_cache_of(module: nn.Module) -> None:
-    module.register_forward_pre_hook(note_cache, with_kwargs=True)
+def warn_of_other_attention(own: Any, implementation: str | None) -> None:
+    """Warn once that another attention implementation was selected while the refinement is attached."""
+    if own.layer or own.__dict__.get("warned") or torch.compiler.is_compiling():
+        return
+    own.warned = True
+    warnings.warn(
+        f"attention implementation {implementation!r} was selected after saobp.apply, so rows are not "
+        "refined although config.saobp says so: call model.set_attn_implementation('saobp') to refine them "
+        "again, or saobp.remove(model) if they are meant to be plain",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def add_cache_hook(module: nn.Module) -> None:
+    module.register_forward_pre_hook(bind_cache, with_kwargs=True)
     if any(variant.needs_inputs for variant in variants_of(module)):
-        module.register_forward_pre_hook(note_inputs, with_kwargs=True)
+        module.register_forward_pre_hook(bind_inputs, with_kwargs=True)
 
 
 def variants_of(module: nn.Module) -> list[Variant]:
     """What else changes the attention of a module beside its refinement."""
-    own = getattr(module, ATTACHED, None)
-    return list(own.variants.values()) if isinstance(own, LayerRefinement) else []  # type: ignore[arg-type]
+    own = own_layer(module)
+    return [] if own is None else list(own.variants.values())  # type: ignore[arg-type]
 
 
-def forget_cache_of(module: nn.Module) -> None:
+def remove_cache_hook(module: nn.Module) -> None:
     """Take the hooks away again; looked up by identity, so that it works on copies of a model too."""
-    hooks = (note_cache, note_inputs)
+    hooks = (bind_cache, bind_inputs)
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook in hooks]:
         del module._forward_pre_hooks[key]
         module._forward_pre_hooks_with_kwargs.pop(key, None)
+    module.__dict__.pop(MESSAGES, None)
 
 
 def is_causal_call(module: nn.Module, is_causal: bool | None = None) -> bool:
@@ -154,8 +198,9 @@ def is_causal_call(module: nn.Module, is_causal: bool | None = None) -> bool:
 def attached(model: nn.Module) -> Iterator[tuple[str, LayerRefinement]]:
     """Every attached refinement of a model with the name of its attention module, first layer first."""
     for name, module in model.named_modules():
-        if isinstance(module, LayerRefinement):
-            yield name.rpartition(".")[0], module
+        own = own_layer(module)
+        if own is not None:
+            yield name, own
 
 
 def strength_parameters(model: nn.Module) -> list[nn.Parameter]:

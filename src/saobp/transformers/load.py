@@ -117,7 +117,7 @@ def _load_refined(original: Any, cls: type[PreTrainedModel], args: tuple[Any, ..
     model.__class__ = cls
     owns = [own for _, own in attached(model)]
     for own in owns:
-        own.fill_fixed()
+        own.reset_fixed()
     switch_on(model, attention_modules(model), owns[0].refinement)
     return loaded
 

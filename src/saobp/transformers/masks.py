@@ -1,6 +1,7 @@
 """Masks: what Transformers' mask creation hands to the attention function, and how it is read there.
 
-A plain causal or bidirectional square batch keeps its 2-D padding mask, so that no map is built for it.
+A plain causal or bidirectional square batch keeps its 2-D padding mask, and packed sequences keep their
+numbers, so that no map is built for them.
 Everything else becomes a 4-D mask that also tells which query rows are padding, for those send no message.
 """
 
@@ -14,6 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
+
+from saobp.functional import build_graph
+from saobp.propagation.graph import FactorGraph
+from saobp.refinement import Refinement
+from saobp.transformers.packed_sequences import are_sequences, packed_sequences, same_sequence
 
 HIDDEN, SEEN, SEEN_BY_PADDING = 0, 1, 2
 """Entries of the int8 mask ``[batch, 1, queries, keys]``."""
@@ -46,18 +52,22 @@ def saobp_mask(
 ) -> Tensor | None:
     """The mask that the model carries to each attention layer.
 
-    None or bool ``[batch, keys]`` (True for real tokens) for a plain causal or bidirectional batch without
-    earlier keys; otherwise ``[batch, 1, queries, keys]``, bool without padding, int8 with.
+    Without earlier keys: None or bool ``[batch, keys]`` (True for real tokens) for a plain causal or
+    bidirectional batch, and int64 ``[batch, keys]`` (number of each token's sequence) for packed sequences.
+    Otherwise ``[batch, 1, queries, keys]``, bool without padding, int8 with.
     """
     may_skip = (mask_function is causal_mask_function and allow_is_causal_skip) or (
         mask_function is bidirectional_mask_function and allow_is_bidirectional_skip
     )
     starts = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0
     covered = attention_mask is None or attention_mask.shape[-1] == kv_length
-    if may_skip and starts and covered and q_length == kv_length:
+    square = starts and covered and q_length == kv_length
+    if may_skip and square:
         if attention_mask is None or is_tracing(attention_mask) or not bool(attention_mask.all()):
             return attention_mask
         return None
+    if square and attention_mask is None and (sequences := packed_sequences(mask_function)) is not None:
+        return sequences
     seen: Any = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -77,6 +87,32 @@ def saobp_mask(
     rows = torch.arange(q_length, device=attention_mask.device) + q_offset
     real = functional.pad(attention_mask, (0, missing)).index_select(1, rows)
     return seen.to(torch.int8) * torch.where(real, SEEN, SEEN_BY_PADDING).to(torch.int8)[:, None, :, None]
+
+
+def graph_of(
+    mask: Tensor | None, query: Tensor, keys: int, refinement: Refinement, causal: bool, window: int | None
+) -> tuple[FactorGraph, Tensor | None]:
+    """The factor graph of one call under this implementation's masks, and the bias of a mask of numbers."""
+    queries = query.shape[-2]
+    strict = causal and refinement.future == "strict"
+    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+        if queries != keys:
+            raise ValueError(
+                f"a {'missing' if mask is None else '2-D'} mask does not say which of {keys} keys the "
+                f"{queries} queries see: pass a 4-D mask"
+            )
+        window = keys if window is None else window
+        if are_sequences(mask):
+            visible = same_sequence(mask)
+            if causal or window < keys:
+                visible = visible & in_window(window, queries, keys, causal, query.device)
+            return FactorGraph(visible, causal=strict), None
+        if window >= keys:
+            return build_graph(queries, keys, refinement, mask, causal, query.device), None
+        view = window_view(window, queries, keys, causal, mask, query.device)
+    else:
+        view = read_mask(mask, queries, keys)
+    return FactorGraph(view.visible, view.speaks, causal=strict), view.bias
 
 
 def read_mask(mask: Tensor, queries: int, keys: int) -> View:
@@ -102,14 +138,19 @@ def read_mask(mask: Tensor, queries: int, keys: int) -> View:
 def window_view(
     window: int, queries: int, keys: int, is_causal: bool, padding: Tensor | None, device: torch.device
 ) -> View:
-    """A sliding window, the last query aligned with the last key: a row sees fewer than ``window`` keys back,
-    and as many forward if not causal."""
+    """A sliding window over a padding mask ``[batch, keys]``, as :func:`in_window` has it."""
+    return padded_view(in_window(window, queries, keys, is_causal, device), padding)
+
+
+def in_window(window: int, queries: int, keys: int, is_causal: bool, device: torch.device) -> Tensor:
+    """Keys of a sliding window, bool ``[queries, keys]``, the last query aligned with the last key.
+
+    A row sees fewer than ``window`` keys back, and as many forward if not causal.
+    """
     positions = torch.arange(keys, device=device)
     distance = positions[keys - queries :, None] - positions
     visible = distance.abs() < window
-    if is_causal:
-        visible = visible & (distance >= 0)
-    return padded_view(visible, padding)
+    return visible & (distance >= 0) if is_causal else visible
 
 
 def padded_view(visible: Tensor | None, padding: Tensor | None) -> View:

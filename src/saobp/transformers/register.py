@@ -6,7 +6,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from saobp.transformers.attention_function import saobp_attention
-from saobp.transformers.cache import note_past_recording
+from saobp.transformers.cache import patch_past_recording
 from saobp.transformers.layer_refinement import IMPLEMENTATION
 from saobp.transformers.load import warn_without_refinement
 from saobp.transformers.masks import saobp_mask
@@ -17,4 +17,4 @@ def register() -> None:
     AttentionInterface.register(IMPLEMENTATION, saobp_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, saobp_mask)
     warn_without_refinement()
-    note_past_recording()
+    patch_past_recording()
