@@ -33,8 +33,8 @@ from saobp.benchmarking.attention import (
     one_call,
     states_and_gradient,
 )
-from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import BenchmarkTable, Cell
+from saobp.runs.machine import machine
 
 LENGTHS = (128, 512, 2048, 8192)
 COUNTERS = {

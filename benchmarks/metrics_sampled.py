@@ -25,10 +25,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from saobp import Refinement, metrics
-from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import BenchmarkTable, Cell
-from saobp.benchmarking.timing import Timing, cuda_clock, wall_clock
 from saobp.metrics.sampling.estimators import SAMPLED
+from saobp.runs.machine import machine
+from saobp.timing import Timing, cuda_clock, wall_clock
 
 WAYS = ("attention", "sampled", "exact")
 

@@ -18,11 +18,11 @@ import matplotlib.pyplot as plt
 import torch
 
 from saobp import Refinement
-from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import BenchmarkTable
 from saobp.kernels.dispatch import Backend, select
 from saobp.quickstart.prose import read_prose
 from saobp.quickstart.story import Texts, prepare
+from saobp.runs.machine import machine
 from saobp.training.batches import Share
 from saobp.training.objectives import objective_of
 from saobp.training.pretrain import new_model

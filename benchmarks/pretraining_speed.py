@@ -26,14 +26,14 @@ from transformers import (
     TrainingArguments,
 )
 
-from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import BenchmarkTable, Cell
-from saobp.benchmarking.timing import Failure, Timing
 from saobp.data.blocks import Blocks
 from saobp.data.token_store import DOCUMENTS, FORMAT, TOKENS, Description, TokenStore
 from saobp.data.tokenizers import prefix_of
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
+from saobp.runs.machine import machine
+from saobp.timing import Failure, Timing
 from saobp.training.architectures import build_model
 from saobp.training.compiled_step import loss_as_forward
 from saobp.training.objectives import objective_of

@@ -22,10 +22,10 @@ import typer
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from saobp.benchmarking.machine import machine, version
 from saobp.benchmarking.table import BenchmarkTable
 from saobp.data import Blocks, load_tokenizer, open_corpus, prefix_of, prepare_tokens
 from saobp.data.corpora import Corpus
+from saobp.runs.machine import machine, version
 
 LENGTH = 128
 

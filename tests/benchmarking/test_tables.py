@@ -12,12 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from saobp.benchmarking import machine as facts
 from saobp.benchmarking.attention import fastest, growth
-from saobp.benchmarking.machine import commit, machine
 from saobp.benchmarking.table import BenchmarkTable, milliseconds, ratio, spread, text
-from saobp.benchmarking.timing import Failure, Timing, in_turn, wall_clock
+from saobp.runs import machine as facts
+from saobp.runs.machine import commit, machine
 from saobp.testing.scripts import load_script
+from saobp.timing import Failure, Timing, in_turn, wall_clock
 
 
 def small_table() -> BenchmarkTable:

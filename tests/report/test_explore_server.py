@@ -6,17 +6,20 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import saobp.report.server
 from saobp.cli import app
 from saobp.metrics.diagnosis.example_model import example_model
 from saobp.report.explorer import explorer_data, is_explorer
 from saobp.report.quantized_scores import decode_head
-from saobp.report.server import BODY_BYTES, make_server
+from saobp.report.server import BODY_BYTES, WORKERS, make_server
 from saobp.testing.tiny_models import tiny_model
 
 JSON = {"Content-Type": "application/json"}
@@ -160,3 +163,82 @@ def test_the_command_refuses_in_a_sentence() -> None:
         assert shown.exit_code == 1
         assert said in shown.output
         assert "Traceback" not in shown.output
+
+
+@pytest.fixture
+def echo_port() -> Iterator[int]:
+    """A server whose model takes a moment, so that posts have to wait for each other."""
+
+    def answer(text: str) -> dict[str, Any]:
+        time.sleep(0.002)
+        return {"sentences": [{"text": text, "scores": [[None]]}]}
+
+    server = make_server(answer, subject="echo", characters=100, tokens=16)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+def test_two_hundred_posts_at_once_are_all_answered_by_few_threads(echo_port: int) -> None:
+    before, start = threading.active_count(), threading.Barrier(201)
+    found: dict[int, Any] = {}
+    most = 0
+
+    def post(number: int) -> None:
+        start.wait()
+        found[number] = sentence(echo_port, f"post {number}")
+
+    clients = [threading.Thread(target=post, args=(number,)) for number in range(200)]
+    for client in clients:
+        client.start()
+    start.wait()
+    while any(client.is_alive() for client in clients):
+        clients_left = sum(client.is_alive() for client in clients)
+        most = max(most, threading.active_count() - before - clients_left)
+        time.sleep(0.005)
+    assert {number: status for number, (status, _) in found.items()} == dict.fromkeys(range(200), 200)
+    assert all(body["sentences"][0]["text"] == f"post {number}" for number, (_, body) in found.items())
+    assert most <= 2 * WORKERS  # workers are there before; each may have a timer
+
+
+def test_slow_senders_do_not_keep_the_workers(echo_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each worker, none of which is ever silent for long."""
+    monkeypatch.setattr(saobp.report.server, "DEADLINE", 0.5)
+    head = f"POST /attention HTTP/1.1\r\nHost: 127.0.0.1:{echo_port}\r\nContent-Type: application/json\r\n"
+    slow = [socket.create_connection(("127.0.0.1", echo_port), timeout=10) for _ in range(WORKERS)]
+    for sender in slow:
+        sender.sendall(f"{head}Content-Length: 1000\r\n\r\n".encode())
+    ended = threading.Event()
+
+    def dribble() -> None:
+        while not ended.wait(0.1):
+            for sender in slow:
+                with suppress(OSError):
+                    sender.sendall(b" ")
+
+    dribbling = threading.Thread(target=dribble)
+    dribbling.start()
+    try:
+        assert sentence(echo_port, "one two")[0] == 200
+        assert [sender.recv(64).split()[1] for sender in slow] == [b"408"] * WORKERS
+    finally:
+        ended.set()
+        dribbling.join()
+        for sender in slow:
+            sender.close()
+
+
+def test_more_than_can_wait_are_told_so(echo_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saobp.report.server, "WAITING", 0)
+    connection = socket.create_connection(("127.0.0.1", echo_port), timeout=10)
+    assert connection.recv(64).startswith(b"HTTP/1.0 503")
+    connection.close()
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "1" * 400, "-1", "٣", "1e3", ""])
+def test_a_length_that_is_no_small_number_is_refused(port: int, length: str) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        head = f"POST /attention HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode())
+        assert connection.recv(64).split()[1] == b"413"

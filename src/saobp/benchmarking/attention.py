@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, spread
-from saobp.benchmarking.timing import Call, Failure, Result, Timing, captured, cuda_clock, in_turn, wall_clock
 from saobp.functional import Backend, attention
 from saobp.refinement import Refinement
+from saobp.runs.machine import machine
+from saobp.timing import Call, Failure, Result, Timing, captured, cuda_clock, in_turn, wall_clock
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPILED = (2048, 8192)

@@ -8,10 +8,10 @@ import torch
 from transformers import BertModel
 
 from saobp.benchmarking.bert_models import VOCABULARY, bert
-from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import BenchmarkTable, milliseconds, ratio, spread
-from saobp.benchmarking.timing import in_turn, processor_clock, wall_clock
+from saobp.runs.machine import machine
 from saobp.sizes import PAPER_SIZES
+from saobp.timing import in_turn, processor_clock, wall_clock
 
 VERSIONS = ("original", "high", "learned")
 

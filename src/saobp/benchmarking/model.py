@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import BertForMaskedLM, BertModel, PreTrainedModel
 
 from saobp.benchmarking.bert_models import MASK, VOCABULARY, bert
-from saobp.benchmarking.machine import machine
 from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, spread
-from saobp.benchmarking.timing import Call, Failure, Result, captured, cuda_clock, in_turn, wall_clock
+from saobp.runs.machine import machine
 from saobp.sizes import PAPER_SIZES
+from saobp.timing import Call, Failure, Result, captured, cuda_clock, in_turn, wall_clock
 
 STAGES = ("training step", "inference")
 

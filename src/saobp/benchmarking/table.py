@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from saobp.benchmarking.timing import Failure, Result, Timing
 from saobp.storage.atomic import write_atomically
+from saobp.timing import Failure, Result, Timing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from saobp.benchmarking.timing import captured, cuda_clock, wall_clock
 from saobp.data.tasks import TASKS, Split, load_split
 from saobp.lab.head_statistics import measure_texts
 from saobp.lab.scales import Scale
 from saobp.metrics.attention_calls import inputs_of
+from saobp.timing import captured, cuda_clock, wall_clock
 from saobp.training.checkpoints import model_checksum
 from saobp.training.evaluation.perplexity import causal_perplexity
 from saobp.training.evaluation.run import evaluate, load_language_model

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from saobp.benchmarking.machine import commit
 from saobp.data.tasks import Task, load_task
 from saobp.lab.data_sources import DataSources
 from saobp.lab.experiment_plan import FinetuneRun, Measurement, PretrainRun, check_same
@@ -18,6 +17,7 @@ from saobp.lab.measurements import take
 from saobp.lab.work_queue import Say, StageResult, WorkItem, work_through
 from saobp.runs.folder import RunFolder
 from saobp.runs.json_files import write_json
+from saobp.runs.machine import commit
 from saobp.runs.provenance import command_line, environment
 from saobp.training.finetune import finetune, recipe_for
 from saobp.training.pretrain import pretrain

@@ -3,37 +3,46 @@
 Only two things can be asked for, so no file can be reached. It listens on 127.0.0.1 alone. A web page
 elsewhere could still point a browser here under a name of its own (DNS rebinding) or post across sites: so
 the Host header must name this very address, an Origin must too, and a sentence must come as JSON, which no
-foreign form can send.
+foreign form can send. A fixed number of threads answers; a connection has a deadline for sending its request
+and one for taking its answer, so slow ones cannot hold the threads.
 """
 
 from __future__ import annotations
 
 import json
+import queue
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from saobp.report.page import explored, render
 
 ADDRESS = "127.0.0.1"
 NAMES = (ADDRESS, "localhost")
-BODY_BYTES = 65_536
-PATIENCE = 15.0
-"""Seconds that a connection may stay silent."""
+BODY_BYTES, MOST_DIGITS = 65_536, 9
+WORKERS = 8
+WAITING = 256
+"""Connections that may wait for a worker; more are answered with 503."""
+DEADLINE = 15.0
+"""Seconds for sending a whole request, and for taking a whole answer."""
+BUSY = (
+    b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\n\r\n"
+    b'{"problem": "too many requests wait already: try again"}'
+)
 
 Answer = Callable[[str], dict[str, Any]]
 
 
-def make_server(
-    answer: Answer, *, subject: str, characters: int, tokens: int, port: int = 0
-) -> ThreadingHTTPServer:
+def make_server(answer: Answer, *, subject: str, characters: int, tokens: int, port: int = 0) -> HTTPServer:
     """A server that is ready to ``serve_forever``; port 0 takes a free one.
 
-    ``answer`` gives the explorer's data for a sentence, or raises ValueError with a sentence for the reader;
+    ``answer`` gives the explorer's data for a sentence, or raises ValueError with a message for the reader;
     it is never called twice at once.
     """
     live = {"characters": characters, "tokens": tokens, "subject": subject}
@@ -54,10 +63,39 @@ def make_server(
     return _Server((ADDRESS, port), handler)
 
 
-class _Server(ThreadingHTTPServer):
-    """One thread per request; a reader who goes away in between is no error."""
+class _Server(HTTPServer):
+    """Connections wait in a queue for one of ``WORKERS`` threads; a client that goes away is no error."""
 
-    daemon_threads = True
+    request_queue_size = WAITING
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._waiting: queue.SimpleQueue[tuple[Any, Any] | None] = queue.SimpleQueue()
+        for _ in range(WORKERS):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._waiting.qsize() < WAITING:
+            self._waiting.put((request, client_address))
+            return
+        with suppress(OSError):
+            request.setblocking(False)
+            request.sendall(BUSY)
+        self.shutdown_request(request)
+
+    def _work(self) -> None:
+        while (connection := self._waiting.get()) is not None:
+            try:
+                self.finish_request(*connection)
+            except Exception:
+                self.handle_error(*connection)
+            finally:
+                self.shutdown_request(connection[0])
+
+    def server_close(self) -> None:
+        super().server_close()
+        for _ in range(WORKERS):
+            self._waiting.put(None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
@@ -69,8 +107,30 @@ class _Handler(BaseHTTPRequestHandler):
 
     page: bytes
     look: Answer
-    timeout = PATIENCE
+    timeout = DEADLINE
     server_version, sys_version = "saobp", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.is_late = False
+        self.deadline = self._shut_down_later(socket.SHUT_RD)
+
+    def finish(self) -> None:
+        self.deadline.cancel()
+        super().finish()
+
+    def _shut_down_later(self, direction: int) -> threading.Timer:
+        """Ends reads or writes of the connection when its time is over."""
+
+        def shut_down() -> None:
+            self.is_late = True
+            with suppress(OSError):
+                self.connection.shutdown(direction)
+
+        timer = threading.Timer(DEADLINE, shut_down)
+        timer.daemon = True
+        timer.start()
+        return timer
 
     def do_GET(self) -> None:
         if not self._is_from_here():
@@ -90,12 +150,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a sentence comes as application/json")
             return
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()) or int(length) > BODY_BYTES:
+        is_number = length.isascii() and length.isdigit() and len(length) <= MOST_DIGITS
+        if not is_number or int(length) > BODY_BYTES:
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {BODY_BYTES} bytes are taken")
             return
+        body = self.rfile.read(int(length))
+        self.deadline.cancel()
+        if self.is_late:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"a request must end within {DEADLINE:g} seconds")
+            return
         try:
-            asked = json.loads(self.rfile.read(int(length)))
-            text = asked["text"]
+            text = json.loads(body)["text"]
             if not isinstance(text, str):
                 raise TypeError
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -128,6 +193,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, "application/json", json.dumps({"problem": problem}).encode())
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.deadline.cancel()
+        self.deadline = self._shut_down_later(socket.SHUT_RDWR)
         self.send_response(status)
         for name, value in (
             ("Content-Type", kind),

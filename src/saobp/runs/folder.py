@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from saobp.benchmarking.machine import commit
 from saobp.data.tokenizers import save_tokenizer
 from saobp.runs.json_files import (
     append_line,
@@ -25,6 +24,7 @@ from saobp.runs.json_files import (
     write_json,
 )
 from saobp.runs.layout import CHECKPOINTS, HEALTH, LOCK, METRICS, MODEL, RECIPE, RECORD, RESULT
+from saobp.runs.machine import commit
 from saobp.runs.manifest import damage, folder_with_manifest
 from saobp.runs.provenance import command_line, environment
 from saobp.storage.atomic import clear_unfinished, fsync, is_unfinished, reason

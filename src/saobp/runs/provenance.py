@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from saobp.benchmarking.machine import processor, version
+from saobp.runs.machine import processor, version
 from saobp.runs.worker_processes import JOBS_VARIABLE
 
 _ABSOLUTE_PATH = re.compile(r"(?<![^=,])[~/][^=,]*")
