@@ -6,7 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar
 
@@ -85,8 +85,8 @@ def remove(model: Model) -> Model:
     if before is not None:
         for config, implementation in before.implementations:
             config._attn_implementation_internal = implementation
-    if hasattr(model.config, ATTACHED):
-        delattr(model.config, ATTACHED)
+    for config in _configs(model, []):
+        vars(config).pop(ATTACHED, None)
     if model.__dict__.get("generate") is refuse_to_generate:
         del model.__dict__["generate"]
     return model
@@ -177,11 +177,19 @@ def attach(modules: Modules, owns: list[LayerRefinement]) -> None:
 
 
 def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) -> None:
-    """Write the refinement to the config and select the implementation, remembering the earlier one."""
+    """Write the refinement to the configs and select the implementation, remembering the earlier one.
+
+    The configs of parts, such as CLIP's towers, get their share: a part may be loaded by its own class.
+    """
     configs = _configs(model, modules)
     setattr(model, _BEFORE, Before([(config, config._attn_implementation) for config in configs]))
-    setattr(model.config, ATTACHED, refinement.to_dict())
     for config in configs:
+        layers = [layer for layer, (_, module) in enumerate(modules) if module.config is config]
+        strength = refinement.strength
+        if config is not model.config and isinstance(strength, tuple):
+            strength = tuple(strength[layer] for layer in layers)
+        if layers or config is model.config:
+            setattr(config, ATTACHED, replace(refinement, strength=strength).to_dict())
         config._attn_implementation_internal = IMPLEMENTATION
     if refinement.future == "paper" and any(is_causal_call(module) for _, module in modules):
         warnings.warn(LEAK_WARNING, UserWarning, stacklevel=3)

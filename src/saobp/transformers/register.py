@@ -5,6 +5,8 @@ from __future__ import annotations
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from saobp._register_on_import import after_import
+from saobp.transformers.adapters import TUNERS, patch_adapters
 from saobp.transformers.attention_function import saobp_attention
 from saobp.transformers.cache import patch_past_recording
 from saobp.transformers.layer_refinement import IMPLEMENTATION
@@ -18,3 +20,4 @@ def register() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, saobp_mask)
     warn_without_refinement()
     patch_past_recording()
+    after_import(TUNERS, patch_adapters)

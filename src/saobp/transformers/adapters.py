@@ -1,0 +1,52 @@
+"""PEFT adapters of refined models.
+
+An adapter always names ``saobp`` in its ``modules_to_save``: learned strengths are trained and saved with it,
+and its config tells that it belongs to a refined model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from saobp.transformers.layer_refinement import ATTACHED, attached
+
+TUNERS = "peft.tuners.tuners_utils"
+"""The module that defines how PEFT puts an adapter into a model."""
+
+
+def patch_adapters(tuners: ModuleType) -> None:
+    """Wrap the method that all kinds of adapters go through, when they are made and when they are loaded."""
+    original = tuners.BaseTuner.inject_adapter
+    if hasattr(original, "saobp"):
+        return
+
+    @wraps(original)
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        mark_adapter(self.peft_config[adapter_name], model)
+        return original(self, model, adapter_name, *args, **kwargs)
+
+    inject_adapter.saobp = True  # type: ignore[attr-defined]
+    tuners.BaseTuner.inject_adapter = inject_adapter
+
+
+def mark_adapter(config: Any, model: nn.Module) -> None:
+    """Name the refinement in an adapter's config; warns if one that names it is put into a plain model."""
+    if not hasattr(config, "modules_to_save"):
+        return
+    saved = list(config.modules_to_save or ())
+    is_refined = any(True for _ in attached(model))
+    if is_refined and ATTACHED not in saved:
+        config.modules_to_save = [*saved, ATTACHED]
+    if not is_refined and ATTACHED in saved:
+        warnings.warn(
+            "this adapter was made for a model with refined attention and the base model is plain, so its "
+            "rows are not refined: call saobp.apply(base, refinement), or load the base with saobp.load, "
+            "before the adapter is put into it",
+            UserWarning,
+            stacklevel=2,
+        )
