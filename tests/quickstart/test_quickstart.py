@@ -29,7 +29,7 @@ TEXTS = [
 
 @pytest.fixture
 def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prose, "read_prose", lambda progress: progress(1.0) or TEXTS)
+    monkeypatch.setattr(prose, "read_prose", lambda progress: progress(1, 1) or TEXTS)
     monkeypatch.setattr(story, "VOCABULARY", 150)
     monkeypatch.setattr(story, "FEWEST_STEPS", 2)
     monkeypatch.setattr(story, "TRIAL_SECONDS", 0.0)

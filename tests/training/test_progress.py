@@ -1,33 +1,58 @@
-"""Sentences in the middle of a run: they stand above the bar and say no place in the source."""
+"""Sentences in the middle of a run: they stand above the bar and name no line of the source."""
 
 from __future__ import annotations
 
 import io
 import logging
+import re
 import warnings
 
 import pytest
 
-from saobp.training.progress import ProgressBar, above_the_bar, plain_sentences
+from saobp.training.progress import TrainingProgress, plain_sentences
 
 
 class State:
     is_world_process_zero, max_steps, global_step = True, 10, 0
 
 
+def _train(steps: int) -> None:
+    progress, state = TrainingProgress(), State()
+    progress.on_train_begin(None, state, None)
+    for step in range(1, steps + 1):
+        state.global_step = step
+        progress.on_step_end(None, state, None)
+        progress.on_log(None, state, None, {"loss": 2.5, "tokens_per_second": 1000.0})
+        if step == 3:
+            print("Something happened.")
+    progress.on_train_end()
+
+
 def test_a_sentence_does_not_tear_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setattr("sys.stdout", screen)
-    bar = ProgressBar()
-    bar.on_train_begin(None, State, None)
-    State.global_step = 3
-    bar.on_step_end(None, State, None)
-    bar.on_log(None, State, None, {"loss": 2.5, "tokens_per_second": 1000.0})
-    above_the_bar(lambda sentence: print(sentence))("Something happened.")
-    bar.on_train_end()
-    line = next(line for line in screen.getvalue().split("\n") if "Something" in line)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes it for a terminal
+    monkeypatch.setenv("COLUMNS", "120")
+    _train(10)
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in screen.getvalue().split("\n")]
+    line = next(line for line in lines if "Something" in line)
     assert line.rpartition("\r")[2] == "Something happened."
+    assert any("training" in line and "step 10 of 10, loss 2.500, 1,000 tokens/s" in line for line in lines)
+
+
+def test_a_pipe_gets_a_plain_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _train(10)
+    assert capsys.readouterr().out == "Something happened.\n"
+    clock = iter(range(0, 1000, 13))
+    monkeypatch.setattr("saobp.progress.monotonic", lambda: next(clock))
+    _train(10)
+    assert capsys.readouterr().out.splitlines() == [
+        "Something happened.",
+        "training: 50%, step 5 of 10, loss 2.500, 1,000 tokens/s",
+        "training: 100%, step 10 of 10, loss 2.500, 1,000 tokens/s",
+    ]
 
 
 def test_warnings_and_logs_become_sentences() -> None:

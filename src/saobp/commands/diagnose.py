@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,12 +10,11 @@ import typer
 from rich import box
 from rich.columns import Columns
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from saobp.commands.errors import fail
+from saobp.progress import ProgressBar, ProgressBars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -124,10 +123,10 @@ def _diagnoses(
     found: list[Diagnosis] = []
     explorer: dict[str, Any] | None = None
     statistics = [*(STATISTICS if full else SAMPLED), *([] if method == "sampled" else [CROSS_LAYER])]
-    with Progress(console=console, transient=True) as bar:
+    with ProgressBars(console) as bars:
         for name, refinement in subjects:
             subject = name if refinement is None else f"{name} with {refinement}"
-            task = bar.add_task(escape(subject), total=len(texts))
+            advance = _adding_up(bars.add(subject), len(texts))
             loaded, tokenizer = load_model(name, Refinement.parse(refinement) if refinement else None)
             found.append(
                 measured(
@@ -139,12 +138,24 @@ def _diagnoses(
                     method="exact" if full else method,
                     length=length,
                     batch_size=batch_size,
-                    progress=lambda done, task=task: bar.advance(task, done),  # type: ignore[misc]
+                    progress=advance,
                 )
             )
             if len(found) == 1:
                 explorer = _explorer(console, loaded, tokenizer, texts, length, subject)
     return found, explorer
+
+
+def _adding_up(bar: ProgressBar, total: int) -> Callable[[int], None]:
+    """Takes how many more texts are done."""
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        bar(done, total)
+
+    return advance
 
 
 def _explorer(

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from saobp.commands.errors import fail
+from saobp.progress import ProgressBar, ProgressBars
 
 
 def evaluate(
@@ -45,14 +45,13 @@ def evaluate(
 
         quiet_transformers()
         chosen = MEASURED if task == "all" else tuple(name.strip() for name in task.split(","))
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-        with Progress(*columns, console=console) as bars:
-            shown: dict[str, TaskID] = {}
+        with ProgressBars(console) as bars:
+            shown: dict[str, ProgressBar] = {}
 
             def advance(name: str, done: int, total: int) -> None:
                 if name not in shown:
-                    shown[name] = bars.add_task(name, total=total)
-                bars.update(shown[name], completed=done, total=total)
+                    shown[name] = bars.add(name)
+                shown[name](done, total)
 
             results = run(
                 model, chosen, data_dir=data_dir, folder=out, refinement=refinement, harness=harness,

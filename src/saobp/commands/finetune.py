@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from saobp.commands.errors import check_data_dir, fail, in_words, print_error
+from saobp.progress import ProgressBar, ProgressBars
 
 if TYPE_CHECKING:
     from saobp.data.tasks import TaskSpec
@@ -44,8 +44,8 @@ def finetune(
     """Fine-tune a checkpoint on GLUE, SQuAD, HellaSwag or RACE-Middle, and score every epoch."""
     console = Console()
 
-    def say(words: str, style: str = "") -> None:
-        console.print(Text(words, style=style), soft_wrap=True)
+    def say(words: str) -> None:
+        console.print(Text(words), soft_wrap=True)
 
     changes = {"epochs": epochs, "batch": batch, "rate": rate, "length": length, "compiled": compiled}
     try:
@@ -104,25 +104,19 @@ def _in_turn(
 
     quiet_transformers()
     results = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as bars:
-        shown: dict[str, TaskID] = {}
+    with ProgressBars(console) as bars:
+        shown: dict[str, ProgressBar] = {}
 
-        def say(words: str, style: str = "") -> None:
-            bars.console.print(Text(words, style=style), soft_wrap=True)
+        def say(words: str) -> None:
+            console.print(Text(words), soft_wrap=True)
 
         for spec in specs:
 
             def progress(seed: int, done: int, total: int, name: str = spec.name) -> None:
                 words = f"{name} seed {seed}"
                 if words not in shown:
-                    shown[words] = bars.add_task(words, total=total)
-                bars.update(shown[words], completed=done)
+                    shown[words] = bars.add(words)
+                shown[words](done, total)
 
             try:
                 rows = load_task(spec, data_dir, limit=limit)
@@ -155,17 +149,13 @@ def _side_by_side(
         for spec in ordered
     }
     logs = out / "logs"
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as bars:
-        bar = bars.add_task(f"{jobs} tasks at a time", total=len(commands))
+    with ProgressBars(console) as bars:
+        bar, ended = bars.add(f"{jobs} tasks at a time"), 0
 
         def done(name: str, code: int) -> None:
-            bars.advance(bar)
+            nonlocal ended
+            ended += 1
+            bar(ended, len(commands))
             if code:
                 print_error(f"{name} failed; see {logs / name}.log")
 

@@ -79,14 +79,14 @@ def pretrain(
             say(f"The run in {out} is finished already; its result is in {out / RESULT}.")
             return
         RunFolder(out).check_free(resume)
-        from saobp.commands.progress import text_bars
+        from saobp.progress import ProgressBars
         from saobp.training.dataset import find_texts
         from saobp.training.pretrain import pretrain as train
-        from saobp.training.progress import above_the_bar, plain_sentences
+        from saobp.training.progress import plain_sentences
         from saobp.training.trackers import trackers
 
         trackers(report_to)
-        with text_bars(console) as bar_of:
+        with ProgressBars(console) as bars:
             texts = find_texts(
                 family,
                 corpus,
@@ -97,7 +97,7 @@ def pretrain(
                 tokenizer=tokenizer,
                 vocabulary=vocabulary,
                 held_out=held_out,
-                progress=bar_of,
+                progress=bars.add,
             )
         parts = ", ".join(f"{name}: {rows:,}" for name, rows in texts.train.composition.items())
         epochs = resolved.steps * resolved.batch_size / len(texts.train)
@@ -105,7 +105,7 @@ def pretrain(
             f"{len(texts.train):,} rows of {resolved.length} tokens an epoch ({parts}); "
             f"{resolved.steps:,} steps of {resolved.batch_size} rows are {epochs:.2f} epochs."
         )
-        with plain_sentences(above_the_bar(say)):
+        with plain_sentences(say):
             result = train(
                 resolved,
                 out,

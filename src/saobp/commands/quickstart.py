@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from saobp.commands.errors import fail
+from saobp.progress import ProgressBars
 
 if TYPE_CHECKING:
     from saobp.metrics.diagnosis.diagnose import Diagnosis
@@ -76,13 +76,11 @@ def run(
         if (out / name).exists() and not (out / HELD_OUT).exists():
             raise ValueError(f"{out / name} is there and of no quickstart: name another folder by --out")
     with staged(out) as new:
-        with _bars(console) as bars:
-            paragraphs = prose.read_prose(_stage(bars, "reading Python's documentation"))
-            tell = _stage(bars, "learning a vocabulary, tokenising")
+        with ProgressBars(console) as bars:
+            paragraphs = prose.read_prose(bars.add("reading Python's documentation"))
             recipe = story.recipe_of(steps)
-            texts = story.prepare(
-                paragraphs, new / "text", recipe.length, lambda done, total: tell(done / total)
-            )
+            bar = bars.add("learning a vocabulary, tokenising")
+            texts = story.prepare(paragraphs, new / "text", recipe.length, bar)
         sentences = story.choose_sentences(texts.tokenizer, texts.held_out, sentence)
         refined = replace(recipe, refinement=asked)
         fitting = story.fitting_steps(refined, texts, seconds)
@@ -100,12 +98,10 @@ def run(
                 train=texts.train,
                 validation=texts.validation,
                 tokenizer=texts.tokenizer,
-                progress=console.is_terminal,
                 say=lambda line: console.print(Text(line), soft_wrap=True),
             )
-        with _bars(console) as bars:
-            tell = _stage(bars, "diagnosing both")
-            diagnoses = story.look(runs, texts, sentences, recipe.length, tell)
+        with ProgressBars(console) as bars:
+            diagnoses = story.look(runs, texts, sentences, recipe.length, bars.add("diagnosing both"))
         has_page = True
         try:
             story.write_page(runs, results, diagnoses, texts, asked, sentences[0], new / "index.html")
@@ -147,13 +143,3 @@ def show_numbers(console: Console, results: dict[str, Result], diagnoses: Sequen
     for name, values in numbers(results, diagnoses):
         table.add_row(name, *(f"{value:.3f}" for value in values))
     console.print(table)
-
-
-def _bars(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(bar_width=16), TimeElapsedColumn()
-    return Progress(*columns, console=console)
-
-
-def _stage(bars: Progress, name: str) -> Callable[[float], None]:
-    task = bars.add_task(name, total=1.0)
-    return lambda done: bars.update(task, completed=done)

@@ -32,15 +32,15 @@ def tokenize(
     """Tokenise corpora once, in parallel, into memory-mapped files that training reuses."""
     console = Console()
     try:
-        from saobp.commands.progress import text_bars
         from saobp.data import parse_mixture, prepare_corpora
+        from saobp.progress import ProgressBars
 
         names = parse_mixture(corpus)
         check_data_dir(data_dir)
-        with text_bars(console) as bar_of:
-            chosen = obtain_tokenizer(tokenizer, names, out, data_dir, bar_of)
+        with ProgressBars(console) as bars:
+            chosen = obtain_tokenizer(tokenizer, names, out, data_dir, bars.add)
             stores = prepare_corpora(
-                names, chosen, out, data_dir=data_dir, processes=processes, progress=bar_of
+                names, chosen, out, data_dir=data_dir, processes=processes, progress=bars.add
             )
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)

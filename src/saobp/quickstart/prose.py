@@ -18,8 +18,8 @@ NOT_READ = {"site-packages", "dist-packages", "test", "tests", "lib2to3"}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def read_prose(progress: Callable[[float], object] = lambda _: None) -> list[str]:
-    """Different paragraphs of prose, shuffled the same way each time; ``progress`` is told the share done."""
+def read_prose(progress: Callable[[int, int], object] = lambda *_: None) -> list[str]:
+    """Different paragraphs of prose, shuffled the same way each time; ``progress`` gets done and total."""
     found: dict[str, None] = {}
     sources = sorted(
         path for path in Path(sysconfig.get_path("stdlib")).rglob("*.py") if not NOT_READ & set(path.parts)
@@ -29,7 +29,7 @@ def read_prose(progress: Callable[[float], object] = lambda _: None) -> list[str
     for place, source in enumerate(sources, 1):
         for text in docstrings(source):
             found |= dict.fromkeys(paragraphs(text))
-        progress(place / len(sources))
+        progress(place, len(sources))
     shuffled = list(found)
     random.Random(0).shuffle(shuffled)
     return shuffled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -136,7 +136,7 @@ def look(
     texts: Texts,
     sentences: Sequence[str],
     length: int,
-    progress: Callable[[float], object],
+    progress: Progress,
 ) -> list[Diagnosis]:
     """Diagnose the model of each run on held-out text, and leave its scores for the page's explorer."""
     found = []
@@ -148,7 +148,7 @@ def look(
             diagnose(model, tokenizer, paragraphs, subject=name, statistics=STATISTICS, length=length)
         )
         write_explorer(explorer_data(model, tokenizer, sentences, subject=name), folder)
-        progress(place / len(runs))
+        progress(place, len(runs))
     return found
 
 

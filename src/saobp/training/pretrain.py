@@ -22,7 +22,7 @@ from saobp.training.batches import Rows, Share
 from saobp.training.compiled_step import loss_as_forward
 from saobp.training.head_records import strengths_of
 from saobp.training.objectives import objective_of
-from saobp.training.progress import ProgressBar, above_the_bar
+from saobp.training.progress import TrainingProgress
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.sharding import gathered_weights, sharding_asked_for
 from saobp.training.trainer import PretrainTrainer, arguments
@@ -89,7 +89,7 @@ def pretrain(
             resume=resume,
         ),
     )
-    tell = above_the_bar(say) if args.process_index == 0 else (lambda _: None)
+    tell = say if args.process_index == 0 else (lambda _: None)
     start = run.last_good_checkpoint(tell)
     _on_main_process(args, lambda: run.rewind(start or 0))
     if resume and start is None:
@@ -101,7 +101,7 @@ def pretrain(
         run,
         train=train,
         validation=validation,
-        callbacks=[*callbacks, *([ProgressBar()] if progress else [])],
+        callbacks=[*callbacks, *([TrainingProgress()] if progress else [])],
         say=tell,
     )
     if sharded and not trainer.is_fsdp_enabled:

@@ -1,4 +1,4 @@
-"""One line that shows how far a run is, and sentences that do not tear it."""
+"""Progress of a run, and its warnings as plain sentences."""
 
 from __future__ import annotations
 
@@ -8,52 +8,42 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
+from saobp.progress import ProgressBars
 
-class ProgressBar(TrainerCallback):
-    """Steps, loss, tokens per second and the time left, on the main process."""
+
+class TrainingProgress(TrainerCallback):
+    """Steps, loss, tokens per second and held-out perplexity, on the main process."""
 
     def __init__(self) -> None:
-        self.bar: Any = None
+        self.bars: ProgressBars | None = None
         self.shown: dict[str, str] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         if state.is_world_process_zero:
-            self.bar = tqdm(
-                total=state.max_steps, initial=state.global_step, unit=" steps", dynamic_ncols=True
-            )
+            self.bars = ProgressBars().__enter__()
+            self.bar = self.bars.add("training")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
+        if self.bars is not None:
+            steps = f"step {state.global_step:,} of {state.max_steps:,}"
+            self.bar(state.global_step, state.max_steps, ", ".join([steps, *self.shown.values()]))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:  # noqa: ARG002
-        if self.bar is None or logs is None:
+        if logs is None:
             return
         if "loss" in logs:
-            self.shown["loss"] = f"{logs['loss']:.3f}"
+            self.shown["loss"] = f"loss {logs['loss']:.3f}"
         if logs.get("tokens_per_second"):
-            self.shown["tokens/s"] = f"{logs['tokens_per_second']:,.0f}"
+            self.shown["rate"] = f"{logs['tokens_per_second']:,.0f} tokens/s"
         if "eval_perplexity" in logs:
-            self.shown["held-out perplexity"] = f"{logs['eval_perplexity']:.1f}"
-        self.bar.set_postfix(self.shown, refresh=False)
+            self.shown["perplexity"] = f"held-out perplexity {logs['eval_perplexity']:.1f}"
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-
-
-def above_the_bar(say: Callable[[str], object]) -> Callable[[str], None]:
-    """``say`` with the bar out of the way meanwhile."""
-
-    def speak(sentence: str) -> None:
-        with tqdm.external_write_mode():
-            say(sentence)
-
-    return speak
+        if self.bars is not None:
+            self.bars.__exit__(None, None, None)
+            self.bars = None
 
 
 @contextmanager
