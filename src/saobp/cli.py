@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from saobp.commands.arena import arena
 from saobp.commands.bench import bench
 from saobp.commands.diagnose import diagnose
 from saobp.commands.evaluate import evaluate
@@ -33,6 +34,7 @@ app.command()(evaluate)
 app.command()(report)
 app.command()(explore)
 app.command()(reproduce)
+app.command()(arena)
 app.add_typer(bench, name="bench")
 
 

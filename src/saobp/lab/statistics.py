@@ -84,6 +84,20 @@ def _verdict(low: float, high: float, pairs: int, higher_is_better: bool) -> Ver
     return "gain" if (low > 0) == higher_is_better else "loss"
 
 
+def pairs_needed(deviation: float, effect: float, power: float = 0.8) -> int:
+    """Paired seeds after which a t test at 5 % sees an effect with that probability.
+
+    deviation: standard deviation of the paired differences, in the unit of the effect
+    """
+    if not deviation > 0 or effect == 0:
+        raise ValueError(f"power needs a spread above 0 and an effect, not {deviation} and {effect}")
+    for pairs in range(2, 10_000):
+        beyond = float(stats.t.ppf(0.5 + CONFIDENCE / 2, pairs - 1))
+        if stats.nct.sf(beyond, pairs - 1, abs(effect) / deviation * math.sqrt(pairs)) >= power:
+            return max(pairs, LEAST_PAIRS)
+    raise ValueError(f"an effect of {effect} needs more than 10,000 pairs at a spread of {deviation}")
+
+
 Status = Literal["reproduces", "does not reproduce", "not shown", "could not be decided", "not run"]
 UNDECIDED: Status = "could not be decided"
 

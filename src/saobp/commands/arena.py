@@ -1,0 +1,32 @@
+"""``saobp arena``: methods against each other, from runs that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from saobp.commands.errors import in_words
+
+
+def arena(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that collect them.")],
+    out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+) -> None:
+    """Compare pretraining runs with Original of the same recipe and seed; write a page and a forest plot."""
+    console = Console()
+    try:
+        absent = [str(folder) for folder in runs if not folder.is_dir()]
+        if absent:
+            raise ValueError(f"there is no folder {absent[0]}")
+        from saobp.lab.arena import write_arena
+
+        written = write_arena(runs, out)
+    except (ValueError, OSError) as problem:
+        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
+        raise typer.Exit(1) from None
+    for path in written:
+        console.print(str(path), soft_wrap=True)

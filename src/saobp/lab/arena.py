@@ -1,0 +1,280 @@
+"""Methods against each other on the recipe modern: paired differences of runs, a page and a forest plot.
+
+Runs come from ``saobp pretrain``, on any machine. Runs whose recipes differ in method and seed alone are
+compared; their records stay beside the page, so that runs may be added later.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from saobp.lab.figures import panels, save_figure
+from saobp.lab.methods import METHODS
+from saobp.lab.result_page import made_on, markdown_table, verdict_in_words
+from saobp.lab.statistics import Gain, paired_gain, pairs_needed, spread
+from saobp.refinement import Refinement
+from saobp.runs.folder import RunFolder
+from saobp.runs.json_files import read_json, write_json
+from saobp.runs.layout import run_folders
+from saobp.sizes import DECODERS
+from saobp.storage.atomic import write_atomically
+
+ORIGINAL = "none"
+EFFECT = 0.5
+"""In per cent of perplexity: the effect that the plan of runs is asked about."""
+MARKERS = "osD^vP"
+FREE = (
+    "refinement",
+    "regularizer",
+    "seed",
+    "checkpoint_steps",
+    "evaluation_steps",
+    "log_steps",
+    "health_texts",
+)
+"""Fields of a recipe that may differ between runs of one setting: method, seed, and what is written when."""
+
+
+@dataclass
+class Setting:
+    """Runs that differ in method and seed alone: loss and result by method, then by seed."""
+
+    recipe: dict[str, Any]
+    losses: dict[str, dict[int, float]] = field(default_factory=dict)
+    results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def is_decoder(self) -> bool:
+        return self.recipe["family"] in DECODERS
+
+    @property
+    def title(self) -> str:
+        names = {"modernbert": "ModernBERT", "bert": "BERT", "gpt2": "GPT-2", "llama": "Llama"}
+        tokens = self.recipe["steps"] * self.recipe["batch_size"] * self.recipe["length"]
+        family = names.get(self.recipe["family"], self.recipe["family"])
+        return f"{family}-{self.recipe['size']}, {self.recipe['length']} tokens, {tokens / 1e6:,.0f} M in all"
+
+    def gains(self) -> dict[str, Gain]:
+        """Paired differences from Original in per cent of perplexity, lowest first; less is better."""
+        base = self.losses.get(ORIGINAL, {})
+        pairs = {
+            method: paired_gain(own, base, higher_is_better=False)
+            for method, own in self.losses.items()
+            if method != ORIGINAL
+        }
+        found = {method: in_per_cent(gain) for method, gain in pairs.items() if gain is not None}
+        return dict(sorted(found.items(), key=lambda one: one[1].difference))
+
+    def deviation(self, method: str) -> float | None:
+        """Standard deviation of the paired differences, in per cent of perplexity."""
+        base = self.losses.get(ORIGINAL, {})
+        own = self.losses[method]
+        found = spread(100 * math.expm1(own[seed] - base[seed]) for seed in own if seed in base)
+        return None if found is None else found.deviation
+
+    def lower_in(self, method: str) -> str:
+        """``5 of 5``: pairs in which the method's loss is the lower one."""
+        base, own = self.losses.get(ORIGINAL, {}), self.losses[method]
+        pairs = [own[seed] < base[seed] for seed in own if seed in base]
+        return f"{sum(pairs)} of {len(pairs)}"
+
+
+def in_per_cent(gain: Gain) -> Gain:
+    """Differences of losses in nats as per cent of perplexity."""
+    low, high = (None if end is None else 100 * math.expm1(end) for end in (gain.low, gain.high))
+    return Gain(100 * math.expm1(gain.difference), low, high, gain.pairs, gain.verdict)
+
+
+def method_of(recipe: Mapping[str, Any]) -> str:
+    """What a run does to attention, in the text form of refinements and regularizers."""
+    refinement = recipe.get("refinement")
+    text = ORIGINAL if refinement is None else str(Refinement.of(refinement))
+    penalty = recipe.get("regularizer")
+    if penalty is None:
+        return text
+    return penalty if text == ORIGINAL else f"{text} with {penalty}"
+
+
+def title_of(method: str) -> str:
+    """What tables call a method; parts that go together are joined by plus signs."""
+    titles = {one.refinement or one.regularizer or ORIGINAL: one.title for one in METHODS.values()}
+    return titles.get(method) or " + ".join(titles.get(part, part) for part in method.split("+"))
+
+
+def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """The records of finished pretraining runs, by the names of their folders."""
+    found = {}
+    for folder in folders:
+        for path in run_folders(folder):
+            run = RunFolder(path)
+            if run.is_finished and run.recipe.get("kind") == "pretrain":
+                found[path.name] = {
+                    "run": path.name,
+                    "kind": "pretrain",
+                    **run.record,
+                    "recipe": run.recipe,
+                    "result": run.result,
+                }
+    return found
+
+
+def settings_of(records: Iterable[Mapping[str, Any]]) -> list[Setting]:
+    """Runs by what they share, those with more runs first; a seed that was run twice counts once."""
+    found: dict[str, Setting] = {}
+    for record in records:
+        recipe, result = record["recipe"], record["result"]
+        shared = {name: value for name, value in recipe.items() if name not in FREE}
+        key = json.dumps([shared, record.get("data")], sort_keys=True)
+        setting = found.setdefault(key, Setting(shared))
+        method = method_of(recipe)
+        if result.get("eval_loss") is not None:
+            setting.losses.setdefault(method, {})[recipe["seed"]] = result["eval_loss"]
+            setting.results.setdefault(method, []).append(result)
+    return sorted(found.values(), key=lambda one: (one.is_decoder, -sum(map(len, one.losses.values()))))
+
+
+def write_arena(folders: Sequence[Path], out: Path) -> list[Path]:
+    """``arena/README.md`` and ``arena/runs.json`` in a results folder, and ``forest.svg`` and ``.png``."""
+    kept = out / "arena" / "runs.json"
+    before = {record["run"]: record for record in read_json(kept)} if kept.exists() else {}
+    records = {**before, **recorded(folders)}
+    settings = settings_of(records.values())
+    paired = [setting for setting in settings if setting.gains()]
+    if not paired:
+        raise ValueError(
+            f"no run in {', '.join(map(str, folders))} has a finished run of Original (--refinement none) "
+            "with the same recipe and seed to be compared with"
+        )
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    write_json(kept, [records[name] for name in sorted(records)])
+    page = out / "arena" / "README.md"
+    write_atomically(page, "\n\n".join(_page(paired, list(records.values()))) + "\n")
+    return [page, kept, *save_figure(forest(paired), out / "forest")]
+
+
+def _page(settings: Sequence[Setting], records: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    yield "# Which way of attention is better?"
+    yield (
+        "Written by `saobp arena` from the runs in [runs.json](runs.json), which holds command, commit, "
+        "seed, checksums and result of each. A run is compared with Original of the same recipe, texts and "
+        "seed. The difference is that of held-out loss, as per cent of perplexity (less is better), with a "
+        "95 % t interval over pairs."
+    )
+    yield "![Paired differences from Original with intervals](../forest.svg)"
+    for setting in settings:
+        yield f"## {setting.title}"
+        yield markdown_table(_HEADERS, list(_rows(setting)))
+        yield _power(setting)
+        yield f"Recipe: `{json.dumps(setting.recipe)}`."
+    yield made_on(records)
+
+
+_HEADERS = (
+    "method",
+    "perplexity",
+    "difference [95 % interval]",
+    "lower in",
+    "verdict",
+    "parameters",
+    "tokens/s",
+)
+
+
+def _rows(setting: Setting) -> Iterable[list[str]]:
+    gains = setting.gains()
+    plain = setting.results.get(ORIGINAL, [{}])[0].get("parameters", 0)
+    for method in [ORIGINAL, *gains]:
+        losses, results = setting.losses[method], setting.results[method]
+        perplexities = spread(math.exp(loss) for loss in losses.values())
+        assert perplexities is not None
+        own = f"{perplexities.mean:.2f} ({perplexities.seeds})"
+        more = results[0].get("parameters", plain) - plain
+        speeds = [one["tokens_per_second"] for one in results if one.get("tokens_per_second")]
+        speed = f"{np.mean(speeds):,.0f}" if speeds else ""
+        if method == ORIGINAL:
+            yield [title_of(method), own, "", "", "", f"{plain:,}", speed]
+        else:
+            gain = gains[method]
+            verdict = verdict_in_words(gain, perplexities)
+            yield [
+                title_of(method),
+                own,
+                per_cent(gain),
+                setting.lower_in(method),
+                verdict,
+                f"+{more:,}",
+                speed,
+            ]
+
+
+def per_cent(gain: Gain) -> str:
+    """``-1.4 % [-2.3, -0.5]``"""
+    interval = "" if gain.low is None or gain.high is None else f" [{gain.low:+.1f}, {gain.high:+.1f}]"
+    return f"{gain.difference:+.1f} %{interval}"
+
+
+def _power(setting: Setting) -> str:
+    """How many pairs an effect needs, by the spread of the pairs that are there."""
+    found = [setting.deviation(method) for method in setting.gains()]
+    known = [deviation for deviation in found if deviation]
+    if not known:
+        return "How many seeds an effect needs is not known before some method has two pairs."
+    typical = float(np.median(known))
+    needed = pairs_needed(typical, EFFECT)
+    return (
+        f"Paired differences have a standard deviation of {typical:.2f} % (median of the methods), so an "
+        f"effect of {EFFECT} % needs {needed} pairs to be seen with a probability of 80 %."
+    )
+
+
+def forest(settings: Sequence[Setting]) -> Figure:
+    """Methods by rows, encoders and decoders side by side: paired differences with their intervals."""
+    sides = [
+        [one for one in settings if one.is_decoder == is_decoder and one.gains()]
+        for is_decoder in (False, True)
+    ]
+    titles = [title for title, side in zip(("encoder", "decoder"), sides, strict=True) if side]
+    sides = [side for side in sides if side]
+    order = Counter(method for side in sides for one in side for method in one.gains())
+    methods = sorted(order, key=lambda method: _mean_gain(settings, method))
+    figure, axes = panels(len(sides), 2, size=(4.6, 0.36 * len(methods) + 1.5))
+    for place, (axis, side) in enumerate(zip(axes, sides, strict=True)):
+        axis.axvline(0, color="#888888", lw=1)
+        for number, setting in enumerate(side):
+            shift = 0.22 * (number - (len(side) - 1) / 2)
+            for method, gain in setting.gains().items():
+                row = methods.index(method) + shift
+                colour = {"gain": "#009e73", "loss": "#d55e00"}.get(gain.verdict, "#444444")
+                if gain.low is not None and gain.high is not None:
+                    axis.plot([gain.low, gain.high], [row, row], color=colour, lw=1.8, solid_capstyle="butt")
+                axis.plot(gain.difference, row, MARKERS[number % len(MARKERS)], color=colour, ms=5)
+        if len(side) > 1:
+            handles = [
+                Line2D([], [], marker=MARKERS[n % len(MARKERS)], color="#444444", lw=0, label=one.title)
+                for n, one in enumerate(side)
+            ]
+            axis.legend(handles=handles, fontsize=7, frameon=False, loc="lower right")
+        axis.set_yticks(range(len(methods)), [title_of(method) for method in methods], fontsize=8)
+        if place:
+            axis.tick_params(axis="y", labelleft=False)
+        axis.set_ylim(len(methods) - 0.5, -0.5)
+        axis.set_title(f"{titles[place]}: {side[0].title}" if len(side) == 1 else titles[place], fontsize=9)
+        axis.grid(axis="x", lw=0.4, alpha=0.5)
+    figure.supxlabel(
+        "difference in held-out perplexity from Original of the same seed, % (95 % interval)", fontsize=8
+    )
+    return figure
+
+
+def _mean_gain(settings: Sequence[Setting], method: str) -> float:
+    return float(np.mean([one.gains()[method].difference for one in settings if method in one.gains()]))

@@ -1,0 +1,129 @@
+"""The arena: paired differences in per cent of perplexity, its page and its plot, from made-up runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+from typer.testing import CliRunner
+
+from saobp.cli import app
+from saobp.lab.arena import method_of, settings_of, title_of, write_arena
+from saobp.lab.statistics import pairs_needed
+from saobp.training.recipes import named_recipe
+
+
+def made_up_run(folder: Path, family: str, method: str, seed: int, loss: float, **changes: Any) -> None:
+    recipe = named_recipe("modern", family, "mini").to_dict()
+    key = "regularizer" if method == "entropy" else "refinement"
+    recipe |= {"kind": "pretrain", "seed": seed, key: None if method == "none" else method, **changes}
+    result = {"eval_loss": loss, "parameters": 11_000_000, "tokens_per_second": 1e6}
+    record = {"status": "finished", "seed": seed, "commit": "abc", "data": {"text": "sum"}}
+    folder /= f"{family}-{method.replace(':', '-')}-{seed}"
+    folder.mkdir(parents=True)
+    for name, content in (("recipe", recipe), ("record", record), ("result", result)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def made_up_arena(folder: Path) -> None:
+    drawn = np.random.default_rng(0)
+    effects = {"none": 0.0, "high:learned": -0.014, "high-key-bias:learned": -0.02, "temperature": -0.004}
+    effects |= {"sink": 0.001, "gate": -0.009, "high:learned+gate": -0.02, "qk-norm": 0.01, "entropy": 0.03}
+    for family, base in (("modernbert", 3.2), ("llama", 3.5)):
+        for seed in (42, 1, 2, 3, 4):
+            own = base + drawn.normal() * 0.02
+            for method, effect in effects.items():
+                made_up_run(folder, family, method, seed, own + effect + drawn.normal() * 0.004)
+
+
+def test_differences_are_paired_and_in_per_cent_of_perplexity(tmp_path: Path) -> None:
+    for seed, (plain, refined) in {42: (3.0, 2.99), 1: (3.4, 3.38), 2: (3.2, 3.19)}.items():
+        made_up_run(tmp_path / "runs", "modernbert", "none", seed, plain)
+        made_up_run(tmp_path / "runs", "modernbert", "high:learned", seed, refined)
+    made_up_run(tmp_path / "runs", "modernbert", "none", 7, 9.0)  # without a pair
+    write_arena([tmp_path / "runs"], tmp_path)
+    (setting,) = settings_of(json.loads((tmp_path / "arena" / "runs.json").read_text()))
+    gain = setting.gains()["high:learned"]
+    differences = [-0.01, -0.02, -0.01]
+    reach = stats.t.ppf(0.975, 2) * np.std(differences, ddof=1) / math.sqrt(3)
+    assert gain.pairs == 3
+    assert gain.difference == pytest.approx(100 * math.expm1(np.mean(differences)))
+    assert gain.low == pytest.approx(100 * math.expm1(np.mean(differences) - reach))
+    assert setting.lower_in("high:learned") == "3 of 3"
+
+
+def test_runs_of_other_recipes_are_not_compared(tmp_path: Path) -> None:
+    made_up_run(tmp_path / "runs", "modernbert", "none", 42, 3.0)
+    made_up_run(tmp_path / "runs", "modernbert", "high:learned", 42, 2.9, learning_rate=9e-4)
+    with pytest.raises(ValueError, match="finished run of Original"):
+        write_arena([tmp_path / "runs"], tmp_path)
+
+
+def test_when_things_are_written_does_not_make_another_recipe(tmp_path: Path) -> None:
+    made_up_run(tmp_path / "runs", "modernbert", "none", 42, 3.0)
+    made_up_run(tmp_path / "runs", "modernbert", "gate", 42, 2.9, health_texts=0, checkpoint_steps=8000)
+    page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
+    assert "| Gated heads |" in page
+
+
+def test_the_command_writes_page_records_and_forest(tmp_path: Path) -> None:
+    made_up_arena(tmp_path / "runs")
+    done = CliRunner().invoke(app, ["arena", str(tmp_path / "runs"), "--out", str(tmp_path / "results")])
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "results" / "arena" / "README.md").read_text()
+    assert page.count("## ") == 2
+    assert "High, learned strengths + Gated heads" in page
+    assert "needs" in page
+    assert "pairs to be seen with a probability of 80 %" in page
+    assert len(json.loads((tmp_path / "results" / "arena" / "runs.json").read_text())) == 90
+    for name in ("forest.svg", "forest.png"):
+        assert (tmp_path / "results" / name).stat().st_size > 5000
+
+
+def test_later_runs_join_those_that_are_recorded(tmp_path: Path) -> None:
+    for method, loss in (("none", 3.0), ("gate", 2.99)):
+        made_up_run(tmp_path / "first", "modernbert", method, 42, loss)
+        made_up_run(tmp_path / "second", "modernbert", method, 1, loss)
+    write_arena([tmp_path / "first"], tmp_path)
+    page = write_arena([tmp_path / "second"], tmp_path)[0].read_text()
+    assert "2 of 2" in page
+
+
+def test_nothing_to_compare_is_said_in_a_sentence(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["arena", str(tmp_path), "--out", str(tmp_path / "results")])
+    assert done.exit_code == 1
+    assert "finished run of Original" in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "method", "title"),
+    [
+        ({}, "none", "Original"),
+        (
+            {"refinement": {"factor": "high", "strength": "learned"}},
+            "high:learned",
+            "High, learned strengths",
+        ),
+        ({"refinement": "gate+qk-norm"}, "qk-norm+gate", "QK-norm + Gated heads"),
+        ({"regularizer": "entropy"}, "entropy", "Entropy-Reg"),
+        ({"refinement": "high:0.3"}, "high:0.3", "high:0.3"),
+    ],
+)
+def test_methods_are_named_by_what_their_recipes_say(recipe: dict[str, Any], method: str, title: str) -> None:
+    assert method_of(recipe) == method
+    assert title_of(method) == title
+
+
+@pytest.mark.parametrize(("deviation", "effect"), [(0.5, 0.5), (0.8, 0.5), (0.3, 0.4)])
+def test_so_many_pairs_find_the_effect_four_times_in_five(deviation: float, effect: float) -> None:
+    pairs = pairs_needed(deviation, effect)
+    drawn = np.random.default_rng(0).normal(effect, deviation, (20_000, pairs))
+    found = stats.ttest_1samp(drawn, 0, axis=1).pvalue < 0.05
+    assert 0.79 < found.mean() < 0.93
+    fewer = stats.ttest_1samp(drawn[:, : pairs - 1], 0, axis=1).pvalue < 0.05
+    assert fewer.mean() < 0.81
