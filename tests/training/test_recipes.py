@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import saobp
+from saobp.lab.paper import paper_table
+from saobp.sizes import PAPER_SIZES, Size
 from saobp.training.architectures import build_model
 from saobp.training.recipes import PretrainRecipe, fast, named_recipe, paper, parse_override, tiny, with_steps
 
@@ -33,6 +35,31 @@ def test_bert_has_the_papers_shape_and_recipe(size: str) -> None:
     recipe = paper("bert", size)
     assert (recipe.steps, recipe.learning_rate, recipe.warmup_steps) == (steps, rate, warmup)
     assert recipe.dropout == config.hidden_dropout_prob == config.attention_probs_dropout_prob == 0.1
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("row", paper_table("pretraining"), ids=lambda row: row["size"])
+def test_the_recipe_is_the_papers_table_field_by_field(family: str, row: dict[str, str]) -> None:
+    """All that the table prints; the batch size is not in it."""
+    recipe = paper(family, row["size"])
+    assert {
+        "size": recipe.size,
+        "max_steps": recipe.steps,
+        "learning_rate": recipe.learning_rate,
+        "lr_scheduler_type": recipe.schedule,
+        "warmup_steps": recipe.warmup_steps,
+        "seed": recipe.seed,
+    } == {
+        name: value if name in ("size", "lr_scheduler_type") else float(value) for name, value in row.items()
+    }
+
+
+def test_the_papers_sizes_are_its_table() -> None:
+    assert [row["size"] for row in paper_table("pretraining")] == list(PAPER)
+    for row in paper_table("models"):
+        assert PAPER_SIZES[row["size"]] == Size(
+            *(int(row[name]) for name in ("layers", "hidden", "heads", "ffn"))
+        )
 
 
 def test_gpt2_has_the_same_widths_and_depths() -> None:

@@ -148,7 +148,10 @@ class PretrainRecipe:
 
 
 def paper(family: str, size: str) -> PretrainRecipe:
-    """The paper's steps, rates and warm-up. Its batch size is not stated; its cost table fits 32 x 128."""
+    """The paper's steps, rate, schedule, warm-up and seed, for every size.
+
+    Its batch size is the one unknown: it is not printed, and 32 x 128 fits the cost table.
+    """
     try:
         steps, rate, warmup = {
             "mini": (60_000, 5e-5, 3000),
@@ -158,7 +161,17 @@ def paper(family: str, size: str) -> PretrainRecipe:
     except KeyError:
         raise ValueError(f"the paper has no size {size!r}: choose mini, small or medium") from None
     return PretrainRecipe(
-        "paper", family, size, steps, 32, 128, rate, warmup, evaluation_steps=2500, checkpoint_steps=2500
+        "paper",
+        family,
+        size,
+        steps,
+        32,
+        128,
+        rate,
+        warmup,
+        schedule="cosine",
+        evaluation_steps=2500,
+        checkpoint_steps=2500,
     )
 
 

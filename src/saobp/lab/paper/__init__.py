@@ -14,6 +14,7 @@ TABLES = (
     "gtd_correlation",
     "gtd_race_middle",
     "models",
+    "pretraining",
     "sparsity",
     "tasks",
 )
