@@ -12,7 +12,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from transformers import BertConfig, BertModel, PreTrainedModel
+from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedModel
 
 import saobp
 from saobp.sizes import Size
@@ -20,7 +20,7 @@ from saobp.training import architectures as models
 from saobp.training import compiled_step as step
 from saobp.training.architectures import build_model
 from saobp.training.compiled_step import COMPILER_SETTINGS, gpu_options, loss_as_forward
-from saobp.training.fused_qkv import is_joined, joinable, joined_projections
+from saobp.training.fused_qkv import fusable, fused_projections, is_fused
 from saobp.training.objectives import CausalLM, MaskedLM, in_bfloat16, row_seeds
 
 OBJECTIVE = MaskedLM(100, 4, (0, 1, 2, 3, 4))
@@ -55,7 +55,7 @@ def loss_and_gradients(
 def joined_or_not(model: PreTrainedModel, precision: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
     results = []
     for joined in (False, True):
-        with joined_projections(model) if joined else nullcontext():
+        with fused_projections(model) if joined else nullcontext():
             results.append(
                 loss_and_gradients(model, lambda ids, seeds: OBJECTIVE(model, ids, seeds, precision))
             )
@@ -104,8 +104,8 @@ def test_a_compiled_step_stays_one_graph_with_fewer_products(
     """Per layer two products less forward and four backward; weights are rounded after they are joined."""
     original = torch.compile
     found = []
-    for joins in (joined_projections, lambda _: nullcontext()):
-        monkeypatch.setattr(step, "joined_projections", joins)
+    for joins in (fused_projections, lambda _: nullcontext()):
+        monkeypatch.setattr(step, "fused_projections", joins)
         counts: Counter[str] = Counter()
         model = small("high:0.2")
         with counting(counts) as backend:
@@ -129,11 +129,12 @@ def test_all_is_as_before_afterwards() -> None:
     model = small()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with loss_as_forward(model, OBJECTIVE):
-        assert sum(is_joined(module) for module in model.modules()) == 6
+        assert sum(is_fused(module) for module in model.modules()) == 6
         assert list(model.state_dict()) == list(before)
         with pytest.raises(IndexError):
             model(torch.full((1, 16), 10**6), torch.zeros(1, dtype=torch.long))
-    assert not any(is_joined(module) for module in model.modules())
+    assert not any(is_fused(module) for module in model.modules())
+    assert type(model) is BertForMaskedLM
     assert not any("forward" in vars(module) for module in model.modules())
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -151,13 +152,13 @@ def test_only_plain_triples_alike_are_joined() -> None:
     def linear(**options: Any) -> nn.Linear:
         return nn.Linear(4, 6, **options)
 
-    assert len(joinable(Attention(linear(), linear(), nn.Linear(4, 2)))) == 3
-    assert len(joinable(Attention(*(linear(bias=False) for _ in range(3))))) == 3
-    assert not joinable(Attention(linear(), linear(), linear(bias=False)))
-    assert not joinable(Attention(linear(), Special(4, 6), linear()))
-    assert not joinable(Attention(linear(), nn.Linear(5, 6), linear()))
-    assert not joinable(Attention(linear(), linear(dtype=torch.float64), linear()))
-    assert not joinable(linear())
+    assert len(fusable(Attention(linear(), linear(), nn.Linear(4, 2)))) == 3
+    assert len(fusable(Attention(*(linear(bias=False) for _ in range(3))))) == 3
+    assert not fusable(Attention(linear(), linear(), linear(bias=False)))
+    assert not fusable(Attention(linear(), Special(4, 6), linear()))
+    assert not fusable(Attention(linear(), nn.Linear(5, 6), linear()))
+    assert not fusable(Attention(linear(), linear(dtype=torch.float64), linear()))
+    assert not fusable(linear())
 
 
 def test_other_states_for_keys_are_multiplied_apart() -> None:
@@ -166,7 +167,7 @@ def test_other_states_for_keys_are_multiplied_apart() -> None:
     attention = layer.attention.self
     here, there = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
     expected = [attention.query(here), attention.key(there), attention.value(here), attention.key(here)]
-    with joined_projections(layer):
+    with fused_projections(layer):
         found = [attention.query(here), attention.key(there), attention.value(here), attention.key(here)]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
@@ -175,7 +176,7 @@ def test_other_states_for_keys_are_multiplied_apart() -> None:
 def test_weights_are_rounded_once() -> None:
     model = small()
     names = set(in_bfloat16(model))
-    with joined_projections(model):
+    with fused_projections(model):
         left = names - set(in_bfloat16(model))
     assert left == {
         f"bert.encoder.layer.{layer}.attention.self.{role}.{kind}"
@@ -194,7 +195,7 @@ def test_where_products_stay_apart(how: str) -> None:
         model = build_model("gpt2", "test", vocabulary=100, length=16)
     objective = CausalLM() if how == "gpt2" else OBJECTIVE
     with loss_as_forward(model, objective, sharded=how == "sharded"):
-        assert not any(is_joined(module) for module in model.modules())
+        assert not any(is_fused(module) for module in model.modules())
         model.train()(*batch()).backward()
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import ModernBertForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.sizes import DECODERS
-from saobp.training.fused_qkv import is_joined
+from saobp.training.fused_qkv import is_fused
 from saobp.transformers.layer_refinement import PER_HEAD
 
 _LOW = 0xFFFFFFFF
@@ -191,14 +191,14 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 def in_bfloat16(module: nn.Module) -> dict[str, Tensor]:
     """The module's parameters for one step, rounded, under all their names; gradients reach the originals.
 
-    Not strengths and other numbers per head, and not weights of joined layers, which are rounded together
+    Not strengths and other numbers per head, and not weights of fused layers, which are rounded together
     when they are used.
     """
-    joined = [name for name, layer in module.named_modules() if is_joined(layer)]
+    fused = [name for name, layer in module.named_modules() if is_fused(layer)]
     return {
         name: parameter.to(torch.bfloat16)
         for name, parameter in module.named_parameters(remove_duplicate=False)
-        if not name.endswith(PER_HEAD) and name.rpartition(".")[0] not in joined
+        if not name.endswith(PER_HEAD) and name.rpartition(".")[0] not in fused
     }
 
 
