@@ -12,12 +12,14 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 setup: $(READY)
 
-$(READY): requirements.lock pyproject.toml
+$(READY): $(wildcard requirements*.lock) pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
 	  { echo "saobp needs Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
 	@echo "setting up $(VENV): a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --no-deps -r requirements.lock  # which is complete; lm_eval asks for more, for metrics not called here
+	@$(PIP) install --no-deps --require-hashes -r requirements-cpu.lock >/dev/null 2>&1 || true  # where pip finds it
+	@$(PIP) install --no-deps --require-hashes -r requirements.lock  # complete; lm_eval asks for more, for metrics not called here
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install --no-deps --require-hashes -r requirements-cuda.lock
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $(READY)
 
@@ -42,8 +44,7 @@ chromium:
 	  echo "there is no chromium and it could not be installed: tests that open the page in a browser are skipped"
 
 lock: $(READY)
-	$(BIN)/python -m pip freeze --all --exclude-editable --exclude saobp --exclude pip \
-	  | sed -e 's/+cpu$$//' -e "s/^triton==.*/&; sys_platform == 'linux'/" > requirements.lock
+	$(BIN)/python tools/lock.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
