@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from saobp.lab.figures import panels, save_figure
 from saobp.lab.methods import METHODS
 from saobp.lab.result_page import made_on, markdown_table, verdict_in_words
-from saobp.lab.statistics import Gain, paired_gain, pairs_needed, spread
+from saobp.lab.statistics import LEAST_PAIRS, Gain, paired_gain, pairs_needed, spread
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
 from saobp.runs.json_files import read_json, write_json
@@ -62,7 +62,7 @@ class Setting:
         names = {"modernbert": "ModernBERT", "bert": "BERT", "gpt2": "GPT-2", "llama": "Llama"}
         tokens = self.recipe["steps"] * self.recipe["batch_size"] * self.recipe["length"]
         family = names.get(self.recipe["family"], self.recipe["family"])
-        return f"{family}-{self.recipe['size']}, {self.recipe['length']} tokens, {tokens / 1e6:,.0f} M in all"
+        return f"{family}-{self.recipe['size']}, length {self.recipe['length']}, {tokens / 1e6:,.0f} M tokens"
 
     def gains(self) -> dict[str, Gain]:
         """Paired differences from Original in per cent of perplexity, lowest first; less is better."""
@@ -268,12 +268,24 @@ def forest(settings: Sequence[Setting]) -> Figure:
         if place:
             axis.tick_params(axis="y", labelleft=False)
         axis.set_ylim(len(methods) - 0.5, -0.5)
+        axis.set_xlim(*_reach(side))
+        axis.tick_params(axis="x", labelsize=8)
         axis.set_title(f"{titles[place]}: {side[0].title}" if len(side) == 1 else titles[place], fontsize=9)
         axis.grid(axis="x", lw=0.4, alpha=0.5)
     figure.supxlabel(
-        "difference in held-out perplexity from Original of the same seed, % (95 % interval)", fontsize=8
+        "held-out perplexity against Original of the same seed, % (95 % interval; colour: zero left out)",
+        fontsize=8,
     )
     return figure
+
+
+def _reach(settings: Sequence[Setting]) -> tuple[float, float]:
+    """Ends of the axis: all differences, and the intervals of three pairs or more."""
+    gains = [gain for setting in settings for gain in setting.gains().values()]
+    ends = [0.0, *(gain.difference for gain in gains)]
+    ends += [end for gain in gains if gain.pairs >= LEAST_PAIRS for end in (gain.low, gain.high) if end]
+    room = 0.08 * (max(ends) - min(ends)) or 1.0
+    return min(ends) - room, max(ends) + room
 
 
 def _mean_gain(settings: Sequence[Setting], method: str) -> float:
