@@ -1,8 +1,9 @@
-"""What a difference between methods means: one place decides what is called a gain."""
+"""Paired comparisons over seeds: what is called a gain is decided here alone."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -31,13 +32,8 @@ def spread(values: Iterable[float]) -> Spread | None:
     found = list(values)
     if not found:
         return None
-    deviation = _deviation(found) if len(found) > 1 else None
+    deviation = float(np.std(found, ddof=1)) if len(found) > 1 else None
     return Spread(float(np.mean(found)), deviation, len(found))
-
-
-def _deviation(values: list[float]) -> float:
-    """NaN where a run diverged and left no number."""
-    return float(np.std(values, ddof=1))
 
 
 @dataclass(frozen=True)
@@ -66,13 +62,13 @@ def paired_gain(
     seeds = sorted(set(method) & set(base))
     if not seeds:
         return None
-    differences = [method[seed] - base[seed] for seed in seeds]
-    count, mean = len(seeds), float(np.mean(differences))
+    own, other = [method[seed] for seed in seeds], [base[seed] for seed in seeds]
+    count, mean = len(seeds), float(np.mean(np.subtract(own, other)))
     if count == 1:
         return Gain(mean, None, None, 1, "undecided")
-    error = _deviation(differences) / math.sqrt(count)
-    reach = float(stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1)) * error
-    low, high = mean - reach, mean + reach
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # on equal differences
+        interval = stats.ttest_rel(own, other).confidence_interval(CONFIDENCE)
+    low, high = float(interval.low), float(interval.high)
     return Gain(mean, low, high, count, _verdict(low, high, count, higher_is_better))
 
 
