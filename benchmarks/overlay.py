@@ -21,7 +21,7 @@ from saobp import Refinement
 from saobp.benchmarking.table import BenchmarkTable
 from saobp.kernels.dispatch import Backend, select
 from saobp.quickstart.prose import read_prose
-from saobp.quickstart.story import Texts, prepare
+from saobp.quickstart.story import QuickstartTexts, prepare
 from saobp.runs.machine import machine
 from saobp.training.batches import Share
 from saobp.training.objectives import objective_of
@@ -40,7 +40,7 @@ def kernels(used: bool) -> Iterator[None]:
         yield
 
 
-def losses(recipe: PretrainRecipe, texts: Texts, device: torch.device, used: bool) -> list[float]:
+def losses(recipe: PretrainRecipe, texts: QuickstartTexts, device: torch.device, used: bool) -> list[float]:
     """Loss of each step."""
     model = new_model(recipe, texts.tokenizer).to(device).train()
     objective = objective_of(recipe.family, texts.tokenizer, recipe.masked_share)

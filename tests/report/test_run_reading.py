@@ -18,7 +18,7 @@ from saobp.lab.reproduction_page import write_reproduction
 from saobp.metrics.diagnosis.example_model import example_model
 from saobp.metrics.diagnosis.head_plots import heat_map
 from saobp.metrics.health.verdicts import largest_entropy, verdict
-from saobp.report import Table, explorer_data, read_runs, write_explorer, write_report
+from saobp.report import PageTable, explorer_data, read_runs, write_explorer, write_report
 from saobp.report.run_view import refinement_words
 from saobp.report.script import joined_script
 from saobp.report.summaries import NONE, shown, summary
@@ -226,7 +226,7 @@ def test_no_content_stops_the_page(
 
 def test_hostile_words_cannot_leave_the_data(tmp_path: Path) -> None:
     words = "</script><script>alert(1)</script><!-- \u2028 \ud800 שלום 🙂 '\" {{ 7 * 7 }}"
-    table = Table(words, ["a", words], [["1", words]], words)
+    table = PageTable(words, ["a", words], [["1", words]], words)
     folder = make_run(tmp_path / "run", steps=50)
     path = write_report([folder], tmp_path / "page.html", title=words, tables=[table], sample=words)
     text = path.read_text(encoding="utf-8")

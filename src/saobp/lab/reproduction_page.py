@@ -10,7 +10,7 @@ from saobp.lab.method_style import STYLES
 from saobp.lab.result_page import ANSWERS
 from saobp.lab.statistics import UNDECIDED
 from saobp.report.page import write_report
-from saobp.report.tables import Table
+from saobp.report.tables import PageTable
 
 MOST_RUNS = 8
 """Runs that one page still tells apart by colour."""
@@ -26,8 +26,8 @@ def write_reproduction(
     Perplexities of masked and of causal models do not compare, so each family has a page.
     runs: folders with their methods, whose colours are those of the lab's figures
     """
-    decided: list[Table] = []
-    undecided: list[Table] = []
+    decided: list[PageTable] = []
+    undecided: list[PageTable] = []
     for target in targets:
         file = results / target / f"{scale}.json"
         if not file.exists():
@@ -51,7 +51,7 @@ def write_reproduction(
             columns = (*first, "our difference [95 % interval]")
             is_open = all(claim["status"] == UNDECIDED for claim in claims)
             tables = undecided if is_open else decided
-            tables.append(Table(outcome["title"], columns, rows, " ".join(notes)))
+            tables.append(PageTable(outcome["title"], columns, rows, " ".join(notes)))
     shown = list(runs)[:MOST_RUNS]
     title = f"Reproduction, {scale} scale, {NAMES[family]}"
     if len(runs) > MOST_RUNS:

@@ -27,7 +27,7 @@ from saobp.metrics.diagnosis.diagnose import Diagnosis, diagnose
 from saobp.metrics.diagnosis.head_plots import TITLES
 from saobp.metrics.diagnosis.loading import load_model
 from saobp.refinement import Refinement
-from saobp.report import Table, explorer_data, write_explorer, write_report
+from saobp.report import PageTable, explorer_data, write_explorer, write_report
 from saobp.training.objectives import objective_of, row_seeds
 from saobp.training.pretrain import Result, new_model
 from saobp.training.recipes import PretrainRecipe, tiny, with_steps
@@ -44,7 +44,7 @@ TITLE = "saobp quickstart: the same model trained plain and with {}"
 
 
 @dataclass(frozen=True)
-class Texts:
+class QuickstartTexts:
     """What both runs read: a vocabulary, packed tokens, and the paragraphs that were held out of training."""
 
     tokenizer: PreTrainedTokenizerFast
@@ -54,7 +54,7 @@ class Texts:
     characters: int
 
 
-def prepare(texts: Sequence[str], folder: Path, length: int, progress: Progress) -> Texts:
+def prepare(texts: Sequence[str], folder: Path, length: int, progress: Progress) -> QuickstartTexts:
     """Paragraphs as a corpus of one parquet file, a vocabulary learned from it, and its tokens."""
     folder.mkdir(parents=True)
     file = folder / "python.parquet"
@@ -75,7 +75,7 @@ def prepare(texts: Sequence[str], folder: Path, length: int, progress: Progress)
         for split in ("train", "validation")
     )
     held_out = [texts[place] for place in held_out_documents(store, HELD_OUT)]
-    return Texts(tokenizer, train, validation, held_out, sum(map(len, texts)))
+    return QuickstartTexts(tokenizer, train, validation, held_out, sum(map(len, texts)))
 
 
 def recipe_of(steps: int) -> PretrainRecipe:
@@ -99,7 +99,7 @@ def recipe_of(steps: int) -> PretrainRecipe:
     return with_steps(base, steps)
 
 
-def fitting_steps(recipe: PretrainRecipe, texts: Texts, seconds: float) -> int:
+def fitting_steps(recipe: PretrainRecipe, texts: QuickstartTexts, seconds: float) -> int:
     """The recipe's steps, or fewer where this machine could not take them in time."""
     model = new_model(recipe, texts.tokenizer)
     objective = objective_of(recipe.family, texts.tokenizer, recipe.masked_share)
@@ -133,7 +133,7 @@ def choose_sentences(
 
 def look(
     runs: dict[str, Path],
-    texts: Texts,
+    texts: QuickstartTexts,
     sentences: Sequence[str],
     length: int,
     progress: Progress,
@@ -168,14 +168,14 @@ def write_page(
     runs: dict[str, Path],
     results: dict[str, Result],
     diagnoses: Sequence[Diagnosis],
-    texts: Texts,
+    texts: QuickstartTexts,
     refinement: Refinement,
     sentence: str,
     out: Path,
 ) -> Path:
     """The page of both runs: numbers first, then curves, heads and attention maps."""
     result = next(iter(results.values()))
-    table = Table(
+    table = PageTable(
         "Both runs on held-out text",
         ["", *runs],
         [[name, *(f"{value:.3f}" for value in values)] for name, values in numbers(results, diagnoses)],

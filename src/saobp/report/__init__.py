@@ -4,13 +4,13 @@ from saobp.report.explorer import explorer_data, write_explorer
 from saobp.report.page import PAGE_BYTES, write_report
 from saobp.report.plotly_bundle import MissingPlotlyError
 from saobp.report.run_view import Run, read_runs
-from saobp.report.tables import Table
+from saobp.report.tables import PageTable
 
 __all__ = [
     "PAGE_BYTES",
     "MissingPlotlyError",
+    "PageTable",
     "Run",
-    "Table",
     "explorer_data",
     "read_runs",
     "write_explorer",

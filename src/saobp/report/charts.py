@@ -19,7 +19,7 @@ from saobp.metrics.health.verdicts import (
     LOCALISED_BELOW,
     SINK_FROM,
 )
-from saobp.report.curves import AXES, Series
+from saobp.report.curves import AXES, Curve
 from saobp.report.plotly_bundle import MissingPlotlyError
 from saobp.report.run_view import Run
 from saobp.report.snapshots import Snapshot
@@ -95,7 +95,7 @@ def _quantity(name: str, runs: Sequence[Run]) -> Figure:
     }
 
 
-def _places(series: Series, axis: str) -> list[float | None]:
+def _places(series: Curve, axis: str) -> list[float | None]:
     return series.axes.get(axis, [None] * len(series.values))
 
 

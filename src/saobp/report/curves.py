@@ -13,7 +13,7 @@ NOT_DRAWN = (*AXES, "epoch")
 
 
 @dataclass(frozen=True)
-class Series:
+class Curve:
     """One curve: values over steps, with tokens and seconds where the run wrote them.
 
     ``of`` names the seed in a run with several; ``thinned``, if not None, is how
@@ -25,16 +25,16 @@ class Series:
     values: list[float | None]
     thinned: int | None = None
 
-    def thin(self, most: int) -> Series:
+    def thin(self, most: int) -> Curve:
         """At most so many points, with every stretch's extremes among them."""
         if len(self.values) <= most:
             return self
         kept = _extremes(self.values, most)
         axes = {name: [values[place] for place in kept] for name, values in self.axes.items()}
-        return Series(self.of, axes, [self.values[place] for place in kept], len(self.values))
+        return Curve(self.of, axes, [self.values[place] for place in kept], len(self.values))
 
 
-def read_curves(lines: Sequence[dict[str, Any]], of: str = "") -> dict[str, list[Series]]:
+def read_curves(lines: Sequence[dict[str, Any]], of: str = "") -> dict[str, list[Curve]]:
     """A curve for every quantity that ``metrics.jsonl`` holds, in the order in which they appear.
 
     A value that is no finite number is a gap. Evaluation lines carry no tokens or seconds of their own, so
@@ -54,19 +54,19 @@ def read_curves(lines: Sequence[dict[str, Any]], of: str = "") -> dict[str, list
     }
 
 
-def joined(curves: Iterable[dict[str, list[Series]]]) -> dict[str, list[Series]]:
+def joined(curves: Iterable[dict[str, list[Curve]]]) -> dict[str, list[Curve]]:
     """The curves of several seeds under one name each."""
-    together: dict[str, list[Series]] = {}
+    together: dict[str, list[Curve]] = {}
     for own in curves:
         for name, series in own.items():
             together.setdefault(name, []).extend(series)
     return together
 
 
-def _series(of: str, points: list[tuple[dict[str, float | None], float | None]]) -> Series:
+def _series(of: str, points: list[tuple[dict[str, float | None], float | None]]) -> Curve:
     axes = {name: [place[name] for place, _ in points] for name in AXES}
     there = {name: values for name, values in axes.items() if any(value is not None for value in values)}
-    return Series(of, there, [value for _, value in points])
+    return Curve(of, there, [value for _, value in points])
 
 
 def _extremes(values: Sequence[float | None], most: int) -> list[int]:

@@ -35,7 +35,7 @@ from saobp.report.run_view import Run, read_runs
 from saobp.report.script import joined_script, read_asset
 from saobp.report.snapshots import VERDICTS
 from saobp.report.summaries import MEANINGS, summary
-from saobp.report.tables import Table, fact_tables, head_table
+from saobp.report.tables import PageTable, fact_tables, head_table
 from saobp.storage.atomic import write_atomically
 from saobp.version import __version__
 
@@ -57,7 +57,7 @@ def write_report(
     *,
     explorer: dict[str, Any] | None = None,
     title: str | None = None,
-    tables: Sequence[Table] = (),
+    tables: Sequence[PageTable] = (),
     sample: str | None = None,
     styles: Sequence[tuple[str, str, int]] = (),
     max_bytes: int = PAGE_BYTES,
@@ -86,7 +86,7 @@ def render(
     *,
     explorer: dict[str, Any] | None = None,
     title: str | None = None,
-    tables: Sequence[Table] = (),
+    tables: Sequence[PageTable] = (),
     sample: str | None = None,
     live: dict[str, Any] | None = None,
     max_bytes: int = PAGE_BYTES,
@@ -178,6 +178,7 @@ def _filled(words: dict[str, Any], data: dict[str, Any], has_explorer: bool) -> 
         has_explorer=has_explorer or bool(words["live"]),
         policy=policy,
         style=read_asset("style.css"),
+        notices=read_asset("notices.txt"),
         script=script,
         library=library.packed,
         data=_embedded({**data, "live": words["live"]}),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saobp.refinement import Refinement
-from saobp.report.curves import Series, joined, read_curves
+from saobp.report.curves import Curve, joined, read_curves
 from saobp.report.explorer import is_explorer
 from saobp.report.snapshots import Snapshot, diagnosed, read_snapshot
 from saobp.runs.layout import (
@@ -44,7 +44,7 @@ class Run:
 
     name: str
     kind: str
-    curves: dict[str, list[Series]] = field(default_factory=dict)
+    curves: dict[str, list[Curve]] = field(default_factory=dict)
     health: list[Snapshot] = field(default_factory=list)
     facts: Facts = field(default_factory=list)
     recipe: Facts = field(default_factory=list)
@@ -117,7 +117,7 @@ def _read_run(folder: Path) -> Run:
     )
 
 
-def _curves(folder: Path, problems: Problems, of: str = "") -> dict[str, list[Series]]:
+def _curves(folder: Path, problems: Problems, of: str = "") -> dict[str, list[Curve]]:
     found: Problems = []
     lines = try_read_lines(
         folder / METRICS,

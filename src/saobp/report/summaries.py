@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from saobp.metrics.health.verdicts import COLLAPSED_BELOW, LOCALISED_BELOW, Verdict
-from saobp.report.curves import Series
+from saobp.report.curves import Curve
 from saobp.report.run_view import Run
 from saobp.report.snapshots import Snapshot
 from saobp.runs.tolerant_reader import number
@@ -58,7 +58,7 @@ def _training_words(run: Run) -> list[str]:
     return words
 
 
-def _course(series: Series) -> str:
+def _course(series: Curve) -> str:
     """How a curve with at least one number went; one that ends without numbers has failed."""
     there = [place for place, value in enumerate(series.values) if value is not None]
     first, last = (series.values[place] for place in (there[0], there[-1]))

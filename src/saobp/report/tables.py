@@ -14,7 +14,7 @@ SMALLEST_ERROR = 0.0005
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """A table that the caller wants at the top of the page: numbers or text, as they are to be read."""
 
     title: str
@@ -23,7 +23,7 @@ class Table:
     note: str = ""
 
 
-def fact_tables(runs: Sequence[Run]) -> list[Table]:
+def fact_tables(runs: Sequence[Run]) -> list[PageTable]:
     """Facts, results and recipes with the runs as columns; what no run has is left out."""
     parts = [
         _beside("Runs", runs, [run.facts for run in runs]),
@@ -33,7 +33,7 @@ def fact_tables(runs: Sequence[Run]) -> list[Table]:
     return [part for part in parts if part.rows]
 
 
-def _beside(title: str, runs: Sequence[Run], facts: Sequence[Sequence[tuple[str, Any]]]) -> Table:
+def _beside(title: str, runs: Sequence[Run], facts: Sequence[Sequence[tuple[str, Any]]]) -> PageTable:
     """Names in the order in which they first appear."""
     having = [(run.name, dict(own)) for run, own in zip(runs, facts, strict=True) if own]
     names = dict.fromkeys(name for own in facts for name, _ in own)
@@ -41,7 +41,7 @@ def _beside(title: str, runs: Sequence[Run], facts: Sequence[Sequence[tuple[str,
         [_readable(name), *(fact_text(own[name]) if name in own else NONE for _, own in having)]
         for name in names
     ]
-    return Table(title, ["", *(name for name, _ in having)], rows)
+    return PageTable(title, ["", *(name for name, _ in having)], rows)
 
 
 def _readable(name: str) -> str:
@@ -49,7 +49,7 @@ def _readable(name: str) -> str:
     return name if name.startswith("data: ") else name.replace(".", " · ").replace("_", " ")
 
 
-def head_table(run: Run) -> Table:
+def head_table(run: Run) -> PageTable:
     """Every head of a run at the last moment it was measured, with standard errors where they are known."""
     last = run.health[-1]
     grids = {**last.statistics, **({} if last.strengths is None else {STRENGTHS: last.strengths})}
@@ -65,7 +65,7 @@ def head_table(run: Run) -> Table:
         for head, word in enumerate(words)
     ]
     when = "" if last.step is None else f", at step {last.step:,}"
-    return Table(
+    return PageTable(
         f"Every head of {run.name}",
         ["layer.head", "module", "verdict", *map(title_of, grids)],
         rows,
