@@ -18,7 +18,10 @@ from saobp.progress import ProgressBar, ProgressBars
 def evaluate(
     model: Annotated[str, typer.Argument(help="Folder of a language model, such as RUN/model.")],
     task: Annotated[
-        str, typer.Option(help="wikitext, race-middle, boolq, joined by commas, or all.")
+        str,
+        typer.Option(
+            "--task", "--tasks", help="wikitext, race-middle, boolq, blimp, joined by commas; or all."
+        ),
     ] = "all",
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with the files; without it they come from the hub.")
@@ -32,11 +35,14 @@ def evaluate(
     ] = 20_000,
     length: Annotated[int | None, typer.Option(help="Tokens in a block or window.", min=2)] = None,
     limit: Annotated[int | None, typer.Option(help="So many rows, for a quick look.", min=1)] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Results on blimp of another model, to compare pair by pair.")
+    ] = None,
     harness: Annotated[
         bool, typer.Option("--harness", help="Ask through lm-evaluation-harness too.")
     ] = False,
 ) -> None:
-    """Measure a language model: WikiText perplexity, and RACE-Middle and BoolQ zero-shot for decoders."""
+    """Measure a language model: WikiText, BLiMP, and RACE-Middle and BoolQ zero-shot for decoders."""
     console = Console()
     try:
         from saobp.commands.quiet_logs import quiet_transformers
@@ -44,6 +50,12 @@ def evaluate(
         from saobp.training.evaluation.run import evaluate as run
 
         quiet_transformers()
+        if against is not None:
+            from saobp.training.evaluation.blimp import read_items
+
+            if out is None:
+                raise ValueError("--against compares kept results: name a folder for these by --out")
+            base = read_items(against)
         chosen = MEASURED if task == "all" else tuple(name.strip() for name in task.split(","))
         with ProgressBars(console) as bars:
             shown: dict[str, ProgressBar] = {}
@@ -57,13 +69,26 @@ def evaluate(
                 model, chosen, data_dir=data_dir, folder=out, refinement=refinement, harness=harness,
                 positions=positions or None, length=length, limit=limit, advance=advance,
             )  # fmt: skip
+        told = _compared(out, base) if against is not None and out is not None else ""
     except (ValueError, OSError) as problem:
         fail(problem)
     console.print(_table(results))
+    if told:
+        console.print(Text(told), soft_wrap=True)
     for note in results["notes"]:
         console.print(Text(note), soft_wrap=True)
     if out is not None:
         console.print(Text(f"results are in {out}"), soft_wrap=True)
+
+
+def _compared(out: Path, base: Any) -> str:
+    """How the results on blimp in a folder differ from those of another model, pair by pair."""
+    from saobp.training.evaluation.blimp import difference, read_items
+
+    found = difference(read_items(out), base)
+    return (
+        f"blimp: {found['difference']:+.2f} ± {found['error']:.2f} % over {found['pairs']:,} pairs in common"
+    )
 
 
 def _table(results: dict[str, Any]) -> Table:
@@ -92,6 +117,9 @@ def _lines(results: dict[str, Any]) -> list[tuple[str, str, dict[str, Any], str]
         found = results["race-middle"]
         lines.append(("race-middle", "last question", found, "questions"))
         lines.append(("race-middle", "every question", found["every_question"], "questions"))
+    if "blimp" in results:
+        lines.append(("blimp", "minimal pairs", results["blimp"], "questions"))
+        lines += [("", field, found, "questions") for field, found in results["blimp"]["fields"].items()]
     if "boolq" in results:
         lines.append(("boolq", "accuracy", results["boolq"], "questions"))
     return lines

@@ -106,7 +106,7 @@ def load_split(spec: TaskSpec, split: str, data_dir: str | Path | None = None) -
         from saobp.data.tasks.hub import read_hub
 
         table = read_hub(spec, split)
-        source, checksum = f"{spec.hub[0]}/{split}", _table_checksum(table)
+        source, checksum = f"{spec.hub[0]}/{split}", table_checksum(table)
         named_officially = True
     else:
         path = find_file(spec, split, Path(data_dir))
@@ -139,7 +139,7 @@ def _read(path: Path) -> pa.Table:
         raise WrongRowsError(f"{path} cannot be read as a parquet file: {first_line(problem)}") from None
 
 
-def _table_checksum(table: pa.Table) -> str:
+def table_checksum(table: pa.Table) -> str:
     digest = hashlib.sha256()
     for column in table.combine_chunks().columns:
         for value in column.to_pylist():

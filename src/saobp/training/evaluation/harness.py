@@ -14,7 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from saobp.data.tasks import Split
 from saobp.training.evaluation.zero_shot import articles_of, positions_of
 
-_FILES = {"race-middle": "race/race.yaml", "boolq": "super_glue/boolq/default.yaml"}
+_FILES = {
+    "race-middle": "race/race.yaml",
+    "boolq": "super_glue/boolq/default.yaml",
+    "blimp": "blimp/_template_yaml",
+}
 
 
 def has_harness() -> bool:
@@ -89,6 +93,8 @@ def harness_definition(task: str) -> dict[str, Any]:
 
 def _documents(task: str, split: Split, every: bool) -> list[dict[str, Any]]:
     """Rows in the shape that the harness's definitions read."""
+    if task == "blimp":
+        return split.table.to_pylist()
     if task == "boolq":
         rows = zip(split.column("passage"), split.column("question"), split.labels.tolist(), strict=True)
         return [

@@ -1,4 +1,4 @@
-"""Measure a saved language model: perplexity on WikiText, and zero-shot questions of a decoder."""
+"""Measure a saved language model: WikiText, BLiMP, and zero-shot questions of a decoder."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from saobp.training.checkpoints import (
     model_checksum,
     model_name,
 )
+from saobp.training.evaluation.blimp import accuracies, judge_pairs, read_blimp, save_items
 from saobp.training.evaluation.harness import harness_accuracy, require_harness
 from saobp.training.evaluation.perplexity import (
     POSITIONS,
@@ -39,6 +40,8 @@ from saobp.training.evaluation.wikitext import Text, read_wikitext
 from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, positions_of, race_questions
 
 MEASURED = ("wikitext", "race-middle", "boolq")
+"""What is measured unless tasks are named."""
+KNOWN = (*MEASURED, "blimp")
 SPLITS = {"race-middle": "test", "boolq": "validation"}
 """The splits that lm-evaluation-harness asks."""
 BLOCK = 128
@@ -67,9 +70,9 @@ def evaluate(
     length:    tokens of a block or window; by default 128 for an encoder, all positions of a decoder
     limit:     rows of a task, or documents of WikiText, for a quick look
     """
-    unknown = [task for task in tasks if task not in MEASURED]
+    unknown = [task for task in tasks if task not in KNOWN]
     if unknown:
-        raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(MEASURED)}, or all")
+        raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(KNOWN)}, or all")
     if harness:
         require_harness()
     override = None if refinement is None else Refinement.of(refinement)
@@ -77,15 +80,17 @@ def evaluate(
     if not is_decoder:
         if tuple(tasks) == MEASURED:
             tasks = ("wikitext",)
-        elif any(task != "wikitext" for task in tasks):
+        elif any(task in SPLITS for task in tasks):
             raise ValueError(
-                "race-middle and boolq are asked of a decoder; this model is an encoder: try wikitext"
+                "race-middle and boolq are asked of a decoder; this model is an encoder: try wikitext, blimp"
             )
     splits = {
         task: _shortened(load_split(TASKS[task], SPLITS[task], data_dir), limit)
         for task in tasks
         if task in SPLITS
     }
+    if "blimp" in tasks:
+        splits["blimp"] = read_blimp(data_dir).sample(limit)
     room = positions_of(loaded)
     if length is not None and length > room:
         raise ValueError(f"length {length} does not fit into the model's {room} positions")
@@ -116,7 +121,14 @@ def evaluate(
                 if advance is not None:
                     advance(task, done, total)
 
-            if task in splits:
+            if task == "blimp":
+                items = judge_pairs(loaded, tokenizer, splits[task], is_decoder=is_decoder, advance=told)
+                results[task] = accuracies(items)
+                if harness and is_decoder:
+                    results[task]["harness"] = harness_accuracy(loaded, tokenizer, task, splits[task])
+                if run is not None:
+                    save_items(items, run.path)
+            elif task in splits:
                 results[task] = _questions(loaded, tokenizer, task, splits[task], harness, told)
             elif text is not None:
                 results[task] = _wikitext(loaded, tokenizer, is_decoder, text, positions, length, told)

@@ -133,14 +133,16 @@ def encode_pairs(
 ) -> list[tuple[list[int], list[int]]]:
     """Tokens of context and continuation, where the continuation is what the context's tokens leave of both.
 
-    White space at the end of a context belongs to the continuation.
+    White space at the end of a context belongs to the continuation. An empty context is the token that
+    begins texts, or else the one that ends them, as in lm-evaluation-harness.
     """
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     contexts = [context.rstrip() for context, _ in pairs]
     wholes = [context + continuation for context, continuation in pairs]
     distinct = list(dict.fromkeys(contexts))
     known = dict(zip(distinct, _ids(tokenizer, distinct), strict=True))
     return [
-        (known[context], ids[len(known[context]) :])
+        (known[context] or [start], ids[len(known[context]) :])
         for context, ids in zip(contexts, _ids(tokenizer, wholes), strict=True)
     ]
 

@@ -1,0 +1,189 @@
+"""BLiMP: of two sentences that differ in one point of grammar, the right one should be the likelier.
+
+A decoder is asked for log-likelihoods, an encoder for pseudo-log-likelihoods: each token hidden alone, given
+all others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from io import BytesIO
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pyarrow import csv
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from saobp.data.tasks import Split
+from saobp.data.tasks.checks import WrongRowsError
+from saobp.data.tasks.load import table_checksum
+from saobp.storage.atomic import first_line, write_atomically
+from saobp.training.evaluation.perplexity import TOKENS_AT_A_TIME, Advance, device_kind, token_losses
+from saobp.training.evaluation.zero_shot import log_likelihoods
+from saobp.training.objectives import hidden_states
+
+HUB = "nyu-mll/blimp"
+ROWS = 67_000
+COLUMNS = ("sentence_good", "sentence_bad", "field", "UID", "pairID")
+ITEMS = "blimp.csv"
+"""In the folder of an evaluation: log-likelihoods of both sentences of every pair."""
+
+
+def read_blimp(data_dir: str | Path | None) -> Split:
+    """All minimal pairs, from ``data_dir/blimp/test.parquet`` or from the hub."""
+    if data_dir is None:
+        table, source = _from_hub(), HUB
+        checksum = table_checksum(table)
+    else:
+        path = Path(data_dir, "blimp", "test.parquet")
+        if not path.exists():
+            raise FileNotFoundError(f"blimp needs test.parquet in {str(path.parent)!r}, and there is none")
+        content, source = path.read_bytes(), str(path)
+        checksum = hashlib.sha256(content).hexdigest()
+        try:
+            table = pq.read_table(pa.BufferReader(content))
+        except (pa.ArrowInvalid, OSError) as problem:
+            raise WrongRowsError(f"{path} cannot be read as a parquet file: {first_line(problem)}") from None
+    absent = [name for name in COLUMNS if name not in table.column_names]
+    if absent:
+        raise WrongRowsError(f"{source} has no column {absent[0]!r}: it has {', '.join(table.column_names)}")
+    labels = np.zeros(table.num_rows, dtype=np.int64)
+    whole = table.num_rows == ROWS
+    return Split("test", source, checksum, table, labels, table.num_rows, ROWS, whole)
+
+
+def _from_hub() -> pa.Table:
+    import datasets
+
+    try:
+        names = datasets.get_dataset_config_names(HUB)
+        parts = [datasets.load_dataset(HUB, name, split="train").data.table for name in names]
+    except Exception as problem:
+        raise FileNotFoundError(
+            f"the hub could not give blimp ({first_line(problem)}): give a data folder by --data-dir"
+        ) from problem
+    return pa.concat_tables(part.select(COLUMNS) for part in parts)
+
+
+def judge_pairs(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Split,
+    *,
+    is_decoder: bool,
+    advance: Advance | None = None,
+) -> pa.Table:
+    """Each pair with the log-likelihoods of its sentences in nats: UID, field, pairID, good, bad."""
+    sentences = [*split.column("sentence_good"), *split.column("sentence_bad")]
+    if is_decoder:
+        found = log_likelihoods(model, tokenizer, [("", f" {one}") for one in sentences], advance=advance)
+    else:
+        found = pseudo_log_likelihoods(model, tokenizer, sentences, advance=advance)
+    kept = {name: split.table[name] for name in ("UID", "field", "pairID")}
+    return pa.table({**kept, "good": found[: len(split)], "bad": found[len(split) :]})
+
+
+def accuracies(items: pa.Table) -> dict[str, Any]:
+    """Share of pairs whose right sentence is the likelier, in percent: in all, by field, by phenomenon."""
+    right = points(items)
+    count, share = len(right), float(right.mean())
+    error = float(right.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+    groups = {}
+    for column in ("field", "UID"):
+        names = np.array(items[column].to_pylist())
+        groups[column] = {
+            str(name): {
+                "accuracy": 100 * float(right[names == name].mean()),
+                "questions": int((names == name).sum()),
+            }
+            for name in np.unique(names)
+        }
+    return {
+        "accuracy": 100 * share,
+        "error": 100 * error,
+        "questions": count,
+        "ties": int((right == 0.5).sum()),
+        "fields": groups["field"],
+        "phenomena": groups["UID"],
+    }
+
+
+def points(items: pa.Table) -> np.ndarray:
+    """1 for every pair that is judged rightly, a half for a tie. ``[pairs]``"""
+    margin = items["good"].to_numpy() - items["bad"].to_numpy()
+    return (np.sign(margin) + 1) / 2
+
+
+def difference(items: pa.Table, base: pa.Table) -> dict[str, float]:
+    """Accuracy less that of another model in percent, over the pairs that both judged, with its error."""
+    keys = [
+        list(zip(one["UID"].to_pylist(), one["pairID"].to_pylist(), strict=True)) for one in (items, base)
+    ]
+    theirs = dict(zip(keys[1], points(base), strict=True))
+    apart = np.array(
+        [own - theirs[key] for key, own in zip(keys[0], points(items), strict=True) if key in theirs]
+    )
+    if len(apart) < 2:
+        raise ValueError("the two evaluations have no pairs of sentences in common")
+    error = float(apart.std(ddof=1)) / math.sqrt(len(apart))
+    return {"difference": 100 * float(apart.mean()), "error": 100 * error, "pairs": len(apart)}
+
+
+def save_items(items: pa.Table, folder: Path) -> None:
+    buffer = BytesIO()
+    csv.write_csv(items, buffer)
+    write_atomically(folder / ITEMS, buffer.getvalue().decode())
+
+
+def read_items(folder: str | Path) -> pa.Table:
+    path = Path(folder, ITEMS)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{str(folder)!r} holds no {ITEMS}: evaluate --task blimp with --out {folder}"
+        )
+    return csv.read_csv(path)
+
+
+@torch.no_grad()
+def pseudo_log_likelihoods(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    advance: Advance | None = None,
+) -> np.ndarray:
+    """Sum over a text's tokens of the log-likelihood of each, hidden alone, in nats. ``[texts]``
+
+    Texts of the same length go together, so that nothing is padded.
+    """
+    if tokenizer.mask_token_id is None:
+        raise ValueError("pseudo-log-likelihood needs a tokenizer with a mask token")
+    model.eval()
+    encoded = tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
+    special = set(tokenizer.all_special_ids)
+    found, done = np.zeros(len(texts)), 0
+    order = sorted(range(len(texts)), key=lambda text: len(encoded[text]))
+    for length, group in groupby(order, key=lambda text: len(encoded[text])):
+        rows = [(text, at) for text in group for at in range(length) if encoded[text][at] not in special]
+        size = max(1, TOKENS_AT_A_TIME[device_kind(model)] // max(length, 1))
+        for begin in range(0, len(rows), size):
+            part = rows[begin : begin + size]
+            owners, places = (np.array(column) for column in zip(*part, strict=True))
+            ids = torch.tensor([encoded[text] for text in owners], device=model.device)
+            hidden_at = torch.from_numpy(places).to(model.device)
+            every = torch.arange(len(ids), device=model.device)
+            targets = ids[every, hidden_at]
+            ids[every, hidden_at] = tokenizer.mask_token_id
+            losses = token_losses(model, hidden_states(model, ids, "fp32")[every, hidden_at], targets)
+            np.subtract.at(found, owners, losses.double().cpu().numpy())
+        done = done + len({text for text, _ in rows})
+        if advance is not None:
+            advance(done, len(texts))
+    return found
