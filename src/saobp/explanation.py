@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from saobp.functional import call_strength, check_lengths, check_numbers, check_padding, check_states
-from saobp.kernels.dispatch import Backend, Call, Path, select
-from saobp.refinement import Refinement
+from saobp.functional import read_call
+from saobp.kernels.dispatch import Path, select
 
 
 def explain(first: Tensor, *others: Any, **options: Any) -> Path:
@@ -19,33 +18,4 @@ def explain(first: Tensor, *others: Any, **options: Any) -> Path:
     """
     if not isinstance(first, Tensor):
         raise TypeError(f"explain takes what saobp.attention takes, beginning with a query, not {first!r}")
-    return explain_call(first, *others, **options)
-
-
-def explain_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    refinement: Refinement | str,
-    *,
-    padding_mask: Tensor | None = None,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    backend: Backend = "auto",
-    strength: Tensor | None = None,
-    strongest: float | None = None,
-) -> Path:
-    refinement = Refinement.of(refinement)
-    check_states(query, key, value)
-    check_numbers(dropout_p, scale, strongest)
-    check_lengths(query.shape[2], key.shape[2], refinement, is_causal)
-    if padding_mask is not None:
-        check_padding(padding_mask, (query.shape[0], key.shape[2]), query.device)
-    strongest = refinement.strongest if strength is None else strongest
-    strength = call_strength(refinement, strength, query.shape[1], query.device)
-    call = Call.of(
-        query, key, value, refinement, strength, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
-        backend=backend, strongest=strongest,
-    )  # fmt: skip
-    return select(call)
+    return select(read_call(first, *others, **options).call)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
+from saobp.arguments import BoundedStrength
 from saobp.kernels.bidirectional.operator import refined_attention
 from saobp.kernels.bidirectional.short_operator import short_refined_attention
 from saobp.kernels.call_spec import STRONGEST, WEAKEST, Problem, kept_problem, parabola
@@ -40,8 +41,7 @@ def check(
             value,
             refinement,
             padding_mask=inputs.padding_mask,
-            strength=strength.detach() if frozen else strength,
-            strongest=strongest,
+            strength=BoundedStrength(strength.detach() if frozen else strength, strongest),
             backend="fused",
         )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
+from saobp.arguments import BoundedStrength
 from saobp.kernels.call_spec import Problem
 from saobp.testing.error_budget import Operation, assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
@@ -395,7 +396,7 @@ def test_heads_of_either_sign() -> None:
     for backend in ("fused", "reference"):
         out = saobp.attention(
             query, key, value, Refinement("high"), is_causal=True, backend=backend,
-            strength=torch.tensor([0.2, -0.2], device=DEVICE), strongest=0.2,
+            strength=BoundedStrength(torch.tensor([0.2, -0.2], device=DEVICE), 0.2),
         )  # fmt: skip
         results.append([out.detach(), *torch.autograd.grad(out, (query, key, value), inputs.output_gradient)])
     for found, expected in zip(*results, strict=True):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
+from saobp.arguments import BoundedStrength
 from saobp.kernels.bidirectional import short_launch
 from saobp.kernels.bidirectional.short_launch import weak_block
 from saobp.kernels.bidirectional.short_operator import short_refined_attention
@@ -136,7 +137,7 @@ def test_output_and_gradients_are_within_the_budget(factor: str, kind: Any, laun
     def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
         return saobp.attention(
             query, key, value, refinement, padding_mask=inputs.padding_mask,
-            strength=strength.detach(), strongest=STRENGTH, backend="fused",
+            strength=BoundedStrength(strength.detach(), STRENGTH), backend="fused",
         )  # fmt: skip
 
     assert_within_budget(fused, inputs, refinement, frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ def test_mixed_lengths_equal_each_alone(factor: str, dtype: torch.dtype) -> None
     *leaves, _ = states = packed_states(sum(LENGTHS), dtype, key_heads=1)
     refinement = saobp.Refinement(factor, 0.2)
     out = saobp.attention_packed(
-        *leaves[:3], refinement, places, max_length=max(LENGTHS), strength=leaves[3], backend="fused"
+        *leaves[:3], refinement, places, max_seqlen=max(LENGTHS), strength=leaves[3], backend="fused"
     )
     assert out.shape == leaves[0].shape
     assert out.is_contiguous()
@@ -92,14 +93,14 @@ def test_mixed_lengths_equal_each_alone(factor: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("max_length", [128, None], ids=["told", "untold"])
-def test_short_sequences_with_and_without_their_longest(factor: str, max_length: int | None) -> None:
+@pytest.mark.parametrize("max_seqlen", [128, None], ids=["told", "untold"])
+def test_short_sequences_with_and_without_their_longest(factor: str, max_seqlen: int | None) -> None:
     """Told that all are short, the kernels for short sequences run; untold, those for long ones."""
     places = places_of(SHORT)
     *leaves, _ = states = packed_states(sum(SHORT), torch.float16)
     refinement = saobp.Refinement(factor, 0.2)
     out = saobp.attention_packed(
-        *leaves[:3], refinement, places, max_length=max_length, strength=leaves[3], backend="fused"
+        *leaves[:3], refinement, places, max_seqlen=max_seqlen, strength=leaves[3], backend="fused"
     )
     assert_as_alone(out, states, refinement, places)
 
@@ -112,7 +113,7 @@ def test_causal_sequences_equal_each_alone(factor: str, lengths: tuple[int, ...]
     refinement = saobp.Refinement(factor, 0.2)
     out = saobp.attention_packed(
         *leaves[:3], refinement, places,
-        max_length=max(lengths), is_causal=True, strength=leaves[3], backend="fused",
+        max_seqlen=max(lengths), is_causal=True, strength=leaves[3], backend="fused",
     )  # fmt: skip
     assert_as_alone(out, states, refinement, places, causal=True)
 
@@ -142,7 +143,7 @@ def test_dropout_is_one_mask_in_both_directions(dtype: torch.dtype) -> None:
     def attend(seed: int) -> Tensor:
         torch.manual_seed(seed)
         return saobp.attention_packed(
-            query, key, value, refinement, places, max_length=40, dropout_p=0.4, backend="fused"
+            query, key, value, refinement, places, max_seqlen=40, dropout_p=0.4, backend="fused"
         )
 
     out = attend(0)
@@ -168,7 +169,7 @@ def test_dropout_mask_keeps_its_share_and_differs_between_sequences() -> None:
         value,
         saobp.Refinement("high", 0.2),
         places,
-        max_length=DIM,
+        max_seqlen=DIM,
         dropout_p=0.5,
         backend="fused",
     )
@@ -206,6 +207,20 @@ def test_pack_and_unpack_are_inverse() -> None:
     assert torch.equal(grad, mask[..., None, None].expand_as(states).float())
 
 
+def test_masks_of_numbers_and_older_names() -> None:
+    real = torch.tensor([[1, 1, 0], [0, 1, 1]], device=DEVICE)
+    states = [torch.randn(2, 3, HEADS, DIM, device=DEVICE) for _ in range(3)]
+    places, *packed = saobp.pack(real.bool(), *states)
+    for dtype in (torch.int64, torch.float32, torch.uint8):
+        again, *packed_again = saobp.pack(real.to(dtype), *states)
+        assert torch.equal(again, places)
+        assert all(map(torch.equal, packed_again, packed))
+        assert torch.equal(saobp.unpack(real.to(dtype), packed[0]), saobp.unpack(real.bool(), packed[0]))
+    expected = saobp.attention_packed(*packed, "high:0.2", places, max_seqlen=2)
+    found = saobp.attention_packed(*packed, "high:0.2", cumulative_lengths=places, max_length=2)
+    assert torch.equal(found, expected)
+
+
 def test_packed_batch_equals_padded_batch() -> None:
     mask = torch.tensor([[True] * 9, [True] * 4 + [False] * 5], device=DEVICE)
     padded = [torch.randn(2, 9, HEADS, DIM, device=DEVICE) for _ in range(3)]
@@ -213,7 +228,7 @@ def test_packed_batch_equals_padded_batch() -> None:
         *(x.transpose(1, 2) for x in padded), saobp.Refinement("low", 0.3), padding_mask=mask
     )
     places, *packed = saobp.pack(mask, *padded)
-    found = saobp.attention_packed(*packed, "low:0.3", places, max_length=9)
+    found = saobp.attention_packed(*packed, "low:0.3", places, max_seqlen=9)
     torch.testing.assert_close(
         saobp.unpack(mask, found)[mask], expected.transpose(1, 2)[mask], rtol=1e-5, atol=1e-5
     )
@@ -252,15 +267,23 @@ def test_bad_calls_are_named() -> None:
     refused("int32", *same, cumulative=whole[None])
     refused("int32", *same, cumulative=whole[:0])
     refused("empty sequences", *same, cumulative=whole[:1])
-    refused("not be negative", *same, max_length=-1)
-    refused("less than the longest sequence's 6", *same, max_length=5, backend="reference")
+    refused("not be negative", *same, max_seqlen=-1)
+    refused("less than the longest sequence's 6", *same, max_seqlen=5, backend="reference")
     refused("unknown backend", *same, backend="magic")
     refused("dropout_p", *same, dropout_p=1.0)
     refused("strength must have shape", *same, strength=torch.zeros(3, device=DEVICE))
     refused("same device", *same, cumulative=whole.to("meta"))
     refused("scale must be a finite number, not nan", *same, scale=float("nan"))
-    with pytest.raises(ValueError, match="padding_mask must be bool"):
-        saobp.pack(torch.ones(2, 3), torch.ones(2, 3, 4))
+    refused("older name of cu_seqlens: give one of the two", *same, cumulative_lengths=whole)
+    refused("older name of max_seqlen: give one of the two", *same, max_seqlen=6, max_length=6)
+    with pytest.raises(TypeError, match=r"cu_seqlens must be a torch\.Tensor, not NoneType"):
+        saobp.attention_packed(*same, refinement)
+    with pytest.raises(TypeError, match=r"query must be a torch\.Tensor, not ndarray: torch\.from_numpy"):
+        saobp.attention_packed(np.zeros((6, HEADS, DIM)), states, states, refinement, whole)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="attention_mask must hold only 1 for real tokens and 0 for padding"):
+        saobp.pack(torch.full((2, 3), 0.5), torch.ones(2, 3, 4))
+    with pytest.raises(ValueError, match=r"attention_mask must be \[batch, length\], not of shape \(2,\)"):
+        saobp.pack(torch.ones(2), torch.ones(2, 3, 4))
     with pytest.raises(ValueError, match="differ in batch or length"):
         saobp.pack(torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 4, 3))
     with pytest.raises(ValueError, match="2 real tokens and the packed states have 3"):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
+from saobp.arguments import BoundedStrength
 from saobp.kernels.bidirectional import short_launch
 from saobp.kernels.bidirectional.short_operator import short_refined_attention
 from saobp.kernels.call_spec import Block, Problem, kept_problem
@@ -50,7 +51,7 @@ def check(inputs: AttentionInputs, factor: str = "high") -> None:
     def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
         return saobp.attention(
             query, key, value, refinement, padding_mask=inputs.padding_mask,
-            strength=strength.detach(), strongest=STRENGTH, backend="fused",
+            strength=BoundedStrength(strength.detach(), STRENGTH), backend="fused",
         )  # fmt: skip
 
     assert_within_budget(fused, inputs, refinement, frozen=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
+from saobp.arguments import BoundedStrength
 from saobp.kernels.dispatch import HALF_STRONGEST
 from saobp.testing.inputs import attention_inputs, collapsed_inputs
 
@@ -68,5 +69,6 @@ def test_a_bound_beyond_the_largest_strength_is_that_strength() -> None:
     states = (inputs.query, inputs.key, inputs.value)
     for factor in ("high", "low"):
         expected = attend(*states, strength=inputs.strength, refinement=Refinement(factor))
-        found = attend(*states, strength=inputs.strength, refinement=Refinement(factor), strongest=1e4)
+        bounded = BoundedStrength(inputs.strength, 1e4)
+        found = attend(*states, strength=bounded, refinement=Refinement(factor))
         torch.testing.assert_close(found, expected)

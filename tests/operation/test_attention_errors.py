@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,14 +62,22 @@ def attend(**changes: Any) -> None:
         ({"dropout_p": -0.1}, "dropout_p must lie from 0 up to but not including 1, not -0.1"),
         ({"dropout_p": float("nan")}, "dropout_p must lie from 0 up to but not including 1, not nan"),
         (
-            {"padding_mask": states(2, 5)},
-            "padding_mask must be bool (True for real tokens), not torch.float32",
+            {"attention_mask": torch.full((2, 5), 0.5)},
+            "attention_mask must hold only 1 for real tokens and 0 for padding, unlike this mask of "
+            "torch.float32: numbers to add to the scores are attn_mask",
+        ),
+        (
+            {"attention_mask": torch.ones(2, 5), "padding_mask": torch.ones(2, 5)},
+            "padding_mask is the older name of attention_mask: give one of the two",
         ),
         (
             {"padding_mask": states(2, 4, dtype=torch.bool)},
             "padding_mask must have shape (2, 5), not (2, 4)",
         ),
-        ({"padding_mask": [[True] * 5] * 2}, "padding_mask must be bool (True for real tokens), not list"),
+        (
+            {"padding_mask": [[True] * 5] * 2},
+            "padding_mask must be a tensor of True or 1 for real tokens, not list",
+        ),
         (
             {"padding_mask": torch.ones(2, 5, dtype=torch.bool, device="meta")},
             "padding_mask must be on cpu like the rest, not on meta",
@@ -83,7 +92,28 @@ def attend(**changes: Any) -> None:
         ),
         ({"scale": float("nan")}, "scale must be a finite number, not nan"),
         ({"scale": float("inf")}, "scale must be a finite number, not inf"),
-        ({"strongest": -0.1}, "strongest must be a bound of at least 0 on all strengths, not -0.1"),
+        (
+            {"attn_mask": torch.ones(5, 5, dtype=torch.int64)},
+            "attn_mask must be bool (True: attend) or floating point (added to scores), not torch.int64",
+        ),
+        (
+            {"attn_mask": torch.ones(2, 5, dtype=torch.bool)},
+            "attn_mask must broadcast to [batch, heads, queries, keys] (2, 4, 5, 5), unlike (2, 5); "
+            "[batch, keys] with 1 for real tokens is attention_mask",
+        ),
+        (
+            {"attn_mask": torch.ones(5, 5, dtype=torch.bool, device="meta")},
+            "attn_mask must be on cpu like the rest, not on meta",
+        ),
+        (
+            {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()},
+            "attn_mask lets one row see another's token but not the reverse, as a causal mask does, so rows "
+            "would hear of tokens that are hidden from them: pass is_causal=True, or",
+        ),
+        (
+            {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "backend": "fused"},
+            "the fused backend cannot do this call because there is no kernel for attn_mask yet",
+        ),
         ({"strength": [0.1] * 4}, "strength must be a tensor of one real number per head, not list"),
         (
             {"strength": torch.zeros(4, dtype=torch.complex64)},
@@ -140,6 +170,16 @@ def test_attention_says_what_is_wrong(changes: dict[str, Any], sentence: str) ->
         attend(**changes)
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
+def test_arrays_of_numpy_are_refused_in_a_sentence(name: str) -> None:
+    with pytest.raises(
+        TypeError, match=says(f"{name} must be a torch.Tensor, not ndarray: torch.from_numpy(array) makes")
+    ):
+        attend(**{name: np.zeros((2, 2, 5, 8))})
+    with pytest.raises(TypeError, match=says("probabilities must be a torch.Tensor, not list")):
+        saobp.refine([[0.5, 0.5]], HIGH)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "sentence"),
     [
@@ -166,8 +206,8 @@ def test_attention_says_what_is_wrong(changes: dict[str, Any], sentence: str) ->
         ),
         (
             states(3, 5, 5),
-            {"padding_mask": torch.ones(5)},
-            "padding_mask must be bool (True for real tokens)",
+            {"padding_mask": torch.full((5,), 2)},
+            "padding_mask must hold only 1 for real tokens and 0 for padding",
         ),
         (states(3, 5, 5), {"strength": states(2)}, "strength must have shape (3,), one per head, not (2,)"),
         (states(5, 5), {"strength": states(2)}, "strength must have shape (1,), one per head, not (2,)"),
@@ -220,5 +260,6 @@ def test_a_factor_with_messages_of_another_shape(monkeypatch: pytest.MonkeyPatch
             return strength * beliefs.sum(-1, keepdim=True)
 
     monkeypatch.setitem(_FACTORS, "one-per-row", OnePerRow())
+    monkeypatch.setattr("saobp.refinement._factor_names", ["one-per-row"])
     with pytest.raises(ValueError, match=says("entry of beliefs (2, 4, 5, 5), not (2, 4, 5, 1)")):
         attend(refinement="one-per-row:0.2")

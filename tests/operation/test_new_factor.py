@@ -14,6 +14,7 @@ from torch.nn import functional
 import saobp
 from saobp.propagation import FactorGraph, get_factor, propagate
 from saobp.propagation.factors import _FACTORS
+from saobp.refinement import _factor_names
 from saobp.testing import oracles
 from saobp.testing.inputs import attention_inputs, collapsed_inputs
 
@@ -29,6 +30,7 @@ def example() -> Iterator[dict[str, object]]:
         exec(block, names)
     yield names
     del _FACTORS[NAME]
+    _factor_names.remove(NAME)
 
 
 def attend(inputs, refinement: saobp.Refinement, **options: object) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from saobp.arguments import BoundedStrength
 from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, spread
 from saobp.functional import Backend, attention
 from saobp.refinement import Refinement
@@ -202,9 +203,8 @@ def _peak(call: Call) -> float:
 def attend_refined(
     backend: Backend, causal: bool, strength: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    return attention(
-        q, k, v, REFINEMENT, is_causal=causal, backend=backend, strength=strength, strongest=STRENGTH
-    )
+    bounded = BoundedStrength(strength, STRENGTH)
+    return attention(q, k, v, REFINEMENT, is_causal=causal, backend=backend, strength=bounded)
 
 
 def attend_plain(backend: SDPBackend | None, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

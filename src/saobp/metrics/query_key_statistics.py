@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from saobp.functional import call_strength, check_lengths, check_padding, check_states
+from saobp.arguments import check_lengths, check_states, read_padding, read_strength
 from saobp.metrics.attention_inputs import AttentionInputs
 from saobp.metrics.functional.entropy import (
     attention_entropy_of,
@@ -73,10 +73,9 @@ def measure(
     """
     refinement = PLAIN if refinement is None else Refinement.of(refinement)
     check_states(query, key, key)
-    if padding_mask is not None:
-        check_padding(padding_mask, (query.shape[0], key.shape[-2]), query.device)
-        if not bool(padding_mask.any(-1).all()):
-            raise ValueError("padding_mask leaves a text without any real token")
+    padding_mask = read_padding(None, padding_mask, (query.shape[0], key.shape[-2]), query.device)
+    if padding_mask is not None and not bool(padding_mask.any(-1).all()):
+        raise ValueError("padding_mask leaves a text without any real token")
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"statistics need as many queries as keys, not {query.shape[-2]} and {key.shape[-2]}"
@@ -90,7 +89,7 @@ def measure(
     heads = AttentionInputs(
         query,
         key,
-        call_strength(refinement, strength, query.shape[1], query.device),
+        read_strength(refinement, strength, query.shape[1], query.device).values,
         refinement,
         is_causal,
         query.shape[-1] ** -0.5 if scale is None else scale,

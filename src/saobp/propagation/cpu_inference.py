@@ -74,13 +74,15 @@ def plain_attention(
     value: Tensor,
     visible: Tensor | None,
     *,
+    bias: Tensor | None = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
     """Attention without refinement by PyTorch's own operation; rows that see no key give zeros.
 
-    ``visible`` as in a FactorGraph; ``is_causal`` stands for a triangle of as many queries as keys.
+    ``visible`` as in a FactorGraph, and with it ``bias``, added to the scores; ``is_causal`` stands for a
+    triangle of as many queries as keys.
     """
     key, value = share_heads(key, query.shape[1]), share_heads(value, query.shape[1])
     if visible is None:
@@ -88,10 +90,20 @@ def plain_attention(
             query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale
         )
     seen = visible.any(-1, keepdim=True)
-    output = scaled_dot_product_attention(
-        query, key, value, visible | ~seen, dropout_p=dropout_p, scale=scale
-    )
+    mask = visible | ~seen
+    if bias is not None:
+        mask = torch.where(mask, bias.to(query.dtype), float("-inf"))
+    output = scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout_p, scale=scale)
     return output.masked_fill(~seen, 0.0)
+
+
+def masks_hold(query: Tensor, key: Tensor, graph: FactorGraph, scale: float | None) -> bool:
+    """Whether adding minus infinity hides scores on a CPU: those that are NaN or infinite become NaN."""
+    if graph.visible is None or query.device.type != "cpu" or not query.numel() or not key.numel():
+        return True
+    arithmetic = torch.promote_types(query.dtype, torch.float32)
+    norms = (float(torch.linalg.vector_norm(states, dtype=arithmetic)) for states in (query, key))
+    return math.prod(norms) * max(abs(scale or 0.0), 1.0) < torch.finfo(arithmetic).max
 
 
 def lean_attention(
@@ -114,7 +126,8 @@ def lean_attention(
     scale = dim**-0.5 if scale is None else scale
     arithmetic = torch.promote_types(query.dtype, torch.float32)
     key, value = share_heads(key, heads), share_heads(value, heads)
-    bias, speaks = _bias(graph, arithmetic), _speaking(graph)
+    bias, sees = _bias(graph, arithmetic), _seeing(graph)
+    speaks = graph.speaks if sees is None else sees if graph.speaks is None else sees & graph.speaks
     sign = factor.sign if isinstance(factor, Potts) else 1
     message = torch.expm1(-sign * head_strength(strength, query.new_empty(0, dtype=arithmetic)))
     message = message.unsqueeze(0) if speaks is None else message * speaks
@@ -134,11 +147,13 @@ def lean_attention(
             refined = _product(rows, v, scores)
         else:
             assert isinstance(factor, Similarity)
+            if sees is not None and hidden is not None and hidden.shape[1] > 1:
+                rows.mul_(_spread(sees, part, batch, heads))
             refined = _similar(scores, rows, v, hidden, factor.prior)
         target = output[part]
         target.copy_(refined.view(target.shape))
-    if graph.visible is not None:
-        output.masked_fill_(~graph.visible.any(-1, keepdim=True), 0.0)
+    if sees is not None:
+        output.masked_fill_(~sees, 0.0)
     return output
 
 
@@ -233,12 +248,9 @@ def _bias(graph: FactorGraph, arithmetic: torch.dtype) -> Tensor | None:
     return _four_dimensional(graph.hidden(torch.zeros_like(graph.visible, dtype=arithmetic)))
 
 
-def _speaking(graph: FactorGraph) -> Tensor | None:
-    """Rows that send messages, ``[batch or 1, heads or 1, node, 1]``: neither padding nor blind."""
-    if graph.visible is None:
-        return graph.speaks
-    seen = graph.visible.any(-1, keepdim=True)
-    return _four_dimensional(seen if graph.speaks is None else seen & graph.speaks)
+def _seeing(graph: FactorGraph) -> Tensor | None:
+    """Rows that see a key, ``[batch or 1, heads or 1, node or 1, 1]``."""
+    return None if graph.visible is None else _four_dimensional(graph.visible.any(-1, keepdim=True))
 
 
 def _four_dimensional(values: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from saobp.arguments import BoundedStrength, under_autocast
 from saobp.functional import attention
 from saobp.propagation.factors import Similarity, get_factor
 from saobp.propagation.reference import reference_attention
@@ -101,13 +102,13 @@ def saobp_attention(
             messages.defer(Prefill(query, key, refinement, strength, attention_mask, scaling))
             if torch.compiler.is_exporting():
                 messages.flush()
-        options |= {"is_causal": causal, "strength": strength, "strongest": refinement.strongest}
+        options |= {"is_causal": causal, "strength": BoundedStrength(strength, refinement.strongest)}
         rows = None
         if are_sequences(attention_mask):
             longest = kwargs.get("max_length_q")
             output = attention_of_sequences(*states, refinement, attention_mask, lengths, longest, options)
         else:
-            output = attention(*states, refinement, padding_mask=attention_mask, **options)
+            output = attention(*states, refinement, attention_mask=attention_mask, **options)
     else:
         graph, bias = graph_of(attention_mask, query, keys, refinement, causal, sliding_window)
         if sink is not None:
@@ -145,18 +146,6 @@ def needs_no_map(mask: Tensor | None, queries: int, keys: int, window: int | Non
     if queries != keys or (window is not None and window < keys):
         return False
     return not (are_sequences(mask) and torch.compiler.is_compiling())
-
-
-def under_autocast(*states: Tensor) -> tuple[Tensor, ...]:
-    """The states in the precision of autocast, which casts for PyTorch's attention but not for this one.
-
-    Rotary positions leave queries and keys in single precision, beside values in half.
-    """
-    kind = states[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return states
-    half = torch.get_autocast_dtype(kind)
-    return tuple(state if state.dtype == torch.float64 else state.to(half) for state in states)
 
 
 def rows_wanted(kwargs: dict[str, Any]) -> bool:

@@ -98,5 +98,5 @@ def attention_of_sequences(
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     lengths = lengths.to(query.device, torch.int32)
     longest = None if longest is None else int(longest)
-    output = attention_packed(query, key, value, refinement, lengths, max_length=longest, **options)
+    output = attention_packed(query, key, value, refinement, lengths, max_seqlen=longest, **options)
     return output.unflatten(0, sequences.shape).transpose(1, 2)
