@@ -25,6 +25,9 @@ ENTRIES_PER_THREAD = 1 << 16
 _TINY = 1e-20
 """A row of ElemMul whose similarities sum to less than this feels the floor under each of them."""
 
+_STRONG = 4.0
+"""Above this strength log(1 - gamma A) loses more than 4e-6 where A rounds near 1."""
+
 _LEAN = (Potts, PottsListing, Similarity)
 Slices = tuple[slice, slice]
 
@@ -129,7 +132,9 @@ def lean_attention(
     bias, sees = _bias(graph, arithmetic), _seeing(graph)
     speaks = graph.speaks if sees is None else sees if graph.speaks is None else sees & graph.speaks
     sign = factor.sign if isinstance(factor, Potts) else 1
-    message = torch.expm1(-sign * head_strength(strength, query.new_empty(0, dtype=arithmetic)))
+    repulsion = sign * head_strength(strength, query.new_empty(0, dtype=arithmetic))
+    strong = bool((repulsion > _STRONG).any())
+    message = torch.expm1(-repulsion)
     message = message.unsqueeze(0) if speaks is None else message * speaks
     output = query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
     for part in _parts(batch, heads, queries * key.shape[-2]):
@@ -143,7 +148,11 @@ def lean_attention(
         torch.softmax(scores, -1, out=rows)
         if isinstance(factor, Potts):
             gammas = _spread(message, part, batch, heads)
-            _hear_potts(scores, rows, gammas, graph.causal, isinstance(factor, PottsListing))
+            if strong:
+                rows.copy_(_strong_messages(rows, gammas, _spread(repulsion[None], part, batch, heads)))
+            else:
+                rows.mul_(gammas).log1p_()
+            _hear_potts(scores, rows, graph.causal, isinstance(factor, PottsListing))
             refined = _product(rows, v, scores)
         else:
             assert isinstance(factor, Similarity)
@@ -157,12 +166,19 @@ def lean_attention(
     return output
 
 
-def _hear_potts(scores: Tensor, rows: Tensor, message: Tensor, causal: bool, listing: bool) -> None:
-    """Priors in ``rows`` become refined rows, by way of their log messages; ``scores`` are used up.
+def _strong_messages(rows: Tensor, message: Tensor, repulsion: Tensor) -> Tensor:
+    """Log messages as :class:`Potts` has them, exact near 1; arguments ``[chunk, node or 1, label or 1]``.
 
-    ``[chunk, node, label]``; message ``[chunk, node or 1, 1]`` is -gamma, and 0 for rows that do not speak.
+    message is -gamma, and 0 for rows that do not speak.
     """
-    rows.mul_(message).log1p_()
+    near_one = (rows > 0.5) & (message != 0)
+    others = rows.masked_fill(near_one, 0.0).sum(-1, keepdim=True)
+    exact = torch.log(others + rows * torch.exp(-repulsion))
+    return torch.where(near_one, exact, torch.log1p(rows * message))
+
+
+def _hear_potts(scores: Tensor, rows: Tensor, causal: bool, listing: bool) -> None:
+    """Log messages in ``rows`` become refined rows ``[chunk, node, label]``; ``scores`` are used up."""
     if listing:
         scores.sub_(rows)
     elif causal:

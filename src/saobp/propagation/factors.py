@@ -62,7 +62,14 @@ class Potts(Factor):
         self.sign = sign
 
     def log_messages(self, beliefs: Tensor, strength: Tensor) -> Tensor:
-        return torch.log1p(beliefs * torch.expm1(-self.sign * strength))
+        """log(1 - gamma A), and near A = 1, where that cancels, log(1 - A + A e^(-strength)).
+
+        1 - A is the sum of the row's other weights, so that e^(-strength) down to e^-16 counts in float32.
+        """
+        near_one = beliefs > 0.5
+        others = beliefs.masked_fill(near_one, 0.0).sum(-1, keepdim=True)
+        exact = torch.log(others + beliefs * torch.exp(-self.sign * strength))
+        return torch.where(near_one, exact, torch.log1p(beliefs * torch.expm1(-self.sign * strength)))
 
 
 class PottsKeyBias(Potts):
