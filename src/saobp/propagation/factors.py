@@ -67,9 +67,11 @@ class Potts(Factor):
         1 - A is the sum of the row's other weights, so that e^(-strength) down to e^-16 counts in float32.
         """
         near_one = beliefs > 0.5
-        others = beliefs.masked_fill(near_one, 0.0).sum(-1, keepdim=True)
-        exact = torch.log(others + beliefs * torch.exp(-self.sign * strength))
-        return torch.where(near_one, exact, torch.log1p(beliefs * torch.expm1(-self.sign * strength)))
+        small = beliefs.masked_fill(near_one, 0.0)
+        kept = small.sum(-1, keepdim=True) + beliefs * torch.exp(-self.sign * strength)
+        return torch.where(near_one, kept, 1.0).log() + torch.log1p(
+            small * torch.expm1(-self.sign * strength)
+        )
 
 
 class PottsKeyBias(Potts):
