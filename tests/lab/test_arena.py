@@ -94,6 +94,17 @@ def test_later_runs_join_those_that_are_recorded(tmp_path: Path) -> None:
     assert "2 of 2" in page
 
 
+def test_blimp_beside_the_runs_is_compared_in_pairs(tmp_path: Path) -> None:
+    for seed in (42, 1, 2):
+        for method, loss, accuracy in (("none", 3.0, 60.0 + seed % 4), ("gate", 2.99, 61.5 + seed % 4)):
+            made_up_run(tmp_path / "runs", "modernbert", method, seed, loss)
+            folder = tmp_path / "runs" / f"modernbert-{method}-{seed}" / "blimp"
+            folder.mkdir()
+            (folder / "result.json").write_text(json.dumps({"blimp": {"accuracy": accuracy}}))
+    page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
+    assert "| Gated heads | 63.17 ± 0.58 (3) | +1.50 [+1.50, +1.50] | gain |" in page
+
+
 def test_nothing_to_compare_is_said_in_a_sentence(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["arena", str(tmp_path), "--out", str(tmp_path / "results")])
     assert done.exit_code == 1
@@ -117,6 +128,10 @@ def test_nothing_to_compare_is_said_in_a_sentence(tmp_path: Path) -> None:
 def test_methods_are_named_by_what_their_recipes_say(recipe: dict[str, Any], method: str, title: str) -> None:
     assert method_of(recipe) == method
     assert title_of(method) == title
+
+
+def test_three_pairs_are_needed_at_least_however_small_the_spread() -> None:
+    assert pairs_needed(1e-16, 0.5) == 3
 
 
 @pytest.mark.parametrize(("deviation", "effect"), [(0.5, 0.5), (0.8, 0.5), (0.3, 0.4)])

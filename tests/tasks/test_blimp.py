@@ -32,7 +32,7 @@ from saobp.training.evaluation.harness import harness_accuracy, has_harness
 PAIRS = [
     ("The cats walk near the river.", "The cats walks near the river.", "syntax", "agreement"),
     ("The dog sleeps.", "The dog sleep.", "syntax", "agreement"),
-    ("A stone is old.", "A stone is old.", "morphology", "tie"),
+    ("A stone is old.", "A stone is old.", "syntax/semantics", "tie"),
     (
         "Who did the man see near the house?",
         "Who did the man see the dog near the house?",
@@ -128,7 +128,7 @@ def test_the_command_keeps_every_item(kind: str, pairs_dir: Path, tmp_path: Path
     assert read_items(first).num_rows == len(PAIRS)
     result = json.loads((first / "result.json").read_text())["blimp"]
     assert result["questions"] == len(PAIRS)
-    assert result["phenomena"]["tie"]["accuracy"] == 50
+    assert result["phenomena"]["tie"]["accuracy"] == result["fields"]["syntax_semantics"]["accuracy"] == 50
     again = CliRunner().invoke(app, [*start, "--out", str(second), "--against", str(first)])
     assert "+0.00 ± 0.00 % over 5 pairs in common" in again.output
 

@@ -20,16 +20,18 @@ from matplotlib.lines import Line2D
 
 from saobp.lab.figures import panels, save_figure
 from saobp.lab.methods import METHODS
-from saobp.lab.result_page import made_on, markdown_table, verdict_in_words
+from saobp.lab.result_page import gain_in_words, in_words, made_on, markdown_table, verdict_in_words
 from saobp.lab.statistics import LEAST_PAIRS, Gain, paired_gain, pairs_needed, spread
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
-from saobp.runs.json_files import read_json, write_json
-from saobp.runs.layout import run_folders
+from saobp.runs.json_files import read_json, read_object, write_json
+from saobp.runs.layout import RESULT, run_folders
 from saobp.sizes import DECODERS
 from saobp.storage.atomic import write_atomically
 
 ORIGINAL = "none"
+BLIMP = "blimp"
+"""Where a run's folder holds what ``saobp evaluate --tasks blimp`` found of its model."""
 EFFECT = 0.5
 """In per cent of perplexity: the effect that the plan of runs is asked about."""
 MARKERS = "osD^vP"
@@ -47,10 +49,11 @@ FREE = (
 
 @dataclass
 class Setting:
-    """Runs that differ in method and seed alone: loss and result by method, then by seed."""
+    """Runs that differ in method and seed alone: loss, BLiMP's accuracy and results by method."""
 
     recipe: dict[str, Any]
     losses: dict[str, dict[int, float]] = field(default_factory=dict)
+    blimp: dict[str, dict[int, float]] = field(default_factory=dict)
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
@@ -125,6 +128,8 @@ def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
                     "recipe": run.recipe,
                     "result": run.result,
                 }
+                if (path / BLIMP / RESULT).exists():
+                    found[path.name][BLIMP] = read_object(path / BLIMP / RESULT)[BLIMP]
     return found
 
 
@@ -140,6 +145,8 @@ def settings_of(records: Iterable[Mapping[str, Any]]) -> list[Setting]:
         if result.get("eval_loss") is not None:
             setting.losses.setdefault(method, {})[recipe["seed"]] = result["eval_loss"]
             setting.results.setdefault(method, []).append(result)
+        if BLIMP in record:
+            setting.blimp.setdefault(method, {})[recipe["seed"]] = record[BLIMP]["accuracy"]
     return sorted(found.values(), key=lambda one: (one.is_decoder, -sum(map(len, one.losses.values()))))
 
 
@@ -174,6 +181,8 @@ def _page(settings: Sequence[Setting], records: Sequence[Mapping[str, Any]]) -> 
     for setting in settings:
         yield f"## {setting.title}"
         yield markdown_table(_HEADERS, list(_rows(setting)))
+        if setting.blimp:
+            yield _blimp(setting)
         yield _power(setting)
         yield f"Recipe: `{json.dumps(setting.recipe)}`."
     yield made_on(records)
@@ -215,6 +224,18 @@ def _rows(setting: Setting) -> Iterable[list[str]]:
                 f"+{more:,}",
                 speed,
             ]
+
+
+def _blimp(setting: Setting) -> str:
+    """Accuracies on BLiMP and their paired differences from Original, in points of a hundred."""
+    rows = []
+    for method in [method for method in (ORIGINAL, *setting.gains()) if method in setting.blimp]:
+        own = spread(setting.blimp[method].values())
+        base = setting.blimp.get(ORIGINAL, {})
+        gain = None if method == ORIGINAL else paired_gain(setting.blimp[method], base)
+        verdict = "" if gain is None else verdict_in_words(gain, own)
+        rows.append([title_of(method), in_words(own, 2), gain_in_words(gain, 2), verdict])
+    return markdown_table(("method", "BLiMP, %", "difference [95 % interval]", "verdict"), rows)
 
 
 def per_cent(gain: Gain) -> str:

@@ -87,9 +87,10 @@ def pairs_needed(deviation: float, effect: float, power: float = 0.8) -> int:
     """
     if not deviation > 0 or effect == 0:
         raise ValueError(f"power needs a spread above 0 and an effect, not {deviation} and {effect}")
+    ratio = min(abs(effect) / deviation, 30.0)  # beyond, two pairs are enough, and the distribution overflows
     for pairs in range(2, 10_000):
         beyond = float(stats.t.ppf(0.5 + CONFIDENCE / 2, pairs - 1))
-        if stats.nct.sf(beyond, pairs - 1, abs(effect) / deviation * math.sqrt(pairs)) >= power:
+        if stats.nct.sf(beyond, pairs - 1, ratio * math.sqrt(pairs)) >= power:
             return max(pairs, LEAST_PAIRS)
     raise ValueError(f"an effect of {effect} needs more than 10,000 pairs at a spread of {deviation}")
 

@@ -86,7 +86,8 @@ def judge_pairs(
         found = log_likelihoods(model, tokenizer, [("", f" {one}") for one in sentences], advance=advance)
     else:
         found = pseudo_log_likelihoods(model, tokenizer, sentences, advance=advance)
-    kept = {name: split.table[name] for name in ("UID", "field", "pairID")}
+    kept = {name: split.table[name] for name in ("UID", "pairID")}
+    kept["field"] = [field.replace("/", "_") for field in split.column("field")]  # it has both spellings
     return pa.table({**kept, "good": found[: len(split)], "bad": found[len(split) :]})
 
 
