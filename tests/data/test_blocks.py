@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from saobp.data import Blocks, TokenStore, as_it_is, open_corpus, prepare_tokens, train_vocabulary
-from saobp.data.token_store import Description
+from saobp.data import Blocks, TokenStore, identity_collate, open_corpus, prepare_tokens, train_vocabulary
+from saobp.data.token_store import StoreMetadata
 
 
 class Counting(TokenStore):
@@ -24,7 +24,7 @@ class Counting(TokenStore):
     def of(cls, lengths: list[int], first: int = 0) -> Counting:
         ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         total = int(ends[-1])
-        said = Description(1, "<u4", total, len(lengths), 2**31, 3, "same", "counted", "c", "t", "d")
+        said = StoreMetadata(1, "<u4", total, len(lengths), 2**31, 3, "same", "counted", "c", "t", "d")
         store = cls(Path("nowhere"), said)
         store.__dict__["tokens"] = np.arange(first, first + total, dtype="<u4")
         store.__dict__["documents"] = ends
@@ -160,7 +160,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="no corpus"):
         Blocks({}, length=5)
     other = Counting.of([5])
-    object.__setattr__(other, "description", Description(1, "<u4", 5, 1, 9, 3, "other", "n", "c", "t", "d"))
+    object.__setattr__(other, "metadata", StoreMetadata(1, "<u4", 5, 1, 9, 3, "other", "n", "c", "t", "d"))
     with pytest.raises(ValueError, match="corpora a and b were made by different tokenizers"):
         Blocks({"a": store, "b": other}, length=5)
 
@@ -181,7 +181,11 @@ def test_a_loader_takes_batches_whole(real: tuple[TokenStore, PreTrainedTokenize
     blocks = Blocks({"a": store}, length=16, prefix=tokenizer.cls_token_id, seed=1)
     context = "fork" if workers else None
     loader = DataLoader(
-        blocks, batch_size=4, collate_fn=as_it_is, num_workers=workers, multiprocessing_context=context
+        blocks,
+        batch_size=4,
+        collate_fn=identity_collate,
+        num_workers=workers,
+        multiprocessing_context=context,
     )
     batches = [batch["input_ids"] for batch in loader]
     assert torch.equal(torch.cat(batches), blocks.at(range(len(blocks)))["input_ids"])

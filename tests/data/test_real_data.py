@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from saobp.data import Blocks, load_tokenizer, open_corpus, prefix_of, prepare_tokens
-from saobp.data import word_encoder as encoder
+from saobp.data import Blocks, load_tokenizer, open_corpus, prefix_of, prepare_tokens, word_encoder
 from saobp.data.tokenizers import tokenizer_text
 
 pytestmark = pytest.mark.slow
@@ -40,7 +39,7 @@ def test_tokens_are_exactly_the_tokenizers(data_dir: Path, corpus: str, tokenize
     assert len(loaded) == size
     number = 12 if corpus == "gutenberg_books" else 300
     documents = list(itertools.islice(open_corpus(corpus, data_dir).documents(), number))
-    tokens, counts = encoder.Encoder(tokenizer_text(loaded)).encode(documents)
+    tokens, counts = word_encoder.CachedEncoder(tokenizer_text(loaded)).encode(documents)
     plain = [one.ids for one in loaded.backend_tokenizer.encode_batch(documents, add_special_tokens=False)]
     assert counts.tolist() == [len(ids) for ids in plain]
     assert np.array_equal(tokens, [token for ids in plain for token in ids])

@@ -163,7 +163,7 @@ def test_a_mixture_has_a_store_each(texts: Path, tmp_path: Path, tokenizer: PreT
     stores = prepare_corpora(
         ["texts", str(texts / "001.txt")], tokenizer, tmp_path / "stores", data_dir=tmp_path
     )
-    assert [store.description.documents for store in stores.values()] == [60, 1]
+    assert [store.metadata.documents for store in stores.values()] == [60, 1]
     assert len({store.folder for store in stores.values()}) == 2
 
 

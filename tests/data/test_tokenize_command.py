@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.commands.tokenize import obtain_tokenizer
-from saobp.data import TokenStore, load_tokenizer, prepare_corpora, train_vocabulary
-from saobp.data import word_encoder as encoder
+from saobp.data import TokenStore, load_tokenizer, prepare_corpora, train_vocabulary, word_encoder
 from saobp.testing.scripts import load_script
 from saobp.testing.tiny_training import prose
 
@@ -33,7 +32,7 @@ def test_corpora_are_tokenised_and_told(data_dir: Path, tmp_path: Path) -> None:
     assert "two: 1 documents" in done.output
     tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer-bert-60")
     stores = [TokenStore.open(folder) for folder in sorted((tmp_path / "out").glob("[!.]*-????????"))]
-    assert [store.description.corpus for store in stores] == ["one", "two"]
+    assert [store.metadata.corpus for store in stores] == ["one", "two"]
     stores[0].check_tokenizer(tokenizer)
 
 
@@ -42,7 +41,7 @@ def test_a_tokenising_process_that_dies_is_one_sentence(
 ) -> None:
     program = tmp_path / "dies.py"
     program.write_text("import pickle, sys; pickle.load(sys.stdin.buffer); sys.exit(3)")
-    monkeypatch.setattr(encoder, "__file__", str(program))
+    monkeypatch.setattr(word_encoder, "__file__", str(program))
     arguments = [
         "tokenize",
         "one",

@@ -19,9 +19,7 @@ from saobp.data import (
     prefix_of,
     separator_of,
     train_vocabulary,
-)
-from saobp.data import (
-    word_encoder as encoder,
+    word_encoder,
 )
 from saobp.data.tokenizers import SPECIAL, tokenizer_checksum, tokenizer_text
 
@@ -117,7 +115,7 @@ def test_the_checksum_ignores_truncation() -> None:
     before = tokenizer_checksum(tokenizer)
     tokenizer(TEXTS[0], truncation=True, max_length=4, padding="max_length")
     assert tokenizer_checksum(tokenizer) == before
-    tokens, _ = encoder.Encoder(tokenizer_text(tokenizer)).encode(TEXTS[:1])
+    tokens, _ = word_encoder.CachedEncoder(tokenizer_text(tokenizer)).encode(TEXTS[:1])
     assert len(tokens) > 4
 
 
@@ -142,7 +140,7 @@ def test_remembered_words_give_exactly_the_tokenizers_tokens(
     tokenizers: dict[str, PreTrainedTokenizerFast], kind: str
 ) -> None:
     tokenizer = tokenizers[kind]
-    remembering = encoder.Encoder(tokenizer_text(tokenizer))
+    remembering = word_encoder.CachedEncoder(tokenizer_text(tokenizer))
     assert remembering.kind == {"wordpiece": "bert", "bpe": "bytes"}[kind]
 
     @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), max_size=4))
@@ -158,8 +156,8 @@ def test_remembered_words_give_exactly_the_tokenizers_tokens(
 def test_the_memory_starts_afresh_when_full(
     tokenizers: dict[str, PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoder, "MOST_WORDS", 5)
-    remembering = encoder.Encoder(tokenizer_text(tokenizers["wordpiece"]))
+    monkeypatch.setattr(word_encoder, "MAX_CACHED_WORDS", 5)
+    remembering = word_encoder.CachedEncoder(tokenizer_text(tokenizers["wordpiece"]))
     first = [remembering.encode([text])[0].tolist() for text in TEXTS]
     assert len(remembering.words.numbers) < 30
     assert first[:2] == first[2:4]
@@ -168,7 +166,7 @@ def test_the_memory_starts_afresh_when_full(
 def test_a_tokenizer_of_another_kind_gets_whole_texts(tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
     tokenizer = train_vocabulary(TEXTS, 300)
     tokenizer.add_tokens(["lazy dog"])
-    remembering = encoder.Encoder(tokenizer_text(tokenizer))
+    remembering = word_encoder.CachedEncoder(tokenizer_text(tokenizer))
     assert remembering.kind == "whole"
     tokens, _ = remembering.encode([TEXTS[0]])
     assert tokens.tolist() == tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
@@ -178,4 +176,4 @@ def test_a_tokenizer_of_another_kind_gets_whole_texts(tokenizers: dict[str, PreT
         {"normalizer": {"type": "NFC"}},
         {"pre_tokenizer": facts["pre_tokenizer"] | {"add_prefix_space": True}},
     ):
-        assert encoder.kind_of(facts | change) == "whole"
+        assert word_encoder.kind_of(facts | change) == "whole"

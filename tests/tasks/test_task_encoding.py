@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from saobp.data.tasks import load_task
 from saobp.testing.tiny_tasks import tiny_tokenizer
 from saobp.training.finetune.encoding import BUCKETS, Layout, bucket_length, pair_lengths
-from saobp.training.finetune.examples import LengthBatches, choice_texts, encode_rows
+from saobp.training.finetune.examples import LengthBatches, choice_texts, encode_examples
 from saobp.training.finetune.recipe import recipe_for
 from saobp.training.finetune.span import best_spans, encode_spans, window_starts
 
@@ -24,7 +24,7 @@ def tokenizer():
 @pytest.mark.parametrize("name", ["cola", "mrpc", "race-middle"])
 def test_batches_are_what_the_tokenizer_would_make(name, data_dir, tokenizer):
     task = load_task(name, data_dir)
-    rows = encode_rows(task.train, task.spec, tokenizer, 128)
+    rows = encode_examples(task.train, task.spec, tokenizer, 128)
     batch = rows.__getitems__([3, 0, 5])
     if task.spec.kind == "choice":
         texts = choice_texts(task.train, task.spec)
@@ -52,7 +52,7 @@ def test_a_decoders_pairs_get_its_end_of_text_between_them():
 
 def test_long_rows_are_cut_and_counted(data_dir, tokenizer):
     task = load_task("mrpc", data_dir)
-    rows = encode_rows(task.train, task.spec, tokenizer, 16)
+    rows = encode_examples(task.train, task.spec, tokenizer, 16)
     assert rows.lengths.max() == 16
     assert rows.cut == 1.0
     assert rows.__getitems__(list(range(24)))["input_ids"].shape == (24, 16)

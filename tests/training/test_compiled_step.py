@@ -16,7 +16,7 @@ import saobp
 from saobp.metrics.health.recorder import Recorder
 from saobp.regularizers import Regularizer, regularizer
 from saobp.sizes import Size
-from saobp.training import architectures as models
+from saobp.training import architectures
 from saobp.training.architectures import build_model
 from saobp.training.compiled_step import loss_as_forward
 from saobp.training.head_records import MEASURED
@@ -27,7 +27,7 @@ OBJECTIVE = MaskedLM(VOCABULARY, 4, (0, 1, 2, 3, 4))
 
 
 def small(family: str, refinement: str | None = None) -> PreTrainedModel:
-    models.SIZES["test"] = Size(2, 16, 2, 32)
+    architectures.SIZES["test"] = Size(2, 16, 2, 32)
     model = build_model(family, "test", vocabulary=VOCABULARY, length=12, dropout=0.0, seed=3)
     return model if refinement is None else saobp.apply(model, refinement)
 

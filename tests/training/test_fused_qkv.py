@@ -16,8 +16,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedModel
 
 import saobp
 from saobp.sizes import Size
-from saobp.training import architectures as models
-from saobp.training import compiled_step as step
+from saobp.training import architectures, compiled_step
 from saobp.training.architectures import build_model
 from saobp.training.compiled_step import COMPILER_SETTINGS, gpu_options, loss_as_forward
 from saobp.training.fused_qkv import fusable, fused_projections, is_fused
@@ -28,7 +27,7 @@ OBJECTIVE = MaskedLM(100, 4, (0, 1, 2, 3, 4))
 
 @pytest.fixture(autouse=True)
 def small_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(models.SIZES, "test", Size(2, 16, 2, 32))
+    monkeypatch.setitem(architectures.SIZES, "test", Size(2, 16, 2, 32))
 
 
 def small(refinement: str = "high:learned") -> PreTrainedModel:
@@ -105,7 +104,7 @@ def test_a_compiled_step_stays_one_graph_with_fewer_products(
     original = torch.compile
     found = []
     for joins in (fused_projections, lambda _: nullcontext()):
-        monkeypatch.setattr(step, "fused_projections", joins)
+        monkeypatch.setattr(compiled_step, "fused_projections", joins)
         counts: Counter[str] = Counter()
         model = small("high:0.2")
         with counting(counts) as backend:
@@ -200,8 +199,8 @@ def test_where_products_stay_apart(how: str) -> None:
 
 
 def test_the_compiler_is_told_only_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "COMPILER_SETTINGS", {})
+    monkeypatch.setattr(compiled_step, "COMPILER_SETTINGS", {})
     assert gpu_options() is None
-    monkeypatch.setattr(step, "COMPILER_SETTINGS", {"combo_kernels": True, "of_another_version": 1})
+    monkeypatch.setattr(compiled_step, "COMPILER_SETTINGS", {"combo_kernels": True, "of_another_version": 1})
     assert gpu_options() == {"combo_kernels": True}
     assert set(COMPILER_SETTINGS) <= set(torch._inductor.list_options())

@@ -1,4 +1,4 @@
-"""A replayed step gives the loss and the gradients of the step that was recorded, of every batch anew."""
+"""A replayed step gives the loss and the gradients of the step that was captured, of every batch anew."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from saobp.runs.folder import RunFolder
 from saobp.testing.tiny_training import small_recipe, train_small
-from saobp.training import graphed_step as replay
-from saobp.training.graphed_step import PLAIN_STEPS, Batch, ReplayedStep, distance
+from saobp.training import graphed_step
+from saobp.training.graphed_step import WARMUP_STEPS, Batch, GraphedStep, relative_difference
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="recording needs a GPU")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
 
 class Line:
@@ -33,7 +33,7 @@ class Line:
         loss.backward()
         return loss.detach()
 
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+    def capture(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
         """As a GPU does it: results always come into the same memory, and Python sees none of it."""
         loss, gradient = torch.tensor(float("nan")), torch.tensor(float("nan"))
 
@@ -54,24 +54,24 @@ def batches(count: int) -> list[Batch]:
 
 def test_every_batch_is_computed_once_and_its_gradients_are_there() -> None:
     line = Line()
-    step = ReplayedStep(line.compute, line.parameters, print, line.record)
+    step = GraphedStep(line.compute, line.parameters, print, line.capture)
     losses = []
-    for number, batch in enumerate(batches(PLAIN_STEPS + 4)):
+    for number, batch in enumerate(batches(WARMUP_STEPS + 4)):
         losses.append(step(batch))
         assert line.slope.grad is not None
         assert line.slope.grad.item() == 2 * line.slope.item() * (1 + number**2)
         assert line.unused.grad is None
         line.slope.grad.zero_()  # clipping changes gradients in place
         line.slope.grad = None
-    assert [loss.item() for loss in losses] == [4.0 * (1 + number**2) for number in range(PLAIN_STEPS + 4)]
-    assert line.computed == PLAIN_STEPS + 4
+    assert [loss.item() for loss in losses] == [4.0 * (1 + number**2) for number in range(WARMUP_STEPS + 4)]
+    assert line.computed == WARMUP_STEPS + 4
 
 
 def test_a_batch_of_another_shape_is_computed_for_itself() -> None:
-    """It would be copied into all rows of the recorded one."""
+    """It would be copied into all rows of the captured one."""
     line = Line()
-    step = ReplayedStep(line.compute, line.parameters, print, line.record)
-    for batch in batches(PLAIN_STEPS + 1):
+    step = GraphedStep(line.compute, line.parameters, print, line.capture)
+    for batch in batches(WARMUP_STEPS + 1):
         step(batch)
         line.slope.grad = None
     assert step({"x": torch.tensor([3.0])}).item() == 36.0
@@ -87,15 +87,15 @@ def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
 
     line, said = Line(), list[str]()
-    step = ReplayedStep(line.compute, line.parameters, said.append, refuse)
-    for number, batch in enumerate(batches(PLAIN_STEPS + 3)):
+    step = GraphedStep(line.compute, line.parameters, said.append, refuse)
+    for number, batch in enumerate(batches(WARMUP_STEPS + 3)):
         line.slope.grad = None
         assert step(batch).item() == 4.0 * (1 + number**2)
         assert line.slope.grad is not None
         assert line.slope.grad.item() == 4 * (1 + number**2)
     assert said == [
-        "The step cannot be recorded (operation not permitted when stream is capturing), so its kernels "
-        "are launched one by one."
+        "The step cannot be captured as a CUDA graph (operation not permitted when stream is capturing), "
+        "so its kernels are launched one by one."
     ]
 
 
@@ -105,8 +105,8 @@ def test_wrong_gradients_of_a_recording_end_it(factor: float) -> None:
     line, said = Line(), list[str]()
     replays = 0
 
-    def record(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-        loss, again = line.record(compute)
+    def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+        loss, again = line.capture(compute)
         gradient = line.slope.grad
         assert gradient is not None
 
@@ -118,28 +118,28 @@ def test_wrong_gradients_of_a_recording_end_it(factor: float) -> None:
 
         return loss, spoilt
 
-    step = ReplayedStep(line.compute, line.parameters, said.append, record, slowly=line.compute)
-    for number, batch in enumerate(batches(PLAIN_STEPS + 8)):
+    step = GraphedStep(line.compute, line.parameters, said.append, capture, eager=line.compute)
+    for number, batch in enumerate(batches(WARMUP_STEPS + 8)):
         line.slope.grad = None
         assert step(batch).item() == 4.0 * (1 + number**2)
         assert line.slope.grad is not None
-        if number != PLAIN_STEPS + 2:
+        if number != WARMUP_STEPS + 2:
             assert line.slope.grad.item() == 4 * (1 + number**2)
     assert replays == 4
     assert len(said) == 1
-    assert "Gradients of the recorded step are wrong" in said[0]
+    assert "Gradients of the captured step are wrong" in said[0]
     assert "at replay 4" in said[0]
 
 
 def test_a_recording_that_agrees_is_compared_ever_more_rarely() -> None:
     line, said, compared = Line(), list[str](), list[float]()
 
-    def slowly(batch: Batch) -> Tensor:
-        compared.append(batch["x"][1].item() - PLAIN_STEPS + 1)
+    def eager(batch: Batch) -> Tensor:
+        compared.append(batch["x"][1].item() - WARMUP_STEPS + 1)
         return line.compute(batch)
 
-    step = ReplayedStep(line.compute, line.parameters, said.append, line.record, slowly=slowly)
-    for number, batch in enumerate(batches(PLAIN_STEPS + 20)):
+    step = GraphedStep(line.compute, line.parameters, said.append, line.capture, eager=eager)
+    for number, batch in enumerate(batches(WARMUP_STEPS + 20)):
         line.slope.grad = None
         assert step(batch).item() == 4.0 * (1 + number**2)
         assert line.slope.grad is not None
@@ -151,28 +151,28 @@ def test_a_recording_that_agrees_is_compared_ever_more_rarely() -> None:
 def test_a_comparison_that_fails_is_said_once_and_changes_nothing() -> None:
     line, said = Line(), list[str]()
 
-    def slowly(_: Batch) -> Tensor:
+    def eager(_: Batch) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    step = ReplayedStep(line.compute, line.parameters, said.append, line.record, slowly=slowly)
-    for number, batch in enumerate(batches(PLAIN_STEPS + 9)):
+    step = GraphedStep(line.compute, line.parameters, said.append, line.capture, eager=eager)
+    for number, batch in enumerate(batches(WARMUP_STEPS + 9)):
         assert step(batch).item() == 4.0 * (1 + number**2)
         assert line.slope.grad is not None
         assert line.slope.grad.item() == 4.0 * (1 + number**2)
         line.slope.grad = None
-    assert said == ["The recorded step cannot be compared with the uncompiled one (CUDA out of memory.)."]
-    assert not step.distrusts
+    assert said == ["The captured step cannot be compared with the uncompiled one (CUDA out of memory.)."]
+    assert not step.uses_eager
 
 
 def test_a_step_told_to_go_slowly_records_nothing() -> None:
     line, other = Line(), Line()
-    step = ReplayedStep(line.compute, line.parameters, print, line.record, slowly=other.compute)
-    assert not step.distrusts
-    step.go_slowly()
-    assert step.distrusts
-    for batch in batches(PLAIN_STEPS + 3):
+    step = GraphedStep(line.compute, line.parameters, print, line.capture, eager=other.compute)
+    assert not step.uses_eager
+    step.use_eager()
+    assert step.uses_eager
+    for batch in batches(WARMUP_STEPS + 3):
         step(batch)
-    assert (line.computed, other.computed) == (0, PLAIN_STEPS + 3)
+    assert (line.computed, other.computed) == (0, WARMUP_STEPS + 3)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
@@ -180,14 +180,14 @@ def test_a_run_that_diverged_does_not_blame_the_recording(value: float) -> None:
     """Both ways give the same then, which says nothing against the replay."""
     line, said, slow_steps = Line(), list[str](), 0
 
-    def slowly(batch: Batch) -> Tensor:
+    def eager(batch: Batch) -> Tensor:
         nonlocal slow_steps
         slow_steps += 1
         return line.compute(batch)
 
-    step = ReplayedStep(line.compute, line.parameters, said.append, line.record, slowly=slowly)
-    for number, batch in enumerate(batches(PLAIN_STEPS + 20)):
-        if number == PLAIN_STEPS + 2:
+    step = GraphedStep(line.compute, line.parameters, said.append, line.capture, eager=eager)
+    for number, batch in enumerate(batches(WARMUP_STEPS + 20)):
+        if number == WARMUP_STEPS + 2:
             line.slope.data.fill_(value)
         line.slope.grad = None
         step(batch)
@@ -196,9 +196,9 @@ def test_a_run_that_diverged_does_not_blame_the_recording(value: float) -> None:
 
 
 def test_gradients_where_there_should_be_none_are_infinitely_apart() -> None:
-    assert distance([torch.ones(2)], [torch.zeros(2)]) == float("inf")
-    assert distance([torch.ones(2)], [None]) == float("inf")
-    assert distance([None], [None]) == 0
+    assert relative_difference([torch.ones(2)], [torch.zeros(2)]) == float("inf")
+    assert relative_difference([torch.ones(2)], [None]) == float("inf")
+    assert relative_difference([None], [None]) == 0
 
 
 @on_gpu
@@ -222,7 +222,7 @@ def test_a_run_learns_the_same_by_replay(
     recipe = replace(recipe, compiled=True, precision="bf16", dropout=0.0)
     said: list[str] = []
     train_small(recipe, tmp_path / "replayed", say=said.append)
-    monkeypatch.setattr(replay, "PLAIN_STEPS", 100)
+    monkeypatch.setattr(graphed_step, "WARMUP_STEPS", 100)
     train_small(recipe, tmp_path / "plain")
     assert not said
     one, other = (
@@ -242,10 +242,10 @@ def with_dropout(weight: nn.Parameter, batch: Batch) -> Tensor:
 @on_gpu
 def test_dropout_is_drawn_anew_in_every_replay() -> None:
     weight = nn.Parameter(torch.ones(1000, device="cuda"))
-    step = ReplayedStep(partial(with_dropout, weight), [weight], print)
+    step = GraphedStep(partial(with_dropout, weight), [weight], print)
     batch = {"x": torch.ones(1000, device="cuda")}
     gradients = []
-    for _ in range(PLAIN_STEPS + 5):
+    for _ in range(WARMUP_STEPS + 5):
         weight.grad = None
         loss = step(batch)
         assert weight.grad is not None
@@ -260,13 +260,13 @@ def test_after_a_recording_that_fails_dropout_goes_on_in_the_same_stream() -> No
 
     def compute(batch: Batch) -> Tensor:
         loss = with_dropout(weight, batch)
-        assert loss.item() > 0  # waits for the device, which no recording allows
+        assert loss.item() > 0  # waits for the device, which no capture allows
         return loss
 
     said: list[str] = []
-    step, stream = ReplayedStep(compute, [weight], said.append), torch.cuda.current_stream()
+    step, stream = GraphedStep(compute, [weight], said.append), torch.cuda.current_stream()
     losses = []
-    for _ in range(PLAIN_STEPS + 4):
+    for _ in range(WARMUP_STEPS + 4):
         weight.grad = None
         losses.append(step({"x": torch.ones(1000, device="cuda")}).item())
     assert len(said) == 1

@@ -19,7 +19,7 @@ from saobp.testing.tiny_training import forked, small_recipe, small_tokenizer, t
 from saobp.training import trainer
 from saobp.training.architectures import build_model
 from saobp.training.averaging import WeightAverage
-from saobp.training.batches import HELD_OUT_SEED, Share
+from saobp.training.batches import HELD_OUT_SEED, BatchShard
 from saobp.training.muon import MuonWithAdamW, hidden_matrices
 from saobp.training.objectives import HELD_OUT_SHARE, MaskedLM, row_seeds
 from saobp.training.recipes import named_recipe, parse_override
@@ -79,7 +79,7 @@ def test_every_choice_together_learns(family: str, tmp_path: Path) -> None:
 
 def test_a_falling_share_hides_fewer_tokens_at_every_step() -> None:
     recipe = small_recipe(masked_share=0.5, masked_share_end=0.25, steps=12)
-    share = Share(recipe, 0, 1, torch.device("cpu"))
+    share = BatchShard(recipe, 0, 1, torch.device("cpu"))
 
     class Zeros:
         def __len__(self) -> int:

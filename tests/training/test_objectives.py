@@ -14,7 +14,7 @@ import saobp
 from saobp.kernels.dispatch import Path
 from saobp.sizes import Size
 from saobp.testing.tiny_training import small_tokenizer
-from saobp.training import architectures as models
+from saobp.training import architectures
 from saobp.training.architectures import build_model
 from saobp.training.compiled_step import loss_as_forward
 from saobp.training.objectives import CausalLM, MaskedLM, head_of, objective_of, row_seeds, scrambled
@@ -25,7 +25,7 @@ OBJECTIVE = MaskedLM(1000, 4, SPECIAL)
 
 @pytest.fixture(autouse=True)
 def small_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(models.SIZES, "test", Size(2, 16, 2, 32))
+    monkeypatch.setitem(architectures.SIZES, "test", Size(2, 16, 2, 32))
 
 
 def small(family: str, refinement: str | None = None, **options):  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ import saobp
 from saobp.runs.folder import RunFolder
 from saobp.testing.tiny_training import RandomRows, small_recipe, small_tokenizer, train_small
 from saobp.training import pretrain as pretraining
-from saobp.training.batches import TOGETHER, Share, TrainingStream, held_out_batches
+from saobp.training.batches import TOGETHER, BatchShard, TrainingStream, held_out_batches
 from saobp.training.trainer import PretrainTrainer, arguments
 
 KEYS = {"step", "tokens", "seconds", "loss", "grad_norm", "learning_rate"}
@@ -157,7 +157,7 @@ def test_batches_are_gathered_some_steps_at_once_and_pass_on_what_went_wrong() -
 
     asked: list[int] = []
     recipe = small_recipe()
-    share = Share(recipe, 0, 1, torch.device("cpu"))
+    share = BatchShard(recipe, 0, 1, torch.device("cpu"))
     stream = iter(TrainingStream(Failing(10, recipe.length, 60), share, lambda: 0))
     assert len([next(stream) for _ in range(TOGETHER)]) == TOGETHER
     assert asked == [TOGETHER * recipe.batch_size]
@@ -168,7 +168,7 @@ def test_batches_are_gathered_some_steps_at_once_and_pass_on_what_went_wrong() -
 def test_the_stream_starts_anywhere_and_never_ends() -> None:
     recipe = small_recipe(accumulation=2)
     rows = RandomRows(10, recipe.length, 60)
-    share = Share(recipe, 0, 1, torch.device("cpu"))
+    share = BatchShard(recipe, 0, 1, torch.device("cpu"))
     parts = 2 * (TOGETHER + 5)
     first = list(itertools.islice(TrainingStream(rows, share, lambda: 0), parts))
     later = list(itertools.islice(TrainingStream(rows, share, lambda: 3), parts - 6))
@@ -183,7 +183,7 @@ def test_the_stream_starts_anywhere_and_never_ends() -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_held_out_batches_are_shared_and_fit_little_text(processes: int) -> None:
     recipe = small_recipe(batch_size=8, evaluation_rows=20)
-    shares = [Share(recipe, rank, processes, torch.device("cpu")) for rank in range(processes)]
+    shares = [BatchShard(recipe, rank, processes, torch.device("cpu")) for rank in range(processes)]
     many, few = RandomRows(50, recipe.length, 60), RandomRows(5, recipe.length, 60)
     assert [len(held_out_batches(many, share)) for share in shares] == [2] * processes
     assert (

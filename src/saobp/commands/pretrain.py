@@ -31,7 +31,8 @@ EXPLANATION = """\
 def pretrain(
     out: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
     corpus: Annotated[
-        str, typer.Option(help="Texts with weights, as in a:0.6,b:0.4, or one; default: all in --tokens.")
+        str,
+        typer.Option(help="Texts with weights, as in a:0.6,b:0.4, or one; default: all in --tokens."),
     ] = "",
     data_dir: Annotated[Path | None, typer.Option(help="Folder in which texts and tokenizers are.")] = None,
     tokens: Annotated[Path, typer.Option(help="Folder of token stores, made or used.")] = Path("tokens"),
@@ -80,14 +81,14 @@ def pretrain(
             return
         RunFolder(out).check_free(resume)
         from saobp.progress import ProgressBars
-        from saobp.training.dataset import find_texts
+        from saobp.training.dataset import find_pretraining_data
         from saobp.training.pretrain import pretrain as train
         from saobp.training.progress import plain_sentences
         from saobp.training.trackers import trackers
 
         trackers(report_to)
         with ProgressBars(console) as bars:
-            texts = find_texts(
+            texts = find_pretraining_data(
                 family,
                 corpus,
                 length=resolved.length,

@@ -45,7 +45,7 @@ def tokenize(
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)
     for name, store in stores.items():
-        said = store.description
+        said = store.metadata
         console.print(
             Text(f"{name}: {said.documents:,} documents, {said.tokens:,} tokens in {store.folder}"),
             soft_wrap=True,
@@ -64,10 +64,10 @@ def obtain_tokenizer(
     Both that and the two of the families are left in ``out``: the folder is then all that training needs.
     """
     from saobp.data import load_tokenizer
-    from saobp.data.tokenizer_store import learned_tokenizer, leave_beside, size_to_learn
+    from saobp.data.tokenizer_store import save_family_tokenizer, size_to_train, trained_tokenizer
 
-    size = size_to_learn(name)
+    size = size_to_train(name)
     if size is not None:
-        return learned_tokenizer(out, "bert", size, corpora, data_dir=data_dir, progress=progress)
+        return trained_tokenizer(out, "bert", size, corpora, data_dir=data_dir, progress=progress)
     found = load_tokenizer(name, data_dir)
-    return leave_beside(found, out, name) if name in ("bert", "gpt2") else found
+    return save_family_tokenizer(found, out, name) if name in ("bert", "gpt2") else found

@@ -102,7 +102,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.__getitems__([index])["input_ids"][0]}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """A batch at once, ``{"input_ids": [batch, length]}``: use :func:`as_it_is` to collate."""
+        """A batch at once, ``{"input_ids": [batch, length]}``: use :func:`identity_collate` to collate."""
         return self.at(self.epoch * len(self) + np.asarray(indices, dtype=np.int64))
 
     def at(self, numbers: Sequence[int] | NDArray[np.int64]) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return self.__dict__ | {"_order": None}
 
 
-def as_it_is(batch: Any) -> Any:
+def identity_collate(batch: Any) -> Any:
     """The collate function for a dataset whose batches are ready, such as :class:`Blocks`."""
     return batch
 
@@ -227,7 +227,7 @@ def _kept_documents(
     far more than that is passed over; where every one would, the end of the last document is held out.
     """
     starts, ends = store.documents[:-1], store.documents[1:]
-    wanted = held_out * store.description.tokens
+    wanted = held_out * store.metadata.tokens
     chosen = np.zeros(len(starts), dtype=bool)
     taken = 0
     for place in np.random.default_rng(_HOLDING_OUT).permutation(len(starts)):
@@ -250,7 +250,7 @@ def _check_together(stores: Mapping[str, TokenStore]) -> None:
         raise ValueError("there is no corpus to make blocks of")
     first, *others = stores
     for name in others:
-        one, other = stores[first].description, stores[name].description
+        one, other = stores[first].metadata, stores[name].metadata
         if one.tokenizer_checksum != other.tokenizer_checksum:
             raise ValueError(
                 f"corpora {first} and {name} were made by different tokenizers (vocabularies of "

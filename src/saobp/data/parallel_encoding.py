@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from saobp.data import word_encoder as encoder
+from saobp.data import word_encoder
 
 CHARACTERS_AT_ONCE = 2**20
 WORTH_A_PROCESS = 8 * 2**20
@@ -25,7 +25,7 @@ WORTH_A_PROCESS = 8 * 2**20
 
 
 @dataclass(frozen=True)
-class Piece:
+class EncodedGroup:
     """Some documents: their tokens without separators, how many each has, and the characters of text."""
 
     tokens: NDArray[np.uint32]
@@ -43,43 +43,45 @@ def processes_for(size: int, asked: int | None) -> int:
     return max(1, min(cores, size // WORTH_A_PROCESS))
 
 
-def encoded_pieces(documents: Iterable[str], description: str, processes: int) -> Iterator[Piece]:
-    """The documents as pieces of tokens, in order."""
+def encode_in_parallel(
+    documents: Iterable[str], tokenizer_json: str, processes: int
+) -> Iterator[EncodedGroup]:
+    """The tokens of the documents, group by group, in order."""
     groups = _groups(documents)
     if processes == 1:
-        own = encoder.Encoder(description)
+        own = word_encoder.CachedEncoder(tokenizer_json)
         for group in groups:
-            yield Piece(*own.encode(group), sum(map(len, group)))
+            yield EncodedGroup(*own.encode(group), sum(map(len, group)))
         return
-    with _Crew(processes, description) as crew:
-        waiting: deque[Future[Piece]] = deque()
+    with _WorkerPool(processes, tokenizer_json) as pool:
+        waiting: deque[Future[EncodedGroup]] = deque()
         for group in groups:
-            waiting.append(crew.submit(group))
+            waiting.append(pool.submit(group))
             if len(waiting) > 2 * processes:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
 
 
-class _Crew:
-    """Processes that run ``encoder.py``, each served by a thread of this one."""
+class _WorkerPool:
+    """Processes that run ``word_encoder.py``, each served by a thread of this one."""
 
-    def __init__(self, processes: int, description: str) -> None:
+    def __init__(self, processes: int, tokenizer_json: str) -> None:
         self.workers: list[subprocess.Popen[bytes]] = []
         self.free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         self.threads = ThreadPoolExecutor(processes)
-        program = [sys.executable, "-P", str(Path(encoder.__file__))]
+        program = [sys.executable, "-P", str(Path(word_encoder.__file__))]
         try:
             for _ in range(processes):
                 worker = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
                 self.workers.append(worker)
-                _send(worker, description)
+                _send(worker, tokenizer_json)
                 self.free.put(worker)
         except BaseException:
             self.__exit__()
             raise
 
-    def __enter__(self) -> _Crew:
+    def __enter__(self) -> _WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,10 +95,10 @@ class _Crew:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def submit(self, texts: list[str]) -> Future[Piece]:
+    def submit(self, texts: list[str]) -> Future[EncodedGroup]:
         return self.threads.submit(self._encode, texts)
 
-    def _encode(self, texts: list[str]) -> Piece:
+    def _encode(self, texts: list[str]) -> EncodedGroup:
         worker = self.free.get()
         assert worker.stdout is not None
         try:
@@ -113,7 +115,7 @@ class _Crew:
         if isinstance(answer, str):
             raise ChildProcessError(f"a tokenising process failed: {answer}")
         tokens, counts = answer
-        return Piece(tokens, counts, sum(map(len, texts)))
+        return EncodedGroup(tokens, counts, sum(map(len, texts)))
 
 
 def _send(worker: subprocess.Popen[bytes], what: object) -> None:

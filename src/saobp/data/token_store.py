@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from saobp.data.corpora import Corpus, open_corpus
-from saobp.data.parallel_encoding import encoded_pieces, processes_for
+from saobp.data.parallel_encoding import encode_in_parallel, processes_for
 from saobp.data.tokenizers import separator_of, tokenizer_checksum, tokenizer_text
 from saobp.storage.atomic import NO_ROOM, reason, replacing
 from saobp.storage.locks import exclusive
 
-TOKENS, DOCUMENTS, DESCRIPTION = "tokens.bin", "documents.npy", "store.json"
+TOKENS, DOCUMENTS, METADATA = "tokens.bin", "documents.npy", "store.json"
 FORMAT = 1
 
 Progress = Callable[[int, int], object]
@@ -28,7 +28,7 @@ Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
-class Description:
+class StoreMetadata:
     """What ``store.json`` says; it is written last, so a store that has one is complete."""
 
     format: int
@@ -49,12 +49,12 @@ class TokenStore:
     """The tokens of a corpus; every document ends with the separator."""
 
     folder: Path
-    description: Description
+    metadata: StoreMetadata
 
     @classmethod
     def open(cls, folder: str | Path, *, verify: bool = True) -> TokenStore:
         """Open a finished store; ``verify`` also reads all of it to compare checksums."""
-        store = cls(Path(folder), _read_description(Path(folder)))
+        store = cls(Path(folder), _read_metadata(Path(folder)))
         store._check_sizes()
         if verify:
             store.verify()
@@ -63,7 +63,7 @@ class TokenStore:
     @cached_property
     def tokens(self) -> NDArray[Any]:
         """Every token of the corpus, ``[tokens]``, mapped from the file."""
-        return np.memmap(self.folder / TOKENS, dtype=self.description.dtype, mode="r")
+        return np.memmap(self.folder / TOKENS, dtype=self.metadata.dtype, mode="r")
 
     @cached_property
     def documents(self) -> NDArray[np.int64]:
@@ -73,33 +73,33 @@ class TokenStore:
     @property
     def checksum(self) -> str:
         """SHA-256 of the tokens."""
-        return self.description.tokens_checksum
+        return self.metadata.tokens_checksum
 
     @property
     def vocabulary(self) -> int:
-        return self.description.vocabulary
+        return self.metadata.vocabulary
 
     @property
     def separator(self) -> int:
-        return self.description.separator
+        return self.metadata.separator
 
     def verify(self) -> None:
         """Compare the files with the checksums they were written with."""
         for name, said in (
-            (TOKENS, self.description.tokens_checksum),
-            (DOCUMENTS, self.description.documents_checksum),
+            (TOKENS, self.metadata.tokens_checksum),
+            (DOCUMENTS, self.metadata.documents_checksum),
         ):
             with (self.folder / name).open("rb") as contents:
                 found = hashlib.file_digest(contents, "sha256").hexdigest()
             if found != said:
                 raise ValueError(
                     f"{self.folder / name} has changed since it was written: its SHA-256 is {found[:12]}..., "
-                    f"{DESCRIPTION} says {said[:12]}...; delete {self.folder} and prepare it again"
+                    f"{METADATA} says {said[:12]}...; delete {self.folder} and prepare it again"
                 )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Refuse a tokenizer other than the one that made the store."""
-        if tokenizer_checksum(tokenizer) == self.description.tokenizer_checksum:
+        if tokenizer_checksum(tokenizer) == self.metadata.tokenizer_checksum:
             return
         if len(tokenizer) != self.vocabulary:
             raise ValueError(
@@ -112,7 +112,7 @@ class TokenStore:
         )
 
     def _check_sizes(self) -> None:
-        said = self.description
+        said = self.metadata
         for name in (TOKENS, DOCUMENTS):
             if not (self.folder / name).is_file():
                 raise ValueError(f"{self.folder} is not complete: it has no {name}")
@@ -120,7 +120,7 @@ class TokenStore:
         if size != due:
             raise ValueError(
                 f"{self.folder / TOKENS} is {'truncated' if size < due else 'too long'}: "
-                f"{size} bytes where {DESCRIPTION} says {due}; delete {self.folder} and prepare it again"
+                f"{size} bytes where {METADATA} says {due}; delete {self.folder} and prepare it again"
             )
         try:
             starts = self.documents
@@ -135,7 +135,7 @@ class TokenStore:
 
     def __getstate__(self) -> dict[str, Any]:
         """Only where it is: a loader's worker maps the file itself instead of being sent its contents."""
-        return {"folder": self.folder, "description": self.description}
+        return {"folder": self.folder, "metadata": self.metadata}
 
 
 def prepare_tokens(
@@ -207,14 +207,12 @@ def folder_name(corpus: str) -> str:
 
 def _matching(folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenStore | None:
     """What is in the folder, if it is complete and of this corpus and tokenizer."""
-    if not (folder / DESCRIPTION).exists():
+    if not (folder / METADATA).exists():
         if folder.exists() and any(folder.iterdir()):
-            raise ValueError(
-                f"{folder} holds other files and no {DESCRIPTION}: name an empty or a new folder"
-            )
+            raise ValueError(f"{folder} holds other files and no {METADATA}: name an empty or a new folder")
         return None
     try:
-        said = _read_description(folder)
+        said = _read_metadata(folder)
         if (said.corpus_checksum, said.tokenizer_checksum) != (
             corpus.checksum,
             tokenizer_checksum(tokenizer),
@@ -235,19 +233,19 @@ def _write(
     whole = hashlib.sha256()
     ends: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
     with (folder / TOKENS).open("wb") as out:
-        for piece in encoded_pieces(corpus.documents(), tokenizer_text(tokenizer), processes):
-            stops = np.cumsum(piece.counts)
-            separated = np.insert(piece.tokens, stops, separator).astype(dtype)
+        for group in encode_in_parallel(corpus.documents(), tokenizer_text(tokenizer), processes):
+            stops = np.cumsum(group.counts)
+            separated = np.insert(group.tokens, stops, separator).astype(dtype)
             out.write(separated.data)
             whole.update(separated.data)
             ends.append(ends[-1][-1] + stops + np.arange(1, len(stops) + 1))
-            done += piece.size
+            done += group.size
             tell(min(done, total), total)
     starts = np.concatenate(ends)
     np.save(folder / DOCUMENTS, starts)
     with (folder / DOCUMENTS).open("rb") as contents:
         documents_checksum = hashlib.file_digest(contents, "sha256").hexdigest()
-    description = Description(
+    metadata = StoreMetadata(
         format=FORMAT,
         dtype=dtype.str,
         tokens=int(starts[-1]),
@@ -260,18 +258,18 @@ def _write(
         tokens_checksum=whole.hexdigest(),
         documents_checksum=documents_checksum,
     )
-    (folder / DESCRIPTION).write_text(json.dumps(asdict(description), indent=2) + "\n", encoding="utf-8")
+    (folder / METADATA).write_text(json.dumps(asdict(metadata), indent=2) + "\n", encoding="utf-8")
 
 
-def _read_description(folder: Path) -> Description:
-    file = folder / DESCRIPTION
+def _read_metadata(folder: Path) -> StoreMetadata:
+    file = folder / METADATA
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} is no token store: it has no {DESCRIPTION}")
+        raise FileNotFoundError(f"{folder} is no token store: it has no {METADATA}")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             raise ValueError(f"its format is {values['format']}, this saobp reads {FORMAT}")
-        return Description(**{field.name: values[field.name] for field in fields(Description)})
+        return StoreMetadata(**{field.name: values[field.name] for field in fields(StoreMetadata)})
     except KeyError as problem:
         raise ValueError(f"{file} does not describe a token store: it has no {problem}") from None
     except (ValueError, TypeError) as problem:

@@ -23,17 +23,17 @@ ORIGIN = "learned_from.json"
 LEARNED = "train:"
 
 
-def place_beside(tokens: str | Path, family: str, size: int | None = None) -> Path:
+def tokenizer_path(tokens: str | Path, family: str, size: int | None = None) -> Path:
     """Where a family's tokenizer lies in a folder of token stores; with ``size``, a learned one."""
-    return Path(tokens, f"tokenizer-{words_of(family)}{'' if size is None else f'-{size}'}")
+    return Path(tokens, f"tokenizer-{tokenizer_family(family)}{'' if size is None else f'-{size}'}")
 
 
-def words_of(family: str) -> str:
+def tokenizer_family(family: str) -> str:
     """The family whose tokenizer a family of models uses: ModernBERT has BERT's, Llama GPT-2's."""
     return "gpt2" if family in DECODERS else "bert"
 
 
-def size_to_learn(tokenizer: str) -> int | None:
+def size_to_train(tokenizer: str) -> int | None:
     """The size in ``train:SIZE``; None for any other name of a tokenizer."""
     if not tokenizer.startswith(LEARNED):
         return None
@@ -43,13 +43,13 @@ def size_to_learn(tokenizer: str) -> int | None:
     return int(size)
 
 
-def sizes_beside(tokens: str | Path, family: str) -> list[str]:
+def trained_sizes(tokens: str | Path, family: str) -> list[str]:
     """Sizes of the learned vocabularies in a folder of token stores."""
-    start = f"{place_beside(tokens, family).name}-"
+    start = f"{tokenizer_path(tokens, family).name}-"
     return sorted(path.name.removeprefix(start) for path in Path(tokens).glob(f"{start}*"))
 
 
-def learned_tokenizer(
+def trained_tokenizer(
     tokens: str | Path,
     family: str,
     size: int,
@@ -59,7 +59,7 @@ def learned_tokenizer(
     progress: Callable[[str], Progress] | None = None,
 ) -> PreTrainedTokenizerFast:
     """A vocabulary of ``size`` learned from corpora, once; one that lies there of other texts is refused."""
-    place = place_beside(tokens, family, size)
+    place = tokenizer_path(tokens, family, size)
     opened = {name: open_corpus(name, data_dir) for name in corpora}
     if not place.is_dir():
         if not opened:
@@ -68,7 +68,7 @@ def learned_tokenizer(
             if not place.is_dir():
                 texts = Documents(tuple(opened.values()))
                 tell = None if progress is None else progress(f"learning a vocabulary of {size:,}")
-                kind = "bpe" if words_of(family) == "gpt2" else "wordpiece"
+                kind = "bpe" if tokenizer_family(family) == "gpt2" else "wordpiece"
                 found = train_vocabulary(texts, size, kind, progress=tell)
                 _write(found, place, {name: corpus.checksum for name, corpus in opened.items()})
     known = _origin(place).values()
@@ -81,11 +81,11 @@ def learned_tokenizer(
     return load_tokenizer(str(place))
 
 
-def leave_beside(
+def save_family_tokenizer(
     tokenizer: PreTrainedTokenizerFast, tokens: str | Path, family: str
 ) -> PreTrainedTokenizerFast:
     """Write a family's own tokenizer into a folder of token stores, unless it is there; returns what is."""
-    place = place_beside(tokens, family)
+    place = tokenizer_path(tokens, family)
     with exclusive(place):
         if not place.is_dir():
             _write(tokenizer, place, {})

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-MOST_WORDS = 1_000_000
-"""Words remembered before the memory starts afresh."""
+MAX_CACHED_WORDS = 1_000_000
+"""Words in the cache before it is cleared."""
 
 PARTS_AT_ONCE = 512
 
@@ -34,31 +34,31 @@ _AROUND_MARKS = {
 """Where a word is cut into parts that have the same tokens alone: GPT-2 keeps runs of marks together."""
 
 
-class Encoder:
-    """A tokenizer that remembers the tokens of every word it has seen.
+class CachedEncoder:
+    """A tokenizer with a cache of the tokens of every word it has seen.
 
     BERT's and GPT-2's tokenizers never look across a blank between words, and most words of a text are
     old ones: only the parts of new words go through the tokenizer, all others are looked up. The tokens
     are exactly those of the tokenizer; one of another kind gets the whole text.
     """
 
-    def __init__(self, description: str) -> None:
-        self.tokenizer = Tokenizer.from_str(description)
-        facts = json.loads(description)
-        self.kind = kind_of(facts)
-        self.between = _token_between(facts)
-        self._forget()
+    def __init__(self, tokenizer_json: str) -> None:
+        self.tokenizer = Tokenizer.from_str(tokenizer_json)
+        settings = json.loads(tokenizer_json)
+        self.kind = kind_of(settings)
+        self.between = _token_between(settings)
+        self._clear()
 
-    def _forget(self) -> None:
-        self.parts = Memory(self._joined)
-        self.words = Memory(self._by_parts)
+    def _clear(self) -> None:
+        self.parts = TokenCache(self._joined)
+        self.words = TokenCache(self._by_parts)
 
     def encode(self, texts: Sequence[str]) -> Tokens:
         """The tokens of all texts."""
         if self.kind == "whole":
             return self._whole(texts)
-        if len(self.words.numbers) > MOST_WORDS:
-            self._forget()
+        if len(self.words.numbers) > MAX_CACHED_WORDS:
+            self._clear()
         split = _bert_words if self.kind == "bert" else _byte_words
         return _grouped(self.words.encode, map(split, texts), len(texts))
 
@@ -92,12 +92,12 @@ class Encoder:
         return np.fromiter(flat, dtype=np.uint32, count=int(counts.sum())), counts
 
 
-class Memory:
-    """The tokens of words, asked of ``learn`` once for each and then looked up."""
+class TokenCache:
+    """The tokens of words: each is encoded once by ``encode_new`` and then looked up."""
 
-    def __init__(self, learn: Callable[[list[str]], Tokens]) -> None:
-        self.learn = learn
-        self.numbers = Numbers()
+    def __init__(self, encode_new: Callable[[list[str]], Tokens]) -> None:
+        self.encode_new = encode_new
+        self.numbers = WordIndex()
         self.tokens = np.empty(2**16, dtype=np.uint32)
         self.starts = np.empty(2**14, dtype=np.int64)
         self.counts = np.empty(2**14, dtype=np.int64)
@@ -106,16 +106,16 @@ class Memory:
     def encode(self, words: list[str]) -> Tokens:
         numbers = np.fromiter(map(self.numbers.__getitem__, words), dtype=np.int64, count=len(words))
         if self.numbers.new:
-            self._remember()
+            self._add_new()
         counts = self.counts[numbers]
         ends = np.cumsum(counts)
         places = np.repeat(self.starts[numbers] - ends + counts, counts)
         places += np.arange(len(places))
         return self.tokens[places], counts
 
-    def _remember(self) -> None:
+    def _add_new(self) -> None:
         new, self.numbers.new = self.numbers.new, []
-        tokens, counts = self.learn(new)
+        tokens, counts = self.encode_new(new)
         last = len(self.numbers)
         self.starts = _with_room(self.starts, last)
         self.counts = _with_room(self.counts, last)
@@ -126,8 +126,8 @@ class Memory:
         self.used += len(tokens)
 
 
-class Numbers(dict[str, int]):
-    """Numbers words as they first appear, and lists those that are new since last asked."""
+class WordIndex(dict[str, int]):
+    """An index for each word in the order of first appearance; ``new`` lists those not yet cached."""
 
     def __init__(self) -> None:
         self.new: list[str] = []
@@ -138,11 +138,11 @@ class Numbers(dict[str, int]):
         return number
 
 
-def kind_of(facts: dict) -> str:
+def kind_of(settings: dict) -> str:
     """``bert`` or ``bytes`` for tokenizers known to look at words between blanks alone, else ``whole``."""
-    model, before = facts["model"], facts.get("pre_tokenizer") or {}
-    normalizer = facts.get("normalizer")
-    added = facts.get("added_tokens") or []
+    model, before = settings["model"], settings.get("pre_tokenizer") or {}
+    normalizer = settings.get("normalizer")
+    added = settings.get("added_tokens") or []
     if any(re.search(r"[\s.,'\"!?;:()/-]", token["content"]) for token in added):
         return "whole"
     if (
@@ -164,11 +164,11 @@ def kind_of(facts: dict) -> str:
     return "whole"
 
 
-def _token_between(facts: dict) -> tuple[int, str] | None:
+def _token_between(settings: dict) -> tuple[int, str] | None:
     """A special token, number and text, that parts two words and comes from no ordinary text."""
-    for token in facts.get("added_tokens") or []:
+    for token in settings.get("added_tokens") or []:
         plain = not any(token[name] for name in ("lstrip", "rstrip", "single_word", "normalized"))
-        if token["special"] and plain and token["content"] != facts["model"].get("unk_token"):
+        if token["special"] and plain and token["content"] != settings["model"].get("unk_token"):
             return token["id"], token["content"]
     return None
 
@@ -211,7 +211,7 @@ def main() -> None:
     """Answer pieces of work, each a list of texts, until there are no more."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     given, answers = sys.stdin.buffer, sys.stdout.buffer
-    encoder = Encoder(pickle.load(given))
+    encoder = CachedEncoder(pickle.load(given))
     while True:
         try:
             texts = pickle.load(given)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from saobp.lab.scales import Scale
-from saobp.training.dataset import Texts, find_texts
+from saobp.training.dataset import PretrainingData, find_pretraining_data
 from saobp.training.recipes import PretrainRecipe
 
 
@@ -19,16 +19,16 @@ class DataSources:
     tokens: Path
     data_dir: Path | None = None
 
-    def texts(self, recipe: PretrainRecipe) -> Texts:
+    def texts(self, recipe: PretrainRecipe) -> PretrainingData:
         """Rows for one run; runs of one family and corpus share them, each in the order of its seed."""
         found = _texts(self, recipe.family, recipe.corpus, recipe.length)
         return replace(found, train=found.train.with_seed(recipe.seed))
 
 
 @functools.lru_cache(maxsize=4)
-def _texts(sources: DataSources, family: str, corpus: str, length: int) -> Texts:
+def _texts(sources: DataSources, family: str, corpus: str, length: int) -> PretrainingData:
     """Cached for all seeds, since verifying a token store reads every token."""
-    return find_texts(
+    return find_pretraining_data(
         family,
         corpus,
         length=length,

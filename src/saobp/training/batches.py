@@ -28,7 +28,7 @@ Batch = dict[str, Tensor]
 ``counts`` ``[rows]``; of several steps with leading dimensions."""
 
 
-class Rows(Protocol):
+class TokenRows(Protocol):
     """Rows of tokens numbered without end: :class:`saobp.data.Blocks` and whatever has its two methods."""
 
     def __len__(self) -> int: ...
@@ -38,7 +38,7 @@ class Rows(Protocol):
         ...
 
 
-class Share:
+class BatchShard:
     """This process's part of every global batch, which holds the same rows however many share it."""
 
     def __init__(self, recipe: PretrainRecipe, process: int, processes: int, device: torch.device) -> None:
@@ -51,18 +51,18 @@ class Share:
         self.recipe, self.process, self.processes, self.device = recipe, process, processes, device
         self.rows = recipe.batch_size // parts
 
-    def batch(self, rows: Rows, seed: int, step: int, part: int, count: int | None = None) -> Batch:
+    def batch(self, rows: TokenRows, seed: int, step: int, part: int, count: int | None = None) -> Batch:
         """Part ``part`` of this process in the batch of a step, on its device; or ``count`` rows of it."""
         count = self.rows if count is None else count
         places = (part * self.processes + self.process) * count + np.arange(count)
         return self.moved(self._gathered(rows, seed, np.array(step), places))
 
-    def steps(self, rows: Rows, seed: int, first: int, count: int) -> Batch:
+    def steps(self, rows: TokenRows, seed: int, first: int, count: int) -> Batch:
         """All parts of some steps, ``[steps, parts, rows, ...]``, in the memory of the host."""
         starts = (np.arange(self.recipe.accumulation) * self.processes + self.process) * self.rows
         return self._gathered(rows, seed, first + np.arange(count), starts[:, None] + np.arange(self.rows))
 
-    def _gathered(self, rows: Rows, seed: int, steps: np.ndarray, places: np.ndarray) -> Batch:
+    def _gathered(self, rows: TokenRows, seed: int, steps: np.ndarray, places: np.ndarray) -> Batch:
         """Rows at places of the batches of steps, all with all, where a GPU can copy them by itself."""
         numbers = np.add.outer(steps * self.recipe.batch_size, places)
         ids = rows.at(numbers.reshape(-1))["input_ids"]
@@ -94,39 +94,39 @@ def pinned(tensor: Tensor) -> Tensor:
 class TrainingStream:
     """Training batches without end, starting at the step that ``start`` tells when iteration begins."""
 
-    def __init__(self, rows: Rows, share: Share, start: Callable[[], int]) -> None:
-        self.rows, self.share, self.start = rows, share, start
+    def __init__(self, rows: TokenRows, shard: BatchShard, start: Callable[[], int]) -> None:
+        self.rows, self.shard, self.start = rows, shard, start
 
     def __iter__(self) -> Iterator[Batch]:
-        recipe = self.share.recipe
+        recipe = self.shard.recipe
         for first in itertools.count(self.start(), TOGETHER):
-            batches = self.share.moved(self.share.steps(self.rows, recipe.seed, first, TOGETHER))
+            batches = self.shard.moved(self.shard.steps(self.rows, recipe.seed, first, TOGETHER))
             for step, part in itertools.product(range(TOGETHER), range(recipe.accumulation)):
                 yield {name: tensor[step, part] for name, tensor in batches.items()}
 
 
-def held_out_batches(rows: Rows, share: Share) -> list[Batch]:
+def held_out_batches(rows: TokenRows, shard: BatchShard) -> list[Batch]:
     """The first held-out rows, as many whole global batches as the recipe asks for and there are.
 
     Where there is less than one batch, a smaller one; nothing where the processes cannot share even that.
     """
-    recipe = share.recipe
+    recipe = shard.recipe
     wanted = min(recipe.evaluation_rows, len(rows))
     batches = max(1, wanted // recipe.batch_size)
-    count = min(share.rows, wanted // (share.processes * recipe.accumulation))
+    count = min(shard.rows, wanted // (shard.processes * recipe.accumulation))
     if count == 0:
         return []
     return [
-        share.batch(rows, HELD_OUT_SEED, number, part, count)
+        shard.batch(rows, HELD_OUT_SEED, number, part, count)
         for number in range(batches)
         for part in range(recipe.accumulation)
     ]
 
 
-def health_batch(rows: Rows, share: Share) -> Batch:
+def health_batch(rows: TokenRows, shard: BatchShard) -> Batch:
     """The first held-out rows, as many as the recipe measures attention on, shared by the processes.
 
     They are the same however many processes there are, if these divide their number.
     """
-    wanted = min(share.recipe.health_texts, len(rows))
-    return share.batch(rows, HELD_OUT_SEED, 0, 0, max(1, wanted // share.processes))
+    wanted = min(shard.recipe.health_texts, len(rows))
+    return shard.batch(rows, HELD_OUT_SEED, 0, 0, max(1, wanted // shard.processes))

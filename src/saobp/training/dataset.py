@@ -18,14 +18,14 @@ from saobp.data import (
     prefix_of,
     prepare_corpora,
 )
-from saobp.data.token_store import DESCRIPTION, Progress
+from saobp.data.token_store import METADATA, Progress
 from saobp.data.tokenizer_store import (
-    learned_tokenizer,
-    leave_beside,
-    place_beside,
-    size_to_learn,
-    sizes_beside,
-    words_of,
+    save_family_tokenizer,
+    size_to_train,
+    tokenizer_family,
+    tokenizer_path,
+    trained_sizes,
+    trained_tokenizer,
 )
 from saobp.data.tokenizers import tokenizer_checksum
 from saobp.sizes import DECODERS
@@ -37,7 +37,7 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+$")
 
 
 @dataclass(frozen=True)
-class Texts:
+class PretrainingData:
     """What a run reads; without a held-out share there is nothing to validate on."""
 
     train: Blocks
@@ -45,7 +45,7 @@ class Texts:
     tokenizer: PreTrainedTokenizerFast
 
 
-def find_texts(
+def find_pretraining_data(
     family: str,
     corpus: str,
     *,
@@ -57,7 +57,7 @@ def find_texts(
     vocabulary: int | None = None,
     held_out: float = 0.01,
     progress: Callable[[str], Progress] | None = None,
-) -> Texts:
+) -> PretrainingData:
     """Rows of a mixture such as ``"wikipedia_en:0.6,gutenberg_books:0.4"``.
 
     tokens:     folder of token stores; a corpus that can be found as text is tokenised there once, another
@@ -71,7 +71,7 @@ def find_texts(
         raise ValueError(f"the data folder {data_dir} does not exist: check --data-dir")
     folder = Path(tokens)
     mixture = parse_mixture(corpus) if corpus else {}
-    there = {store.description.corpus for store in stores_in(folder)}
+    there = {store.metadata.corpus for store in stores_in(folder)}
     raw = [name for name in mixture if _is_text(name, data_dir) or (name not in there and _HUB.match(name))]
     if not mixture and not there:
         raise ValueError(f"{folder} holds no token store: name texts by --corpus")
@@ -115,7 +115,7 @@ def find_texts(
         held_out=held_out,
         prefix=None if family in DECODERS else prefix_of(words),
     )
-    return Texts(blocks(split="train"), blocks(split="validation") if held_out else None, words)
+    return PretrainingData(blocks(split="train"), blocks(split="validation") if held_out else None, words)
 
 
 def find_tokenizer(
@@ -131,23 +131,23 @@ def find_tokenizer(
     """The tokenizer asked for, or the one beside the tokens, or the family's; left beside the tokens."""
     if tokenizer is not None and vocabulary is not None:
         raise ValueError("give a tokenizer or the size of a vocabulary to learn, not both")
-    size = vocabulary if tokenizer is None else size_to_learn(tokenizer)
+    size = vocabulary if tokenizer is None else size_to_train(tokenizer)
     if size is not None:
-        return learned_tokenizer(folder, family, size, raw, data_dir=data_dir, progress=progress)
+        return trained_tokenizer(folder, family, size, raw, data_dir=data_dir, progress=progress)
     if tokenizer is not None:
         return load_tokenizer(tokenizer, data_dir)
-    beside = place_beside(folder, family)
-    if beside.is_dir():
-        return load_tokenizer(str(beside))
+    stored = tokenizer_path(folder, family)
+    if stored.is_dir():
+        return load_tokenizer(str(stored))
     if not raw:
         _check_not_learned(folder, family)
-    found = load_tokenizer(words_of(family), data_dir)
-    return leave_beside(found, folder, family) if raw else found
+    found = load_tokenizer(tokenizer_family(family), data_dir)
+    return save_family_tokenizer(found, folder, family) if raw else found
 
 
 def _check_not_learned(folder: Path, family: str) -> None:
     """Ask for the size where the only vocabularies beside the tokens are learned ones."""
-    sizes = sizes_beside(folder, family)
+    sizes = trained_sizes(folder, family)
     if sizes:
         raise ValueError(
             f"{folder} holds a vocabulary learned for {family}: add --vocabulary {' or '.join(sizes)}, or "
@@ -159,15 +159,15 @@ def stores_in(folder: Path) -> list[TokenStore]:
     """The token stores in a folder, not yet verified."""
     if not folder.is_dir():
         return []
-    found = sorted(path.parent for path in folder.glob(f"*/{DESCRIPTION}"))
+    found = sorted(path.parent for path in folder.glob(f"*/{METADATA}"))
     return [TokenStore.open(path, verify=False) for path in found if not is_unfinished(path)]
 
 
 def ready_stores(folder: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, TokenStore]:
     """Token stores that this tokenizer made, by the name of their corpus, not yet verified."""
     mark = tokenizer_checksum(tokenizer)
-    found = [store for store in stores_in(folder) if store.description.tokenizer_checksum == mark]
-    return {store.description.corpus: store for store in found}
+    found = [store for store in stores_in(folder) if store.metadata.tokenizer_checksum == mark]
+    return {store.metadata.corpus: store for store in found}
 
 
 def _is_text(name: str, data_dir: str | Path | None) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from saobp.metrics.health.head_health import CROSS_LAYER, Health
-from saobp.training.sharding import whole
+from saobp.training.sharding import full_tensor
 from saobp.transformers.layer_refinement import attached, strength_parameters
 
 STATISTICS = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
@@ -31,7 +31,7 @@ def health_line(step: int, health: Health, strengths: list[list[float]] | None) 
 
 def strengths_of(model: nn.Module) -> list[list[float]] | None:
     """Strength of each head by layer, None without refinement; all processes call this together."""
-    found = [whole(own().detach()).float().cpu().tolist() for _, own in attached(model)]
+    found = [full_tensor(own().detach()).float().cpu().tolist() for _, own in attached(model)]
     return found or None
 
 

@@ -18,13 +18,13 @@ from transformers.utils import logging as hf_logging
 from saobp.data import TokenStore
 from saobp.runs.folder import RunFolder
 from saobp.training.architectures import build_model
-from saobp.training.batches import Rows, Share
+from saobp.training.batches import BatchShard, TokenRows
 from saobp.training.compiled_step import loss_as_forward
 from saobp.training.head_records import strengths_of
 from saobp.training.objectives import objective_of
 from saobp.training.progress import TrainingProgress
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.sharding import gathered_weights, sharding_asked_for
+from saobp.training.sharding import gather_weights, sharding_asked_for
 from saobp.training.trainer import PretrainTrainer, arguments
 from saobp.transformers.apply import apply
 
@@ -48,8 +48,8 @@ def pretrain(
     recipe: PretrainRecipe,
     folder: str | Path,
     *,
-    train: Rows,
-    validation: Rows | None,
+    train: TokenRows,
+    validation: TokenRows | None,
     tokenizer: PreTrainedTokenizerFast,
     resume: bool = False,
     progress: bool = True,
@@ -72,7 +72,7 @@ def pretrain(
     run = RunFolder(folder)
     # What can be wrong with the request is found before the folder is touched.
     args = arguments(recipe, run.path, report_to)
-    Share(recipe, args.process_index, args.world_size, args.device)
+    BatchShard(recipe, args.process_index, args.world_size, args.device)
     objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
     hf_logging.disable_progress_bar()
     model = new_model(recipe, tokenizer)
@@ -212,7 +212,7 @@ def _save_model(
     """Only the first process writes; a sharded model is gathered by all of them."""
     weights = None
     if trainer.is_fsdp_enabled:
-        weights = gathered_weights(trainer.accelerator, model)
+        weights = gather_weights(trainer.accelerator, model)
     if trainer.is_world_process_zero():
         run.save_model(model, tokenizer, weights)
     trainer.accelerator.wait_for_everyone()

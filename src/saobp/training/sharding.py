@@ -33,7 +33,7 @@ def sharding_asked_for(regularizer: str | None = None) -> bool:
     return asked
 
 
-def divide_by_layers(accelerator: Accelerator, model: PreTrainedModel) -> None:
+def shard_by_layers(accelerator: Accelerator, model: PreTrainedModel) -> None:
     """Let Accelerate divide the model by its layers when it prepares it."""
     plugin = accelerator.state.fsdp_plugin
     if plugin.transformer_cls_names_to_wrap is None:
@@ -61,12 +61,12 @@ def layer_classes(model: PreTrainedModel) -> list[str]:
     )
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A parameter, put together from its parts if it is divided; then every process must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered_weights(accelerator: Accelerator, model: PreTrainedModel) -> dict[str, Tensor]:
+def gather_weights(accelerator: Accelerator, model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights of a divided model, tied ones once, on the first process; every process must call this."""
     tied = set(model._tied_weights_keys or ())
     return {name: weight for name, weight in accelerator.get_state_dict(model).items() if name not in tied}

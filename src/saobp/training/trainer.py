@@ -24,12 +24,19 @@ from saobp.runs.json_files import read_json, write_json
 from saobp.runs.manifest import seal
 from saobp.storage.atomic import reason, unfinished
 from saobp.training.averaging import WeightAverage
-from saobp.training.batches import Batch, Rows, Share, TrainingStream, health_batch, held_out_batches
-from saobp.training.graphed_step import ReplayedStep
+from saobp.training.batches import (
+    Batch,
+    BatchShard,
+    TokenRows,
+    TrainingStream,
+    health_batch,
+    held_out_batches,
+)
+from saobp.training.graphed_step import GraphedStep
 from saobp.training.head_records import MEASURED, health_line, separate_strengths, strengths_of
 from saobp.training.muon import MuonWithAdamW, hidden_matrices
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.sharding import divide_by_layers
+from saobp.training.sharding import shard_by_layers
 from saobp.training.trackers import trackers
 
 CLOCK = "clock.json"
@@ -82,19 +89,19 @@ class PretrainTrainer(Trainer):
         recipe: PretrainRecipe,
         run: RunFolder,
         *,
-        train: Rows,
-        validation: Rows | None,
+        train: TokenRows,
+        validation: TokenRows | None,
         callbacks: list[TrainerCallback],
         say: Callable[[str], object],
     ) -> None:
         self.recipe, self.run, self.say = recipe, run, say
         self.rows = train
-        self.share = Share(recipe, args.process_index, args.world_size, args.device)
-        self.held_out: list[Batch] = [] if validation is None else held_out_batches(validation, self.share)
+        self.shard = BatchShard(recipe, args.process_index, args.world_size, args.device)
+        self.held_out: list[Batch] = [] if validation is None else held_out_batches(validation, self.shard)
         self.health_texts: Batch | None = None
         if validation is not None and self.held_out and recipe.health_texts:
-            self.health_texts = health_batch(validation, self.share)
-        args.per_device_train_batch_size = self.share.rows
+            self.health_texts = health_batch(validation, self.shard)
+        args.per_device_train_batch_size = self.shard.rows
         if not self.held_out:
             args.eval_strategy = "no"
         super().__init__(
@@ -106,13 +113,13 @@ class PretrainTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         if self.is_fsdp_enabled:
-            divide_by_layers(self.accelerator, model)
+            shard_by_layers(self.accelerator, model)
         self.parameters = model.num_parameters()
         self.health_log = HealthLog(lambda logs, _: self.log(logs), untrained=True)
         self.clock = Clock()
         self.last_evaluation: int | None = None
         self.last_checkpoint: int | None = None
-        self._replayed: ReplayedStep | None = None
+        self._graphed: GraphedStep | None = None
         self._learning: list[nn.Parameter] | None = None
         first = recipe.steps - round(recipe.averaged_share * recipe.steps) + 1
         self.average = WeightAverage([p for p in model.parameters() if p.requires_grad], first)
@@ -120,7 +127,7 @@ class PretrainTrainer(Trainer):
             self.add_callback(AfterSteps(self.average.add))
 
     def get_train_dataloader(self) -> Any:
-        return TrainingStream(self.rows, self.share, lambda: self.state.global_step)
+        return TrainingStream(self.rows, self.shard, lambda: self.state.global_step)
 
     def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
         """Trainer's groups (weight decay for matrices only), and one of their own for learned strengths."""
@@ -143,7 +150,7 @@ class PretrainTrainer(Trainer):
     ) -> Tensor:
         if not model.training:
             model.train()
-        return self._loss(model, inputs) if self._replayed is None else self._replayed(inputs)
+        return self._loss(model, inputs) if self._graphed is None else self._graphed(inputs)
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Of a batch, whose gradients are added to the parameters'."""
@@ -215,14 +222,14 @@ class PretrainTrainer(Trainer):
         self.clock = Clock(before["seconds"])
         if not self.is_fsdp_enabled:
             self._prepare_step()
-        if self._replayed is not None and before.get("uncompiled"):
-            self._replayed.go_slowly()
+        if self._graphed is not None and before.get("uncompiled"):
+            self._graphed.use_eager()
         if self.args.process_index:  # all made the same model, but each has its own rows to drop parts of
             torch.manual_seed(self.recipe.seed + self.args.process_index)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self._replayed = None  # and with it the memory of a whole step
+            self._graphed = None  # and with it the memory of a whole step
 
     def _prepare_step(self) -> None:
         """One GPU that takes a batch as a whole replays its steps, where they are compiled."""
@@ -236,11 +243,11 @@ class PretrainTrainer(Trainer):
                 with torch.compiler.set_stance("force_eager"):
                     return self._loss(model, batch)
 
-            self._replayed = ReplayedStep(
+            self._graphed = GraphedStep(
                 lambda batch: self._loss(model, batch),
                 self._learning,
                 self.say,
-                slowly=None if self.recipe.dropout else uncompiled,
+                eager=None if self.recipe.dropout else uncompiled,
             )
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -310,7 +317,7 @@ class PretrainTrainer(Trainer):
             if self.is_world_process_zero():
                 self.state.save_to_json(str(folder / "trainer_state.json"))
                 self.average.save(folder)
-                uncompiled = self._replayed is not None and self._replayed.distrusts
+                uncompiled = self._graphed is not None and self._graphed.uses_eager
                 write_json(folder / CLOCK, {"seconds": self.clock.seconds, "uncompiled": uncompiled})
         except CheckpointException as error:  # each process wrote its own part, and all know of it
             problem = next(iter(error.failures.values()))[0]

@@ -36,7 +36,7 @@ from saobp.training.evaluation.perplexity import (
     masked_perplexity,
     pseudo_perplexity,
 )
-from saobp.training.evaluation.wikitext import Text, read_wikitext
+from saobp.training.evaluation.wikitext import WikiText, read_wikitext
 from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, positions_of, race_questions
 
 MEASURED = ("wikitext", "race-middle", "boolq")
@@ -184,7 +184,7 @@ def _wikitext(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     is_decoder: bool,
-    text: Text,
+    text: WikiText,
     positions: int | None,
     length: int | None,
     told: Callable[[int, int], None],

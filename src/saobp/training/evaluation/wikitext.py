@@ -15,7 +15,7 @@ WIKITEXT_ON_HUB = "Salesforce/wikitext@wikitext-2-raw-v1"
 
 
 @dataclass(frozen=True)
-class Text:
+class WikiText:
     """A tokenised text: ``documents`` are rows of tokens without special ones."""
 
     documents: list[np.ndarray]
@@ -43,14 +43,14 @@ class Text:
 
 def read_wikitext(
     tokenizer: PreTrainedTokenizerFast, data_dir: str | Path | None, *, documents: int | None = None
-) -> Text:
+) -> WikiText:
     """WikiText-2's test split, from ``data_dir/wikitext2_raw`` or the hub; at most so many documents."""
     corpus = open_corpus(WIKITEXT_ON_HUB if data_dir is None else WIKITEXT, data_dir, "test")
     texts = list(corpus.documents())[:documents]
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
         "input_ids"
     ]
-    return Text(
+    return WikiText(
         [np.asarray(ids, dtype=np.int64) for ids in encoded],
         sum(len(text.split()) for text in texts),
         corpus.checksum,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from saobp.data.tokenizers import tokenizer_text
-from saobp.data.word_encoder import Encoder
+from saobp.data.word_encoder import CachedEncoder
 
 BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Lengths that batches are padded to: few, so that kernels and compiled steps meet few shapes."""
@@ -37,7 +37,7 @@ class TokenTable:
         if characters:
             self.tokens, self.lengths, self.characters = _with_characters(tokenizer, distinct)
         else:
-            self.tokens, self.lengths = Encoder(tokenizer_text(tokenizer)).encode(distinct)
+            self.tokens, self.lengths = CachedEncoder(tokenizer_text(tokenizer)).encode(distinct)
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
 
     def rows(self, texts: Sequence[str]) -> np.ndarray:

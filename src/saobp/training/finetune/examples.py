@@ -19,7 +19,7 @@ Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Rows(Dataset[Batch]):
+class Examples(Dataset[Batch]):
     """Examples of ``group`` sequences each (the candidates of a choice; else 1) with their labels.
 
     Asked for several indices at once it gives one padded batch: ``[batch, length]``, or for a choice
@@ -98,7 +98,9 @@ class EpochBatches(Sampler[list[int]]):
         return len(self.batches)
 
 
-def encode_rows(split: Split, spec: TaskSpec, tokenizer: PreTrainedTokenizerFast, length: int) -> Rows:
+def encode_examples(
+    split: Split, spec: TaskSpec, tokenizer: PreTrainedTokenizerFast, length: int
+) -> Examples:
     """Tokenise a split of a classification, regression or choice task."""
     seconds: list[str] | None = None
     group = 1
@@ -119,7 +121,7 @@ def encode_rows(split: Split, spec: TaskSpec, tokenizer: PreTrainedTokenizerFast
     sequences = Sequences(table, layout, first, kept[0], second, np.zeros_like(first), kept[1])
     labels = split.labels.astype(np.float32) if spec.kind == "regression" else split.labels
     cut = float((whole[0] + whole[1] > budget).mean())
-    return Rows(sequences, {"labels": labels}, length, group, cut)
+    return Examples(sequences, {"labels": labels}, length, group, cut)
 
 
 def choice_texts(split: Split, spec: TaskSpec) -> tuple[list[str], list[str]]:

@@ -14,17 +14,17 @@ from transformers import PreTrainedModel
 from saobp.data.tasks import TaskSpec
 from saobp.metrics.health.head_health import Health
 from saobp.metrics.health.recorder import Recorder
-from saobp.training.finetune.examples import Rows
+from saobp.training.finetune.examples import Examples
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.finetune.scores import score, span_scores
-from saobp.training.finetune.span import SpanRows, best_spans
+from saobp.training.finetune.span import SpanExamples, best_spans
 
 CPU_BATCH = 32
 """Most sequences at a time on a CPU, where a larger batch only costs memory."""
 
 
 def evaluate_rows(
-    model: PreTrainedModel, rows: Rows, spec: TaskSpec, recipe: FinetuneRecipe
+    model: PreTrainedModel, rows: Examples, spec: TaskSpec, recipe: FinetuneRecipe
 ) -> dict[str, float]:
     """The task's metrics of a model on rows, and but for spans the loss; fetched at the end."""
     was_training = model.training
@@ -32,7 +32,7 @@ def evaluate_rows(
     with torch.no_grad():
         found = (
             _span_metrics(model, rows, recipe)
-            if isinstance(rows, SpanRows)
+            if isinstance(rows, SpanExamples)
             else _label_metrics(model, rows, spec, recipe)
         )
     model.train(was_training)
@@ -40,7 +40,7 @@ def evaluate_rows(
 
 
 def measure_attention(
-    model: PreTrainedModel, rows: Rows, indices: Sequence[int], statistics: Sequence[str]
+    model: PreTrainedModel, rows: Examples, indices: Sequence[int], statistics: Sequence[str]
 ) -> Health:
     """Statistics of every head on some rows, in evaluation mode."""
     was_training = model.training
@@ -54,7 +54,7 @@ def measure_attention(
 
 
 def _label_metrics(
-    model: PreTrainedModel, rows: Rows, spec: TaskSpec, recipe: FinetuneRecipe
+    model: PreTrainedModel, rows: Examples, spec: TaskSpec, recipe: FinetuneRecipe
 ) -> dict[str, float]:
     order, collected = [], []
     for indices, batch in _batches(rows, recipe, model.device):
@@ -74,7 +74,7 @@ def _label_metrics(
     return {**score(spec.metrics, guesses, labels), "loss": float(loss)}
 
 
-def _span_metrics(model: PreTrainedModel, rows: SpanRows, recipe: FinetuneRecipe) -> dict[str, float]:
+def _span_metrics(model: PreTrainedModel, rows: SpanExamples, recipe: FinetuneRecipe) -> dict[str, float]:
     sequences = rows.sequences
     order, collected = [], []
     for indices, batch in _batches(rows, recipe, model.device):
@@ -102,7 +102,7 @@ def _span_metrics(model: PreTrainedModel, rows: SpanRows, recipe: FinetuneRecipe
 
 
 def _batches(
-    rows: Rows, recipe: FinetuneRecipe, device: torch.device
+    rows: Examples, recipe: FinetuneRecipe, device: torch.device
 ) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
     """Large batches, the longest rows first."""
     order = np.argsort(-rows.lengths, kind="stable")

@@ -25,7 +25,7 @@ from saobp.training.checkpoints import (
     model_name,
     most_positions,
 )
-from saobp.training.finetune.examples import Rows, encode_rows
+from saobp.training.finetune.examples import Examples, encode_examples
 from saobp.training.finetune.recipe import SEEDS, FinetuneRecipe, recipe_for
 from saobp.training.finetune.span import encode_spans
 from saobp.training.finetune.task_head import load_with_head
@@ -102,7 +102,7 @@ class _Session:
             "validation": task.validation.checksum,
             "model": model_checksum(model),
         }
-        self._encoded: tuple[PreTrainedTokenizerFast, dict[str, Rows]] | None = None
+        self._encoded: tuple[PreTrainedTokenizerFast, dict[str, Examples]] | None = None
 
     def described(self) -> dict[str, Any]:
         """Everything that decides the result but the seed, ready for JSON.
@@ -117,7 +117,7 @@ class _Session:
             "partial": self.task.partial,
         }
 
-    def encoded(self) -> tuple[PreTrainedTokenizerFast, dict[str, Rows]]:
+    def encoded(self) -> tuple[PreTrainedTokenizerFast, dict[str, Examples]]:
         if self._encoded is None:
             tokenizer = load_tokenizer_of(self.model)
             self._encoded = tokenizer, encode_task(self.task, tokenizer, self.recipe)
@@ -178,12 +178,16 @@ class _Session:
         return result
 
 
-def encode_task(task: Task, tokenizer: PreTrainedTokenizerFast, recipe: FinetuneRecipe) -> dict[str, Rows]:
+def encode_task(
+    task: Task, tokenizer: PreTrainedTokenizerFast, recipe: FinetuneRecipe
+) -> dict[str, Examples]:
     """Training and validation rows as tokens."""
     splits = {"train": task.train, "validation": task.validation}
     if task.spec.kind == "span":
         return {name: encode_spans(split, tokenizer, recipe, recipe.length) for name, split in splits.items()}
-    return {name: encode_rows(split, task.spec, tokenizer, recipe.length) for name, split in splits.items()}
+    return {
+        name: encode_examples(split, task.spec, tokenizer, recipe.length) for name, split in splits.items()
+    }
 
 
 def outcome(lines: Iterable[Mapping[str, Any]], main: str, metrics: Iterable[str]) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from saobp.data.tasks import Split
 from saobp.training.finetune.encoding import Layout, Sequences, TokenTable
-from saobp.training.finetune.examples import Rows
+from saobp.training.finetune.examples import Examples
 from saobp.training.finetune.recipe import FinetuneRecipe
 
 
 @dataclass(frozen=True)
-class SpanRows(Rows):
+class SpanExamples(Examples):
     """Windows: ``example`` is the question of each, ``contexts`` the text of each question."""
 
     example: np.ndarray = None  # type: ignore[assignment]
@@ -41,7 +41,7 @@ class SpanRows(Rows):
 
 def encode_spans(
     split: Split, tokenizer: PreTrainedTokenizerFast, recipe: FinetuneRecipe, length: int
-) -> SpanRows:
+) -> SpanExamples:
     """Windows of a split; neighbours share a third of their length, and a question is cut to its limit.
 
     Labels are the positions of the first answer's tokens, or position 0 in a window that lacks it.
@@ -68,7 +68,7 @@ def encode_spans(
     labels = _positions(sequences, first[chosen], last[chosen])
     cut = float((np.bincount(chosen, minlength=len(questions)) > 1).mean())
     accepted = [answer["text"] for answer in answers]
-    return SpanRows(sequences, labels, length, 1, cut, chosen, contexts, accepted)
+    return SpanExamples(sequences, labels, length, 1, cut, chosen, contexts, accepted)
 
 
 def window_starts(tokens: int, room: int, overlap: int) -> list[int]:

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from saobp.data import as_it_is
+from saobp.data import identity_collate
 from saobp.data.tasks import TaskSpec
 from saobp.runs.folder import RunFolder
 from saobp.storage.atomic import reason
-from saobp.training.finetune.examples import EpochBatches, LengthBatches, Rows
+from saobp.training.finetune.examples import EpochBatches, Examples, LengthBatches
 from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.head_records import MEASURED, health_line, separate_strengths, strengths_of
@@ -39,7 +39,7 @@ class TaskTrainer(Trainer):
         model: PreTrainedModel,
         spec: TaskSpec,
         recipe: FinetuneRecipe,
-        rows: Mapping[str, Rows],
+        rows: Mapping[str, Examples],
         run: RunFolder,
         *,
         seed: int,
@@ -73,7 +73,7 @@ class TaskTrainer(Trainer):
         loader = DataLoader(
             self.rows["train"],
             batch_sampler=EpochBatches(self.batches),
-            collate_fn=as_it_is,
+            collate_fn=identity_collate,
             pin_memory=self.args.device.type == "cuda",
         )
         return self.accelerator.prepare(loader)
