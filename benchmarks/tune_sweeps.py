@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from saobp.kernels.bidirectional import launch
-from saobp.kernels.bidirectional.operator import refined_attention
 
 BACKWARD = ("value_gradient", "query_gradient", "key_gradient")
 
@@ -32,14 +31,15 @@ def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
     strength = torch.full((query.shape[1],), 0.2, device="cuda")
     length, dim = query.shape[2:]
     numbers = (length, dim**-0.5, 0.0, 1.0, True, 0.18)
-    return refined_attention(query, key, value, strength, None, None, None, *numbers)[0]
+    return launch.LONG.forward(query, key, value, strength, None, None, None, *numbers)[0]
 
 
 def once(arguments: tuple) -> str | None:
     """Compile one candidate by running it once; returns what went wrong."""
     sweep, block, shape = arguments
     plain = launch.sweep_block
-    launch.sweep_block = lambda problem, name: block if name == sweep else plain(problem, name)
+    launch.sweep_block = lambda spec, name: block if name == sweep else plain(spec, name)
+    launch.LONG.plans.clear()
     try:
         q, k, v, g = states(1, 1, shape[2], shape[3])
         out = fused(q, k, v)
@@ -99,7 +99,8 @@ def main() -> None:
     for sweep, block, _ in candidates:
         if failures[sweep, block]:
             continue
-        launch.sweep_block = lambda problem, n, s=sweep, b=block: b if n == s else plain(problem, n)
+        launch.sweep_block = lambda spec, n, s=sweep, b=block: b if n == s else plain(spec, n)
+        launch.LONG.plans.clear()
         if sweep in BACKWARD:
             time = milliseconds(lambda: torch.autograd.grad(fused(q, k, v), (q, k, v), g))
             results.append((sweep, time / sdpa_both, time, block))

@@ -27,7 +27,7 @@ from typing import Any
 SIMULATORS = Path(__file__).parents[1] / "tests" / "kernels"
 ENTRIES = ("saobp.kernels.fused", "saobp.kernels.call")
 """Where ``fused_attention`` is, now and in older trees."""
-HOPPER_LAUNCH = ("saobp.kernels.hopper.launch", "saobp.kernels.short_hopper_launch")
+HOPPER_LAUNCH = ("saobp.kernels.dispatch", "saobp.kernels.short_hopper_launch")
 OPERATOR = ("saobp.metrics.operators.fused", "saobp.metrics.fused")
 
 
@@ -143,10 +143,11 @@ def record(every: int) -> dict[str, list[Any]]:
     return launches
 
 
-def run_in_tree(source: Path, every: int, result: Path) -> None:
-    with tempfile.TemporaryDirectory() as cache:
+def run_in_tree(source: Path, every: int, result: Path, cache: Path | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
-            "PYTHONPATH": str(source.resolve()), "TRITON_DISABLE_LINE_INFO": "1", "TRITON_CACHE_DIR": cache
+            "PYTHONPATH": str(source.resolve()), "TRITON_DISABLE_LINE_INFO": "1",
+            "TRITON_CACHE_DIR": str(cache or folder),
         }  # fmt: skip
         environment.pop("TRITON_INTERPRET", None)
         command = [sys.executable, __file__, "_worker", "--every", str(every), str(result.resolve())]
@@ -180,6 +181,7 @@ def main() -> int:
         one.add_argument("--every", type=int, default=1, help="take only every n-th call")
         if name == "record":
             one.add_argument("source", type=Path, help="folder that holds the package saobp")
+            one.add_argument("--cache", type=Path, help="folder of what an interrupted run compiled")
         one.add_argument("result", type=Path)
     one = commands.add_parser("compare")
     one.add_argument("before", type=Path)
@@ -188,7 +190,7 @@ def main() -> int:
     if given.command == "compare":
         return int(compare(*(json.loads(path.read_text()) for path in (given.before, given.after))) > 0)
     if given.command == "record":
-        run_in_tree(given.source, given.every, given.result)
+        run_in_tree(given.source, given.every, given.result, given.cache)
     else:
         given.result.write_text(json.dumps(record(given.every), indent=0))
     return 0

@@ -118,9 +118,9 @@ def _padded(length: int) -> dict[str, Any]:
 
 def compile_hopper(launched: list[Launched]) -> list[str]:
     """As "short", where the kernel for Hopper takes calls of any size."""
-    from saobp.kernels.hopper import launch as short_hopper_launch
+    from saobp.kernels import dispatch
 
-    short_hopper_launch.HOPPER_FROM = 0
+    dispatch.HOPPER_FROM = 0
     return (
         compile_call(launched, "high", torch.bfloat16, 128)
         + compile_call(launched, "high-listing", torch.bfloat16, 128)

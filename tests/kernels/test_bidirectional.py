@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from call_helpers import clear_plans, spec_of
 from torch import Tensor
 
 import saobp
 from saobp import Refinement
 from saobp.arguments import BoundedStrength
-from saobp.kernels.bidirectional.operator import refined_attention
-from saobp.kernels.bidirectional.short_operator import short_refined_attention
-from saobp.kernels.call_spec import STRONGEST, WEAKEST, Problem, kept_problem, parabola
+from saobp.kernels.call_spec import STRONGEST, WEAKEST, CallSpec, parabola
+from saobp.kernels.fused import FAMILIES
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+
+refined_attention = FAMILIES["long"].forward
+short_refined_attention = FAMILIES["short"].forward
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -126,21 +129,21 @@ def test_collapsed_heads_of_weak_strength(kind: str, gap: float, monkeypatch: py
     """
     dtype, strength = (torch.bfloat16, 0.2) if GPU else (torch.float16, 0.05)
     if not GPU:
-        monkeypatch.setattr(Problem, "precise", 0)
-        kept_problem.cache_clear()
+        monkeypatch.setattr(CallSpec, "precise", 0)
+        clear_plans()
     try:
         inputs = attention_inputs(1, 1, 260, 32, dtype=dtype, strength=strength, device=DEVICE, seed=3)
         check(collapsed_inputs(inputs, gap, kind), Refinement("high", strength), strength, frozen=True)
     finally:
-        kept_problem.cache_clear()
+        clear_plans()
 
 
 def test_padding_rows_of_weak_strength_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have an output and a gradient all the same, of plain weights times what the others say."""
     dtype, strength = (torch.bfloat16, 0.2) if GPU else (torch.float16, 0.05)
     if not GPU:
-        monkeypatch.setattr(Problem, "precise", 0)
-    kept_problem.cache_clear()
+        monkeypatch.setattr(CallSpec, "precise", 0)
+    clear_plans()
     try:
         inputs = attention_inputs(
             2, 1, 140, 16, dtype=dtype, strength=strength, padding="left", device=DEVICE
@@ -149,7 +152,7 @@ def test_padding_rows_of_weak_strength_say_nothing(monkeypatch: pytest.MonkeyPat
         inputs = replace(collapsed_inputs(inputs, 4.0, "diagonal"), padding_mask=mask)
         check(inputs, Refinement("high", strength), strength, frozen=True)
     finally:
-        kept_problem.cache_clear()
+        clear_plans()
 
 
 @pytest.mark.parametrize("careful", [False, True])
@@ -160,11 +163,11 @@ def test_the_way_of_weak_strengths(
     factor: str, padding: str | None, careful: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parabolas and their shorter backward sweeps belong to bfloat16; here float32 goes the same way."""
-    monkeypatch.setattr(Problem, "precise", 0)
+    monkeypatch.setattr(CallSpec, "precise", 0)
     if careful:
-        monkeypatch.setattr(Problem, "lowest_sum", 1e9)
-        monkeypatch.setattr(Problem, "may_underflow", factor != "high-listing")
-    kept_problem.cache_clear()
+        monkeypatch.setattr(CallSpec, "lowest_sum", 1e9)
+        monkeypatch.setattr(CallSpec, "may_underflow", factor != "high-listing")
+    clear_plans()
     inputs = attention_inputs(2, 1, 140, 16, device=DEVICE, padding=padding)
     query, key, value, _ = inputs.leaves()
 
@@ -179,7 +182,7 @@ def test_the_way_of_weak_strengths(
         for found, expected in zip(run("fused"), run("reference"), strict=True):
             assert float((found - expected).norm() / expected.norm()) < 1e-3
     finally:
-        kept_problem.cache_clear()
+        clear_plans()
 
 
 @pytest.mark.parametrize("length", [40, 140])
@@ -187,13 +190,13 @@ def test_heads_of_strength_zero_among_weak_ones(length: int, monkeypatch: pytest
     """A head that says nothing is plain attention; the interpreter sends float16 the way of bfloat16."""
     dtype, strongest = (torch.bfloat16, 0.2) if GPU else (torch.float16, 0.05)
     if not GPU:
-        monkeypatch.setattr(Problem, "precise", 0)
-    kept_problem.cache_clear()
+        monkeypatch.setattr(CallSpec, "precise", 0)
+    clear_plans()
     try:
         inputs = attention_inputs(1, 2, length, 16, strength=(0.0, strongest), dtype=dtype, device=DEVICE)
         check(inputs, Refinement("high", strongest), strongest, frozen=True)
     finally:
-        kept_problem.cache_clear()
+        clear_plans()
 
 
 def test_rows_that_underflow_are_done_with_logarithms() -> None:
@@ -340,9 +343,9 @@ def test_parabolas_are_far_below_the_rounding_of_bfloat16(bound: float) -> None:
 def test_normalisers_cannot_fall_below_their_bound() -> None:
     """Where ``may_underflow`` says no, the smallest normaliser of the worst map is above ``lowest_sum``."""
 
-    def problem(strength: float, length: int) -> Problem:
+    def problem(strength: float, length: int) -> CallSpec:
         states = torch.empty(1, 1, length, 16, dtype=torch.bfloat16)
-        return Problem.of(states, states, None, None, length, 0.25, 0.0, 1.0, True, -math.expm1(-strength))
+        return spec_of(states, states, None, None, length, 0.25, 0.0, 1.0, True, -math.expm1(-strength))
 
     assert not problem(0.2, 128).may_underflow
     assert problem(0.2, 4096).may_underflow

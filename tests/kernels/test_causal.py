@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from call_helpers import spec_of
 from torch import Tensor
 
 import saobp
 from saobp import Refinement
 from saobp.arguments import BoundedStrength
-from saobp.kernels.call_spec import Problem
+from saobp.kernels.call_spec import CallSpec
 from saobp.testing.error_budget import Operation, assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
@@ -144,7 +145,7 @@ def test_sums_of_keys_take_bounded_memory_per_token() -> None:
 
     def per_token(length: int) -> float:
         states = torch.empty(1, 1, length, 64, dtype=torch.float16, device="meta")
-        problem = Problem.of(states, states, None, None, length, 1.0, 0.0, 1.0, True, 0.18)
+        problem = spec_of(states, states, None, None, length, 1.0, 0.0, 1.0, True, 0.18)
         assert causal_block(problem, "output").rows == 64
         return sums_plane(problem) / length
 
@@ -222,7 +223,9 @@ def test_dropout_drops_the_same_entries_in_both_directions(factor: str, dtype: t
 
 
 def test_packed_sequences_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    from saobp.kernels.causal.operator import causal_refined_attention
+    from saobp.kernels.fused import FAMILIES
+
+    causal_refined_attention = FAMILIES["causal"].forward
 
     monkeypatch.setattr("saobp.kernels.causal.launch.SPAN", 64)
     lengths = (5, 70, 0, 64)
@@ -249,7 +252,9 @@ def test_packed_sequences_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_operators_are_sound() -> None:
-    from saobp.kernels.causal.operator import causal_refined_attention
+    from saobp.kernels.fused import FAMILIES
+
+    causal_refined_attention = FAMILIES["causal"].forward
 
     inputs = attention_inputs(1, 2, 20, 16, key_heads=1, strength=0.7, device=DEVICE)
     query, key, value, strength = inputs.leaves()
@@ -301,8 +306,8 @@ def test_the_way_of_weak_strengths(
     """Careful: every head is taken for one that underflowed."""
     monkeypatch.setattr("saobp.kernels.causal.launch.SPAN", span)
     if careful:
-        monkeypatch.setattr(Problem, "lowest_sum", 1e9)
-        monkeypatch.setattr(Problem, "may_underflow", True)
+        monkeypatch.setattr(CallSpec, "lowest_sum", 1e9)
+        monkeypatch.setattr(CallSpec, "may_underflow", True)
     inputs = attention_inputs(2, 2, 140, 16, key_heads=1, device=DEVICE, padding=padding)
     for name, difference in differences(inputs, Refinement(factor, 0.2)).items():
         assert difference < 1e-3, name
@@ -317,7 +322,7 @@ def test_heads_that_underflow_are_done_with_care(monkeypatch: pytest.MonkeyPatch
     query, key = inputs.query.clone(), inputs.key.clone()
     query[:, 1], key[:, 1] = collapsed.query[:, 1], collapsed.key[:, 1]
     inputs = replace(inputs, query=query, key=key)
-    problem = Problem.of(query, key, None, None, 250, 0.25, 0.0, 1.0, True, 0.18)
+    problem = spec_of(query, key, None, None, 250, 0.25, 0.0, 1.0, True, 0.18)
     assert problem.may_underflow
     assert 250 * 0.2 / math.log(2) > -math.log2(problem.lowest_sum)
     for name, difference in differences(inputs, Refinement("high", 0.2)).items():
@@ -343,7 +348,9 @@ def test_collapsed_heads_of_weak_strength(gap: float, collapse: str, dtype: torc
 @pytest.mark.usefixtures("weak_way")
 def test_dropout_and_packing_of_weak_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed batch with dropout: identity values show what was kept, and gradients follow from that."""
-    from saobp.kernels.causal.operator import causal_refined_attention
+    from saobp.kernels.fused import FAMILIES
+
+    causal_refined_attention = FAMILIES["causal"].forward
 
     monkeypatch.setattr("saobp.kernels.causal.launch.SPAN", 32)
     bounds, share = (0, 5, 75, 75, 139), 0.3
@@ -376,7 +383,9 @@ def test_dropout_and_packing_of_weak_strengths(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("weak_way")
 def test_the_operator_of_weak_strengths_is_sound() -> None:
-    from saobp.kernels.causal.operator import causal_refined_attention
+    from saobp.kernels.fused import FAMILIES
+
+    causal_refined_attention = FAMILIES["causal"].forward
 
     query, key, value, _ = attention_inputs(1, 2, 70, 16, key_heads=1, device=DEVICE).leaves()
     strength = torch.tensor([0.2, 0.1], device=DEVICE)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from call_helpers import clear_plans, spec_of
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -13,11 +14,12 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from saobp.kernels.call_spec import Problem, kept_problem
 from saobp.kernels.causal import launch as causal_launch
-from saobp.kernels.causal.operator import causal_refined_attention
+from saobp.kernels.fused import FAMILIES
 from saobp.kernels.library.indexing import locate_sorted
 from saobp.testing.inputs import attention_inputs
+
+causal_refined_attention = FAMILIES["causal"].forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -77,7 +79,7 @@ def test_packed_lines_find_their_sequence(section: int) -> None:
 
 def test_few_blocks_stay_with_their_head_and_many_fill_a_section() -> None:
     inputs = attention_inputs(1, 3, 1, 16, device=DEVICE)
-    problem = Problem.of(inputs.query, inputs.key, None, None, 1, 0.25, 0.0, 1.0, True, 0.0)
+    problem = spec_of(inputs.query, inputs.key, None, None, 1, 0.25, 0.0, 1.0, True, 0.0)
     few = causal_launch.FEW
 
     def section(length: int) -> int:
@@ -102,7 +104,7 @@ def test_results_do_not_depend_on_the_order(monkeypatch: pytest.MonkeyPatch) -> 
     cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
     def results() -> list[Tensor]:
-        kept_problem.cache_clear()
+        clear_plans()
         leaves = inputs.leaves()
         output = causal_refined_attention(*leaves, None, cu, None, 66, 0.25, 0.0, 1.0, True, 0.0)[0]
         return [output.detach(), *torch.autograd.grad(output, leaves, inputs.output_gradient)]
@@ -112,4 +114,4 @@ def test_results_do_not_depend_on_the_order(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(causal_launch, "FEW", 0)
     monkeypatch.setattr(causal_launch, "SECTION", 8)  # four lines of two blocks, of six
     assert all(map(torch.equal, results(), in_order))
-    kept_problem.cache_clear()
+    clear_plans()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from call_helpers import clear_plans, spec_of
 from torch import Tensor
 
 import saobp
-from saobp.kernels.bidirectional import launch
-from saobp.kernels.bidirectional.launch import copies_tiles
-from saobp.kernels.call_spec import Problem
+from saobp.kernels import dispatch
 from saobp.kernels.causal import launch as causal_launch
-from saobp.kernels.runtime.launcher import Tiles
+from saobp.kernels.runtime.launcher import TileDescriptor, kernels_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
@@ -42,7 +41,8 @@ def test_results_do_not_depend_on_who_fetches(
     refinement = saobp.Refinement("high-listing" if how == "listing" else "high", 0.2)
     found = []
     for least in (1 << 60, 0):
-        monkeypatch.setattr(launch, "MAPPED_FROM", least)
+        monkeypatch.setattr(dispatch, "COPIED_FROM", least)
+        clear_plans()
         torch.manual_seed(3)
         found.append(saobp.attention(query, key, value, refinement, backend="fused", **options))
     assert torch.equal(*found)
@@ -67,8 +67,10 @@ def test_strict_causal_results_do_not_depend_on_who_fetches(
     monkeypatch.setattr(causal_launch, "FETCHED", blocks)
     monkeypatch.setattr(causal_launch, "SPAN", 128 if how == "spans" else 8192)
     made: list[tuple[int, ...]] = []
-    describe = Tiles.of
-    monkeypatch.setattr(Tiles, "of", lambda tiles, tensor: made.append(tiles.tile) or describe(tiles, tensor))
+    describe = TileDescriptor.of
+    monkeypatch.setattr(
+        TileDescriptor, "of", lambda tiles, tensor: made.append(tiles.tile) or describe(tiles, tensor)
+    )
     length = 300 if how == "spans" else 150
     shared = 1 if how == "grouped" else 2
     leaves = [states(heads, length, dtype).requires_grad_() for heads in (2, shared, shared)]
@@ -82,7 +84,8 @@ def test_strict_causal_results_do_not_depend_on_who_fetches(
     gradient = states(2, length, dtype)
     found = []
     for least in (1 << 60, 0):
-        monkeypatch.setattr(launch, "MAPPED_FROM", least)
+        monkeypatch.setattr(dispatch, "COPIED_FROM", least)
+        clear_plans()
         assert not made
         torch.manual_seed(3)
         out = saobp.attention(
@@ -96,10 +99,11 @@ def test_strict_causal_results_do_not_depend_on_who_fetches(
 
 
 def test_what_the_copy_engine_cannot_fetch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MAPPED_FROM", 0)
+    monkeypatch.setattr(dispatch, "COPIED_FROM", 0)
 
     def fits(one: Tensor) -> bool:
-        return copies_tiles(Problem.of(one, one, None, None, one.shape[2], 1.0, 0.0, 1.0, True, 0.18), one)
+        spec = spec_of(one, one, None, None, one.shape[2], 1.0, 0.0, 1.0, True, 0.18)
+        return kernels_for("long", spec, one).copy_engine
 
     good = states(2, 256)
     assert fits(good)

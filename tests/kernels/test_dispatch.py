@@ -7,7 +7,8 @@ import torch
 
 import saobp
 from saobp import Refinement
-from saobp.kernels.dispatch import Call, Path, select
+from saobp.kernels.call_spec import CallSpec
+from saobp.kernels.dispatch import Call, KernelChoice, Path, select, select_kernels
 
 HIGH = Refinement("high", 0.2)
 
@@ -99,3 +100,50 @@ def test_explain_raises_what_attention_raises() -> None:
         saobp.explain(*states, "high:0.2", dropout_p=2.0)
     with pytest.raises(TypeError, match="beginning with a query"):
         saobp.explain("high:0.2", *states)
+
+
+@pytest.mark.parametrize("factor", ["high:0.2", "elemmul"])
+def test_explain_names_the_kernels(factor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("saobp.kernels.dispatch.INTERPRETED", True)
+    monkeypatch.setattr("saobp.kernels.runtime.launcher.INTERPRETED", True)
+    states = torch.randn(3, 1, 2, 40, 16).half().unbind()
+    words = str(saobp.explain(*states, factor, backend="fused"))
+    assert "40 tokens, head size 16, float16" in words
+    assert "exponentials" in words
+
+
+def spec(length: int, **options: object) -> CallSpec:
+    usual = {"longest": length, "length": length, "bound": 0.18, "dtype": torch.bfloat16, "heads": 16}
+    shapes = {"batch": 128, "sequences": 128, "group": 1, "dim": 64, "scale": 0.125, "dropout": 0.0}
+    kind = {"sign": 1.0, "hears": True, "masked": False, "packed": False}
+    return CallSpec(**(usual | shapes | kind | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "expected"),
+    [
+        ("short", spec(128), {"weak": True, "hopper": True}),
+        ("short", spec(128, heads=8), {"weak": True}),
+        ("short", spec(60), {"weak": True}),
+        ("short", spec(30), {}),
+        ("short", spec(128, bound=0.0), {"careful": True}),
+        ("long", spec(512), {"weak": True, "careful": True, "copy_engine": True, "split_axis": 0}),
+        ("long", spec(512, hears=False, batch=1, sequences=1, heads=2), {"weak": True}),
+        ("long", spec(512, dtype=torch.float32, hears=False), {}),
+        ("long", spec(512, dropout=0.1, hears=False), {"weak": True, "copy_engine": True}),
+        ("causal", spec(512), {"weak": True, "careful": True, "copy_engine": True}),
+        ("causal", spec(512, bound=-0.2), {"careful": True}),
+        ("elemmul", spec(512, hears=False, bound=0.0), {}),
+    ],
+)
+def test_kernels_follow_from_the_call(
+    family: str, given: CallSpec, expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saobp.kernels.dispatch.has_hopper_kernel", lambda capability: capability == 90)
+    choice = select_kernels(family, given, aligned=True, capability=90)  # type: ignore[arg-type]
+    assert choice == KernelChoice(**expected)  # type: ignore[arg-type]
+    unknown = select_kernels(family, given)  # type: ignore[arg-type]
+    assert (unknown.weak, unknown.careful) == (choice.weak, choice.careful)
+    assert not unknown.hopper
+    assert not unknown.copy_engine

@@ -184,14 +184,19 @@ def test_repeats_are_equal_to_the_bit() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_operators_are_sound(packed: bool) -> None:
-    from saobp.kernels.elemmul.operator import elemmul_attention
+    from saobp.kernels.fused import FAMILIES
+
+    elemmul_attention = FAMILIES["elemmul"].forward
 
     inputs = attention_inputs(
         1 if packed else 2, 2, 20, 16, key_heads=1, padding=None if packed else "right", device=DEVICE
     )
     cu = torch.tensor([0, 9, 9, 20], dtype=torch.int32, device=DEVICE) if packed else None
     query, key, value, _ = inputs.leaves()
-    torch.library.opcheck(elemmul_attention, (query, key, value, inputs.padding_mask, cu, 20, 0.25))
+    strength = torch.zeros(query.shape[1])
+    numbers = (20, 0.25, 0.0, 1.0, False, 0.0)
+    arguments = (query, key, value, strength, inputs.padding_mask, cu, None, *numbers)
+    torch.library.opcheck(elemmul_attention, arguments)
 
 
 def test_compiles_without_a_graph_break() -> None:

@@ -6,29 +6,31 @@ Without such a GPU it runs on a CPU in float16, as the other kernels do, by a st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
+from call_helpers import clear_plans, spec_of
 from gluon_on_cpu import Barrier, OnCpu
 from torch import Tensor
 
 import saobp
 from saobp import Refinement
 from saobp.arguments import BoundedStrength
-from saobp.kernels.bidirectional import short_launch
-from saobp.kernels.bidirectional.short_launch import weak_block
-from saobp.kernels.bidirectional.short_operator import short_refined_attention
-from saobp.kernels.call_spec import Block, Problem, kept_problem
-from saobp.kernels.hopper import launch as short_hopper_launch
+from saobp.kernels import dispatch
+from saobp.kernels.call_spec import Block, CallSpec
+from saobp.kernels.dispatch import select_kernels
+from saobp.kernels.fused import FAMILIES
+from saobp.kernels.hopper import launch as hopper_launch
 from saobp.kernels.hopper import short_forward as short_hopper
-from saobp.kernels.hopper.launch import hopper_serves
 from saobp.kernels.library.packed_bf16 import boosted
+from saobp.kernels.runtime.launcher import LaunchSequence, is_aligned
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+
+short_refined_attention = FAMILIES["short"].forward
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -52,29 +54,25 @@ ASSEMBLY = {
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
     names: list[str] = []
     if not GPU:
-        monkeypatch.setattr(Problem, "precise", 0)
-        monkeypatch.setattr(Problem, "may_underflow", False)
-        monkeypatch.setattr(short_hopper_launch, "INTERPRETED", False)
-        monkeypatch.setattr(short_hopper_launch, "cuda_generation", lambda device: 90)  # noqa: ARG005
+        monkeypatch.setattr(CallSpec, "precise", 0)
+        monkeypatch.setattr(CallSpec, "may_underflow", False)
+        monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
         kernel = OnCpu(short_hopper.short_hopper_forward, ASSEMBLY)
-        monkeypatch.setattr(short_hopper_launch, "hopper_kernel", lambda: kernel)
-    for module in (short_launch, short_hopper_launch):
-        launch = module.Launch
-        monkeypatch.setattr(
-            module,
-            "Launch",
-            lambda kernel, *rest, launch=launch: (names.append(kernel.__name__), launch(kernel, *rest))[1],
-        )
-    monkeypatch.setattr(short_hopper_launch, "HOPPER_FROM", 0)
-    monkeypatch.setattr(short_hopper_launch, "HEADS_EACH", 2)
-    monkeypatch.setattr(short_launch, "_plans", {})
-    kept_problem.cache_clear()
-    yield names
-    kept_problem.cache_clear()
+        monkeypatch.setattr(hopper_launch, "hopper_kernel", lambda: kernel)
+    add = LaunchSequence.add
+
+    def noted(launches: LaunchSequence, kernel: Any, *rest: Any, **named: str) -> None:
+        names.append(kernel.__name__)
+        add(launches, kernel, *rest, **named)
+
+    monkeypatch.setattr(LaunchSequence, "add", noted)
+    monkeypatch.setattr(dispatch, "HOPPER_FROM", 0)
+    monkeypatch.setattr(hopper_launch, "HEADS_EACH", 2)
+    return names
 
 
 def states(length: int, **options: Any) -> AttentionInputs:
@@ -113,10 +111,10 @@ def test_it_gives_what_short_weak_gives(
 ) -> None:
     sizes, options = CALLS[name]
     inputs = states(**sizes)
-    monkeypatch.setattr(short_hopper_launch, "BLOCK", block)
+    monkeypatch.setattr(hopper_launch, "BLOCK", block)
     found = forward(inputs, **options)
-    short_launch._plans.clear()
-    monkeypatch.setattr(short_hopper_launch, "HOPPER_FROM", 1 << 60)
+    clear_plans()
+    monkeypatch.setattr(dispatch, "HOPPER_FROM", 1 << 60)
     expected = forward(inputs, **options)
     assert launched == ["short_hopper_forward", "short_weak_forward"]
     # Sums over rows may come in another order, which factors of keys show in their last digits.
@@ -157,9 +155,9 @@ def test_a_sequence_of_padding_gives_zeros() -> None:
 
 
 def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def serves(one: Tensor, cu: Tensor | None = None) -> bool:
-        problem = Problem.of(one, one, None, cu, min(one.shape[2], 128), 1.0, 0.0, 1.0, True, 0.18)
-        return hopper_serves(problem, weak_block(problem), one)
+    def serves(one: Tensor, cu: Tensor | None = None, capability: int = 90) -> bool:
+        spec = spec_of(one, one, None, cu, min(one.shape[2], 128), 1.0, 0.0, 1.0, True, 0.18)
+        return select_kernels("short", spec, aligned=is_aligned(one), capability=capability).hopper
 
     good = torch.zeros(2, 2, 128, 64, dtype=DTYPE, device=DEVICE)
     assert serves(good)
@@ -170,9 +168,8 @@ def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) 
     assert not serves(good[:1], torch.tensor([0, 100, 128], dtype=torch.int32, device=DEVICE)), "packed"
     assert not serves(good[:, :1].expand(2, 2, 128, 64)), "a head that stands for two"
     assert not serves(good.repeat(1, 1, 1, 2)[..., 4:68]), "rows that begin elsewhere than at 16 bytes"
-    monkeypatch.setattr(short_hopper_launch, "cuda_generation", lambda device: 100)  # noqa: ARG005
-    assert not serves(good), "another GPU"
-    monkeypatch.undo()
+    assert not serves(good, capability=100), "another GPU"
+    monkeypatch.setattr(dispatch, "HOPPER_FROM", 5)
     assert not serves(good), "too few heads"
 
 

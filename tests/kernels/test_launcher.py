@@ -10,7 +10,8 @@ import pytest
 import torch
 from triton import knobs
 
-from saobp.kernels.runtime import launcher as start
+from saobp.kernels import dispatch
+from saobp.kernels.runtime import launcher
 
 CPU = torch.device("cpu")
 
@@ -66,8 +67,8 @@ class Driver:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    monkeypatch.setattr(start, "INTERPRETED", False)
-    monkeypatch.setattr(start, "driver", driver)
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(launcher, "driver", driver)
     return driver
 
 
@@ -76,7 +77,7 @@ NUMBERS = {"length": 5, "ROWS": 16, "num_warps": 4, "maxnreg": None}
 
 def test_the_first_launch_goes_through_triton_and_the_next_to_its_binary(machine: Driver) -> None:
     kernel, x, y = Kernel(), torch.zeros(4), torch.zeros(4)
-    launch = start.Launch(kernel, 3, NUMBERS, x.device)
+    launch = launcher.KernelLaunch(kernel, 3, NUMBERS, x.device)
     launch(x, y)
     assert kernel.calls == [((3,), (x, y, 5, 16), {"num_warps": 4, "maxnreg": None})]
     assert not kernel.binary.launches
@@ -94,7 +95,7 @@ def test_the_first_launch_goes_through_triton_and_the_next_to_its_binary(machine
 @pytest.mark.usefixtures("machine")
 def test_every_alignment_has_a_binary_of_its_own() -> None:
     kernel, x = Kernel(), torch.zeros(16)
-    launch = start.Launch(kernel, 3, NUMBERS, x.device)
+    launch = launcher.KernelLaunch(kernel, 3, NUMBERS, x.device)
     for first, second in [(x, x), (x[1:], x), (x, x[1:]), (x[4:], x)]:
         launch(first, second)
     assert [len(kernel.calls), len(kernel.binary.launches)] == [3, 1]  # four floats on is aligned again
@@ -103,7 +104,7 @@ def test_every_alignment_has_a_binary_of_its_own() -> None:
 @pytest.mark.usefixtures("machine")
 def test_profilers_are_told_of_every_launch() -> None:
     kernel, x = Kernel(), torch.zeros(4)
-    launch = start.Launch(kernel, 3, NUMBERS, x.device)
+    launch = launcher.KernelLaunch(kernel, 3, NUMBERS, x.device)
     launch(x, x)
     note = lambda *_: None  # noqa: E731
     knobs.runtime.launch_enter_hook.add(note)
@@ -133,17 +134,34 @@ def test_tensors_on_another_gpu_are_served_there(machine: Driver, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "device", switching(machine))
     machine.device = 0
     kernel, x = Kernel(), torch.zeros(4)
-    launch = start.Launch(kernel, 3, NUMBERS, torch.device("cuda", 1))
+    launch = launcher.KernelLaunch(kernel, 3, NUMBERS, torch.device("cuda", 1))
     launch(x, x)
     launch(x, x)
     assert machine.device == 0
     assert kernel.binary.launches[0][3] == (1, 7)
 
 
-def series(kernel: Kernel, device: torch.device = CPU) -> start.Series:
+def test_an_unknown_triton_is_left_to_launch_by_itself(
+    machine: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What launches directly is internal to Triton: with another version every launch goes through it."""
+    monkeypatch.setattr(launcher.triton, "__version__", "4.0.0")
+    assert not launcher.is_known_triton()
+    monkeypatch.setattr(launcher, "LAUNCHES_DIRECTLY", launcher.is_known_triton())
+    monkeypatch.setattr(torch.cuda, "device", switching(machine))
+    machine.get_current_stream = machine.get_current_device = None  # type: ignore[method-assign,assignment]
+    kernel, x = Kernel(), torch.zeros(4)
+    launch = launcher.KernelLaunch(kernel, 3, NUMBERS, torch.device("cuda", 1))
+    for _ in range(3):
+        launch(x, x)
+    assert [len(kernel.calls), len(kernel.binary.launches)] == [3, 0]
+    assert not dispatch.has_hopper_kernel(90)
+
+
+def series(kernel: Kernel, device: torch.device = CPU) -> launcher.LaunchSequence:
     """Two launches: one on a tensor and a piece of a buffer, one on two pieces."""
-    pieces, _ = start.lay_out("buffer", {"y": ((3,), torch.float16), "z": ((2, 2), torch.float32)})
-    made = start.Series(device, ("x", "buffer"), pieces)
+    pieces, _ = launcher.lay_out_buffer("buffer", {"y": ((3,), torch.float16), "z": ((2, 2), torch.float32)})
+    made = launcher.LaunchSequence(device, ("x", "buffer"), pieces)
     made.add(kernel, 3, NUMBERS)
     made.add(kernel, 4, {**NUMBERS, "length": 6, "unasked": 1}, x="z")
     return made
@@ -205,7 +223,7 @@ def test_pieces_of_a_buffer_do_not_overlap(apart: int) -> None:
         "odd": ((3, 1), torch.float16), "none": ((0,), torch.float32),
         "map": ((2, 3), torch.float32), "last": ((5,), torch.bfloat16),
     }  # fmt: skip
-    pieces, size = start.lay_out("buffer", wanted, apart=apart)
+    pieces, size = launcher.lay_out_buffer("buffer", wanted, apart=apart)
     buffer = torch.zeros(size, dtype=torch.uint8)
     for number, (name, piece) in enumerate(pieces.items()):
         view = piece.view(buffer)
@@ -217,8 +235,8 @@ def test_pieces_of_a_buffer_do_not_overlap(apart: int) -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "MOST_KEPT", 3)
-    shelf: dict[Any, int] = {}
+    monkeypatch.setattr(launcher, "MAX_CACHED", 3)
+    cache: dict[Any, int] = {}
     for number in range(10):
-        assert start.remembered(shelf, number, int, number) == number
-        assert len(shelf) <= 3
+        assert launcher.cached(cache, number, int, number) == number
+        assert len(cache) <= 3

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from call_helpers import spec_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import saobp
 from saobp import Refinement
-from saobp.kernels.bidirectional import launch, short_launch
-from saobp.kernels.bidirectional.short_operator import short_refined_attention, short_refined_output
-from saobp.kernels.call_spec import Problem, kept_problem
+from saobp.kernels.bidirectional import launch
 from saobp.kernels.causal import launch as causal_launch
+from saobp.kernels.fused import FAMILIES
 from saobp.testing.inputs import attention_inputs
+
+short_refined_attention = FAMILIES["short"].forward
+short_refined_output = FAMILIES["short"].output
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -104,26 +107,21 @@ def test_plans_are_for_one_layout_of_gradients(way: str) -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["long", "causal"])
-def test_plans_of_several_sweeps_are_kept_with_their_problem(is_causal: bool) -> None:
-    kept_problem.cache_clear()
+def test_plans_of_several_sweeps_are_made_once(is_causal: bool) -> None:
     options = {**varied(torch.float32)["plain"], "is_causal": is_causal}
+    plans = FAMILIES["causal" if is_causal else "long"].plans
     made = []
     for _ in range(3):
         learned(options, "fused")
-        bound = -math.expm1(-0.2)
-        problem = Problem.of(options["query"], options["key"], None, None, 16, 0.25, 0.0, 1.0, True, bound)
-        made.append(list(problem.plans.values()))
+        made.append(list(plans.values()))
     assert len(made[0]) == 2  # forward and backward
     assert all(one is other for later in made[1:] for one, other in zip(made[0], later, strict=True))
     learned(options, "fused", "heads first")
-    assert len(problem.plans) == 3
-    kept_problem.cache_clear()
-    assert not Problem.of(options["query"], options["key"], None, None, 16, 0.25, 0.0, 1.0, True, bound).plans
+    assert len(plans) == 3
 
 
-def test_plans_are_shared_by_calls_that_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: dict[Any, Any] = {}
-    monkeypatch.setattr(short_launch, "_plans", plans)
+def test_plans_are_shared_by_calls_that_look_alike() -> None:
+    plans = FAMILIES["short"].plans
     calls = varied()
     for _ in range(2):
         for options in calls.values():
@@ -136,12 +134,12 @@ def test_plans_are_shared_by_calls_that_look_alike(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("pieces", [launch.saved_pieces, causal_launch.saved_pieces], ids=["long", "causal"])
+@pytest.mark.parametrize("pieces", [launch.saved_slices, causal_launch.saved_slices], ids=["long", "causal"])
 def test_what_is_saved_has_no_gaps(pieces: Any, dtype: torch.dtype) -> None:
     """The compiler's checks compare what an operator gives byte by byte; nobody writes to a gap."""
     query = torch.empty(1, 3, 131, 5, dtype=dtype)
     for bound in (0.0, 0.18):
-        problem = Problem.of(query, query, None, None, 131, 1.0, 0.0, 1.0, True, bound)
+        problem = spec_of(query, query, None, None, 131, 1.0, 0.0, 1.0, True, bound)
         places, size = pieces(problem)
         assert size == sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in places.values())
 

@@ -23,9 +23,11 @@ from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_in
 
 pytest.importorskip("triton")
 
-from saobp.kernels.causal.operator import causal_refined_attention
-from saobp.kernels.causal.short_operator import short_causal_refined_attention
 from saobp.kernels.dispatch import POTTS
+from saobp.kernels.fused import FAMILIES
+
+causal_refined_attention = FAMILIES["causal"].forward
+short_causal_refined_attention = FAMILIES["short causal"].forward
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -7,22 +7,25 @@ parabolas are for fewer digits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from call_helpers import clear_plans
 from torch import Tensor
 
 import saobp
 from saobp import Refinement
 from saobp.arguments import BoundedStrength
 from saobp.kernels.bidirectional import short_launch
-from saobp.kernels.bidirectional.short_operator import short_refined_attention
-from saobp.kernels.call_spec import Block, Problem, kept_problem
-from saobp.kernels.runtime.launcher import Launch
+from saobp.kernels.call_spec import Block, CallSpec
+from saobp.kernels.dispatch import KernelChoice
+from saobp.kernels.fused import FAMILIES
+from saobp.kernels.runtime.launcher import LaunchSequence
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+
+short_refined_attention = FAMILIES["short"].forward
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -35,14 +38,10 @@ BLOCKS = [
 
 
 @pytest.fixture(autouse=True)
-def _weak_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _weak_way(monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
-        monkeypatch.setattr(Problem, "precise", 0)
-        monkeypatch.setattr(Problem, "may_underflow", False)
-    monkeypatch.setattr(short_launch, "_plans", {})
-    kept_problem.cache_clear()
-    yield
-    kept_problem.cache_clear()
+        monkeypatch.setattr(CallSpec, "precise", 0)
+        monkeypatch.setattr(CallSpec, "may_underflow", False)
 
 
 def check(inputs: AttentionInputs, factor: str = "high") -> None:
@@ -149,15 +148,17 @@ def test_it_gives_what_the_general_kernel_gives(
         options = options | {"cu": torch.tensor(options["cu"], dtype=torch.int32, device=DEVICE)}
     launched: list[Any] = []
 
-    def noted(kernel: Any, *rest: Any) -> Launch:
-        launched.append(kernel)
-        return Launch(kernel, *rest)
+    add = LaunchSequence.add
 
-    monkeypatch.setattr(short_launch, "Launch", noted)
+    def noted(launches: LaunchSequence, kernel: Any, *rest: Any, **named: str) -> None:
+        launched.append(kernel)
+        add(launches, kernel, *rest, **named)
+
+    monkeypatch.setattr(LaunchSequence, "add", noted)
     monkeypatch.setitem(short_launch.WEAK_BLOCKS, (128, 64), block)
     found = forward(inputs, **options)
-    short_launch._plans.clear()
-    monkeypatch.setattr(short_launch, "WEAK_BLOCKS", {})
+    clear_plans()
+    monkeypatch.setattr(short_launch, "kernels_for", lambda *_: KernelChoice())
     expected = forward(inputs, **options)
     assert [kernel.__name__ for kernel in launched] == ["short_weak_forward", "short_forward"]
     step = torch.finfo(DTYPE).eps

@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from call_helpers import clear_plans
 from torch import Tensor
 
 from saobp.testing.inputs import AttentionInputs, attention_inputs
 
 pytest.importorskip("triton")
 
-from saobp.kernels.bidirectional.operator import refined_attention
-from saobp.kernels.call_spec import Problem, kept_problem
-from saobp.kernels.runtime import launcher as start
-from saobp.kernels.runtime import two_streams as halves
+from saobp.kernels import dispatch
+from saobp.kernels.call_spec import CallSpec
+from saobp.kernels.dispatch import select_kernels
+from saobp.kernels.fused import FAMILIES
+from saobp.kernels.runtime import launcher
+
+refined_attention = FAMILIES["long"].forward
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -33,8 +37,8 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Has every call cut in two, or none; what was planned before is forgotten."""
 
     def set_cut(wanted: bool) -> None:
-        monkeypatch.setattr(halves, "HALVED_FROM", 0 if wanted else 1 << 62)
-        kept_problem.cache_clear()
+        monkeypatch.setattr(dispatch, "SPLIT_FROM", 0 if wanted else 1 << 62)
+        clear_plans()
 
     return set_cut
 
@@ -63,10 +67,9 @@ def check_equal(shape: dict[str, Any], bound: float, cut: Callable[[bool], None]
         found = everything(inputs, bound)
         for one, other in zip(found, whole, strict=True):
             assert are_same(one, other)
-    numbers = (LENGTH, DIM**-0.5, 0.0, 1.0, True, bound)
-    plans = Problem.of(inputs.query, inputs.key, inputs.padding_mask, None, *numbers).plans
+    plans = FAMILIES["long"].plans
     assert len(plans) == 2
-    assert all(plan.series._moves for plan in plans.values())
+    assert all(launches._moves for launches, *_ in plans.values())
 
 
 @pytest.mark.parametrize("shape", [BATCH, HEADS], ids=["padded batch", "heads in groups"])
@@ -85,18 +88,22 @@ def are_same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def problem(**changed: Any) -> Problem:
-    usual = Problem(
+def spec(**changed: Any) -> CallSpec:
+    usual = CallSpec(
         batch=8, sequences=8, heads=16, group=1, length=2048, longest=2048, dim=64, dtype=torch.bfloat16,
         scale=0.125, dropout=0.0, sign=1.0, hears=True, bound=WEAK, masked=False, packed=False,
     )  # fmt: skip
     return replace(usual, **changed)
 
 
+def split(spec: CallSpec) -> int | None:
+    return select_kernels("long", spec).split_axis
+
+
 def test_which_calls_are_cut() -> None:
-    assert halves.cut_axis(problem()) == 0
-    assert halves.cut_axis(problem(batch=1, sequences=1, length=8192)) == 1
-    assert halves.cut_axis(problem(batch=1, sequences=1, length=8192, group=8)) == 1
+    assert split(spec()) == 0
+    assert split(spec(batch=1, sequences=1, length=8192)) == 1
+    assert split(spec(batch=1, sequences=1, length=8192, group=8)) == 1
 
 
 @pytest.mark.parametrize(
@@ -112,7 +119,7 @@ def test_which_calls_are_cut() -> None:
     ids=["few entries", "dropout", "float32", "packed", "odd batch", "one key head"],
 )
 def test_which_calls_are_left_whole(changed: dict[str, Any]) -> None:
-    assert halves.cut_axis(problem(**changed)) is None
+    assert split(spec(**changed)) is None
 
 
 class Told:
@@ -130,8 +137,8 @@ def test_a_launch_that_fails_leaves_no_stream_on_its_own(monkeypatch: pytest.Mon
     waits: list[tuple[int, int]] = []
     present, side = Told(1, waits), Told(2, waits)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: present)
-    monkeypatch.setattr(start, "side_stream", lambda *_: side)
-    halves_begun = start.beside(torch.device("cuda", 0), 1)
+    monkeypatch.setattr(launcher, "side_stream", lambda *_: side)
+    halves_begun = launcher.side_by_side(torch.device("cuda", 0), 1)
     assert halves_begun.__enter__() == 2
     assert not halves_begun.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert waits == [(2, 1), (1, 2)]

@@ -1,12 +1,12 @@
-"""What a call is, apart from its tensors, in the numbers that kernels take."""
+"""The description of a call that operators, plans and launches share: its tensors, and all else in numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,59 @@ class Block:
     registers: int | None = None
 
 
+class CallTensors(NamedTuple):
+    """Tensors of a call, in the order of every operator: states ``[batch, heads, length, dim]``, strengths ``[heads]``,
+    padding ``[batch, length]``, cumulative lengths of a packed batch ``[sequences + 1]``, the seed of dropout ``[1]``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    strength: Tensor
+    mask: Tensor | None = None
+    cu: Tensor | None = None
+    seed: Tensor | None = None
+
+
+def pointers(tensors: tuple[Any, ...]) -> list[Tensor]:
+    """CallTensors for kernels: one that is not there needs some tensor in its place, which the kernel never reads."""
+    strength = tensors[3]
+    return [strength if one is None else one for one in tensors]
+
+
+def layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that launches depend on in CallTensors: shapes, strides, types, devices, and whether states are aligned to 16
+    bytes, as the copy engine asks."""
+    query, key, value, strength, mask, cu, seed = tensors
+    return (
+        (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15,
+        query.shape, query.stride(), query.dtype, query.device,
+        key.shape, key.stride(), key.dtype, key.device, value.stride(), value.dtype, value.device,
+        strength.dtype, strength.device,
+        mask if mask is None else (mask.dtype, mask.device),
+        cu if cu is None else (cu.dtype, cu.device, cu.shape),
+        seed if seed is None else (seed.dtype, seed.device),
+    )  # fmt: skip
+
+
+class CallNumbers(NamedTuple):
+    """Numbers of a call, in the order of every operator: length of the longest sequence, scale of scores, probability of
+    dropout, sign of the strength, whether rows hear each other, and a bound on gamma (0 where none is known)."""
+
+    longest: int
+    scale: float
+    dropout: float = 0.0
+    sign: float = 1.0
+    hears: bool = False
+    bound: float = 0.0
+
+
 @dataclass(frozen=True)
-class Problem:
-    """Everything about a call but its tensors. ``sequences`` differ from the batch when packed."""
+class CallSpec:
+    """Everything about a call but its tensors. ``sequences`` differ from the batch when packed.
+
+    A row *hears* another when its belief depends on that row's message; gamma = 1 - e^(-sign strength) is the message's
+    weight.
+    """
 
     batch: int
     sequences: int
@@ -51,30 +101,19 @@ class Problem:
     packed: bool
 
     @classmethod
-    def of(
-        cls, query: Tensor, key: Tensor, mask: Tensor | None, cu: Tensor | None,
-        longest: int, scale: float, dropout: float, sign: float, hears: bool, bound: float,
-    ) -> Problem:  # fmt: skip
-        """Shapes come up again and again, so problems are kept: their numbers are worked out once."""
-        batch, heads, length, dim = query.shape
-        sequences = batch if cu is None else cu.shape[0] - 1
-        fields = (
-            batch, sequences, heads, heads // key.shape[1], length, longest, dim, query.dtype,
-            scale, dropout, sign, hears, bound, mask is not None, cu is not None,
+    def of(cls, tensors: CallTensors, numbers: CallNumbers) -> CallSpec:
+        batch, heads, length, dim = tensors.query.shape
+        longest, scale, dropout, sign, hears, bound = numbers
+        return cls(
+            batch=batch, sequences=batch if tensors.cu is None else tensors.cu.shape[0] - 1, heads=heads,
+            group=heads // tensors.key.shape[1], length=length, longest=longest, dim=dim, dtype=tensors.query.dtype,
+            scale=scale, dropout=dropout, sign=sign, hears=hears, bound=bound,
+            masked=tensors.mask is not None, packed=tensors.cu is not None,
         )  # fmt: skip
-        try:
-            return kept_problem(*fields)
-        except TypeError:  # the compiler's symbols cannot be looked up
-            return cls(*fields)
-
-    @cached_property
-    def plans(self) -> dict[Hashable, Any]:
-        """What was planned for this problem, by purpose and looks of the tensors; forgotten together with it."""
-        return {}
 
     @cached_property
     def precise(self) -> int:
-        """How messages are computed: polynomials where they suffice, full precision for float32."""
+        """How messages are computed: 0, polynomials in half types; 1, exponentials; 2, everything in two floats, for float32."""
         if self.dtype == torch.float32:
             return 2
         polynomial = self.dtype == torch.bfloat16 and self.bound and WEAKEST <= self.bound <= STRONGEST
@@ -171,11 +210,6 @@ class Problem:
         }
 
 
-@lru_cache(maxsize=1024)
-def kept_problem(*fields: Any) -> Problem:
-    return Problem(*fields)
-
-
 def ceil_div(count: int, step: int) -> int:
     """Triton's own function for this costs several microseconds."""
     return -(-count // step)
@@ -189,6 +223,11 @@ def next_power(count: int) -> int:
 def is_short(longest: int, dim: int, dtype: torch.dtype) -> bool:
     """Whether one program can hold a head's whole map."""
     return longest <= SHORT and dim <= 128 and dtype != torch.float32
+
+
+def all_keys(spec: CallSpec) -> int:
+    """Keys of a tile that holds the longest sequence."""
+    return max(16, next_power(spec.longest))
 
 
 def parabola(function: Callable[[float], float], bound: float) -> tuple[float, float, float]:
@@ -209,46 +248,21 @@ def named_strides(prefix: str, numbers: Sequence[int]) -> dict[str, int]:
     return {f"{prefix}_batch": numbers[0], f"{prefix}_head": numbers[1], f"{prefix}_row": numbers[2]}
 
 
-def empty_states(problem: Problem, like: Tensor) -> Tensor:
-    """``[batch, heads, length, dim]`` laid out as ``[batch, length, heads, dim]``, which models want next."""
-    return like.new_empty_strided(problem.states_shape, problem.states_strides)
-
-
-def tensor_looks(
-    query: Tensor, key: Tensor, value: Tensor | None, strength: Tensor | None,
-    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
-) -> tuple[Hashable, ...]:  # fmt: skip
-    """All that launches for a problem depend on in its tensors, but the alignment of their addresses."""
-    return (
-        query.stride(), query.device, key.stride(), key.dtype, key.device,
-        value if value is None else (value.stride(), value.dtype, value.device),
-        strength if strength is None else (strength.dtype, strength.device),
-        mask if mask is None else (mask.dtype, mask.device),
-        cu if cu is None else (cu.dtype, cu.device),
-        seed if seed is None else (seed.dtype, seed.device),
-    )  # fmt: skip
-
-
-def given(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """A pointer argument that is not there needs some tensor in its place; the kernel never reads it."""
-    return stand_in if tensor is None else tensor
-
-
 def resources(block: Block) -> dict[str, Any]:
     return {"num_warps": block.warps, "num_stages": block.stages, "maxnreg": block.registers}
 
 
-def blocks(problem: Problem, block: Block, gridded: int, walked: int | None = None) -> dict[str, Any]:
+def blocks(spec: CallSpec, block: Block, gridded: int, walked: int | None = None) -> dict[str, Any]:
     """Sizes of a sweep with a program per ``gridded`` tokens.
 
     ``walked``, the step in which a program goes over all tokens, tells whether the last step is partial.
     """
     sizes = {
-        "blocks": ceil_div(problem.longest, gridded),
+        "blocks": ceil_div(spec.longest, gridded),
         "ROWS": block.rows,
         "KEYS": block.keys,
         **resources(block),
     }
     if walked is not None:
-        sizes["TAIL"] = problem.packed or problem.length % walked != 0
+        sizes["TAIL"] = spec.packed or spec.length % walked != 0
     return sizes

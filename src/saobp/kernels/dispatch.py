@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saobp.kernels.call_spec import is_short
+from saobp.kernels.call_spec import SHORT, CallNumbers, CallSpec, all_keys, is_short
 from saobp.propagation.cpu_inference import cpu_obstacle, is_unwatched
-from saobp.refinement import Refinement
+from saobp.refinement import MAX_STRENGTH, Refinement
 
 Backend = Literal["auto", "reference", "fused"]
 Family = Literal["short", "long", "short causal", "causal", "elemmul"]
@@ -66,12 +67,16 @@ class Call(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Who computes a call. ``obstacle`` is why not the kernels, in words that fit behind 'because'."""
+    """Who computes a call. ``obstacle`` is why not another, in words that fit behind 'because'.
+
+    ``kernels`` are known where the layout of the tensors is, which ``saobp.explain`` looks at.
+    """
 
     name: Literal["fused", "torch", "cpu inference", "reference"]
     call: Call
     family: Family | None = None
     obstacle: str | None = None
+    kernels: KernelChoice | None = None
 
     @property
     def is_fallback(self) -> bool:
@@ -86,7 +91,8 @@ class Path(NamedTuple):
     def reason(self) -> str:
         call = self.call
         if self.name == "fused":
-            return ", ".join((*_sizes(call), _strength(call)))
+            words = (*_sizes(call), _strength(call), *([] if self.kernels is None else [str(self.kernels)]))
+            return ", ".join(words)
         if self.name == "torch":
             return "factor 'none' is ordinary attention, which PyTorch has"
         if self.name == "cpu inference":
@@ -185,3 +191,100 @@ def family(factor: str, is_causal: bool, longest: int, dim: int, dtype: torch.dt
     if is_causal:
         return "short causal" if short else "causal"
     return "short" if short else "long"
+
+
+def numbers_of(
+    factor: str, longest: int, dim: int, scale: float | None, dropout_p: float, strongest: float | None
+) -> CallNumbers:
+    """A call in the numbers of operators. Only a strength that does not learn may be known: kernels that know a bound give
+    it no gradient."""
+    sign, hears = POTTS.get(factor, (1.0, False))
+    known = strongest is not None and factor in POTTS
+    bound = -math.expm1(-sign * min(strongest, MAX_STRENGTH)) if known and strongest is not None else 0.0
+    return CallNumbers(longest, dim**-0.5 if scale is None else scale, dropout_p, sign, hears, bound)
+
+
+HOPPER = 90
+HOPPER_FROM = 2048
+"""Heads from which on the kernel for Hopper serves: describing tensors to the copy engine takes the host 44 microseconds a
+launch, in which ``short_weak_forward`` has done fewer."""
+COPIED_FROM = 1 << 28
+"""Entries of all maps from which on the copy engine fetches tiles, for the same reason. At half as many, 512 heads of 512
+tokens, a call with its backward pass waited for the host (1.1 ms instead of 0.8 on an H200)."""
+SPLIT_FROM = 1 << 29
+"""Entries of all maps from which on a call is split over two streams: that takes the host as many launches again."""
+
+
+class KernelChoice(NamedTuple):
+    """Which kernels of its family a call launches, and how.
+
+    weak:        kernels that refine in bfloat16 by polynomials, for strengths known to be weak
+    careful:     kernels in the log domain, against underflow: alone, or after the weak ones for the heads that need it
+    hopper:      the forward kernel written for Hopper
+    copy_engine: tiles are fetched by the GPU's copy engine (TMA)
+    split_axis:  axis of ``[batch, heads, ...]`` that is halved over two streams
+    """
+
+    weak: bool = False
+    careful: bool = False
+    hopper: bool = False
+    copy_engine: bool = False
+    split_axis: int | None = None
+
+    def __str__(self) -> str:
+        """In a few words, for ``saobp.explain``."""
+        words = ["bfloat16 polynomials" if self.weak else "exponentials"]
+        words += ["log domain where rows may underflow"] * self.careful
+        words += ["Hopper kernel"] * self.hopper + ["copy engine"] * self.copy_engine
+        return ", ".join(words + ["two streams"] * (self.split_axis is not None))
+
+
+def select_kernels(
+    family: Family, spec: CallSpec, *, aligned: bool = False, capability: int = 0
+) -> KernelChoice:
+    """Kernels of a family for a call.
+
+    aligned:    whether the copy engine can fetch its states
+    capability: ten times the GPU's compute capability
+    Without them ``weak`` and ``careful``, on which shapes of saved tensors depend, are the same.
+    """
+    weak, half = spec.precise == 0, spec.dtype != torch.float32
+    fetched = half and aligned and spec.dim == 64 and not spec.packed and capability >= HOPPER
+    if family == "short":  # with fewer than 64 keys the tiles of the weak kernel would be mostly empty
+        weak = weak and not spec.may_underflow and all_keys(spec) >= 64
+        hopper = weak and fetched and all_keys(spec) == SHORT and has_hopper_kernel(capability)
+        return KernelChoice(weak, spec.may_underflow, hopper and spec.sequences * spec.heads >= HOPPER_FROM)
+    fetched = fetched and entries(spec) >= COPIED_FROM
+    if family == "causal":  # the weak kernels are for messages that lower beliefs
+        weak = weak and spec.hears and spec.bound > 0
+        return KernelChoice(weak, not weak or spec.may_underflow, copy_engine=weak and fetched)
+    if family == "long":
+        axis = split_axis(spec) if entries(spec) >= SPLIT_FROM else None
+        return KernelChoice(weak, spec.may_underflow, copy_engine=fetched, split_axis=axis)
+    return KernelChoice(careful=spec.may_underflow)
+
+
+def entries(spec: CallSpec) -> int:
+    """Of all maps of a call."""
+    return spec.sequences * spec.heads * spec.length**2
+
+
+def has_hopper_kernel(capability: int) -> bool:
+    """Its Gluon is experimental: only versions of Triton that are known to compile it."""
+    from saobp.kernels.runtime.launcher import LAUNCHES_DIRECTLY
+
+    return capability == HOPPER and LAUNCHES_DIRECTLY and not INTERPRETED
+
+
+def split_axis(spec: CallSpec) -> int | None:
+    """Which axis of ``[batch, heads, length, dim]`` can be halved.
+
+    Not with dropout, whose seeds count heads from a call's first one, nor in float32, whose numbers have two parts that lie
+    apart.
+    """
+    if spec.packed or spec.dropout or spec.dtype == torch.float32:
+        return None
+    if spec.batch % 2 == 0:
+        return 0
+    key_heads = spec.heads // spec.group
+    return 1 if spec.batch == 1 and key_heads % 2 == 0 else None

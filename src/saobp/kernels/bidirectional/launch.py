@@ -1,48 +1,43 @@
-"""Long sequences, not causal: sizes of the sweeps and their launches, forward and backward."""
+"""Bidirectional attention on long sequences: tile sizes and launches of the sweeps, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from saobp.kernels.bidirectional import backward, forward, sums
-from saobp.kernels.bidirectional import gradient_terms as gradient_parts
+from saobp.kernels.bidirectional import backward, forward, gradient_terms, sums
 from saobp.kernels.call_spec import (
     Block,
-    Problem,
+    CallSpec,
+    CallTensors,
     blocks,
     ceil_div,
-    given,
+    layout,
     named_strides,
     next_power,
+    pointers,
     strides,
-    tensor_looks,
 )
+from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
 from saobp.kernels.runtime.launcher import (
-    Piece,
-    Series,
-    Tiles,
-    has_copy_engine,
-    is_aligned,
-    lay_out,
-    remembered,
+    BufferSlice,
+    LaunchSequence,
+    TileDescriptor,
+    cached,
+    kernels_for,
+    lay_out_buffer,
 )
-from saobp.kernels.runtime.two_streams import moves
-
-MAPPED_FROM = 1 << 28
-"""Entries of all maps from which on the copy engine fetches tiles: describing a tensor to it takes the host some time.
-
-At half as many, 512 heads of 512 tokens, a call with its backward pass waited for the host (1.1 ms instead of 0.8)."""
+from saobp.kernels.runtime.two_streams import second_half_offsets
 
 
-def sweep_block(problem: Problem, sweep: str) -> Block:
-    """The compiler's symbol for a head size becomes the number it stands for: tiles depend on it."""
-    return _sweep_block(problem.dtype, int(problem.dim), sweep)
+def sweep_block(spec: CallSpec, sweep: str) -> Block:
+    """Under ``torch.compile`` a head size may be a symbol; tiles need its number."""
+    return _sweep_block(spec.dtype, int(spec.dim), sweep)
 
 
 @lru_cache(maxsize=4096)
@@ -64,236 +59,187 @@ def _sweep_block(dtype: torch.dtype, dim: int, sweep: str) -> Block:
     }[sweep]
 
 
-def lowest_blocks(problem: Problem) -> int:
-    """How many blocks of rows of a head note their smallest normaliser."""
-    return ceil_div(problem.longest, sweep_block(problem, "refined_output").rows)
+def lowest_blocks(spec: CallSpec) -> int:
+    """Blocks of rows of a head, each of which records its smallest normaliser."""
+    return ceil_div(spec.longest, sweep_block(spec, "refined_output").rows)
 
 
-def copies_tiles(problem: Problem, *states: Tensor) -> bool:
-    """Whether a GPU's copy engine may fetch tiles of these states."""
-    return (
-        problem.dim == 64
-        and problem.dtype != torch.float32
-        and not problem.packed
-        and problem.sequences * problem.heads * problem.length**2 >= MAPPED_FROM
-        and has_copy_engine(states[0].device)
-        and all(is_aligned(one) for one in states)
-    )
-
-
-class Plan(NamedTuple):
-    """What calls that look alike share: their launches, the layout of states that they fill, bytes of buffers."""
-
-    series: Series
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    saved: int = 0
-    scratch: int = 0
-    keys_dtype: torch.dtype | None = None
-
-
-STATES = ("q", "k", "v", "strength", "mask", "cu", "seed")
-"""Tensors of a call, in the order of all functions here."""
-
-
-def saved_pieces(problem: Problem) -> tuple[dict[str, Piece], int]:
-    """What the backward pass needs besides the output, and the peaks of what blocks of keys hear."""
-    floats, rows = torch.float32, problem.rows_shape
-    keys = rows if problem.hears else (0,)
-    lowest = problem.sequences * problem.heads * lowest_blocks(problem)
-    peaks = problem.programs(sweep_block(problem, "column_messages").keys) if problem.hears else 0
-    return lay_out("saved", {
-        "lse": (problem.lse_shape, floats), "heard": (keys, floats), "anchor": (rows, floats), "inverse": (rows, floats),
-        "lowest": ((lowest,), floats), "peak": ((peaks,), floats), "weight": (keys, problem.weight_dtype),
+def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
+    """What the backward pass needs besides the output, and the largest of what each block of keys hears."""
+    floats, rows = torch.float32, spec.rows_shape
+    keys = rows if spec.hears else (0,)
+    lowest = spec.sequences * spec.heads * lowest_blocks(spec)
+    peaks = spec.programs(sweep_block(spec, "column_messages").keys) if spec.hears else 0
+    return lay_out_buffer("saved", {
+        "lse": (spec.lse_shape, floats), "heard": (keys, floats), "anchor": (rows, floats), "inverse": (rows, floats),
+        "lowest": ((lowest,), floats), "peak": ((peaks,), floats), "weight": (keys, spec.weight_dtype),
     }, apart=4)  # fmt: skip
 
 
-def run_forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
-    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output, and in one buffer what the backward pass needs."""
-    mapped = copies_tiles(problem, query, key, value)
-    looks = ("forward", mapped, sweep_block, *tensor_looks(query, key, value, strength, mask, cu, seed))
-    steps = (_add_sums, _add_output)
-    plan = remembered(
-        problem.plans, looks, plan_forward, problem, query, key, value, strength, mapped, *steps
-    )
-    out = query.new_empty_strided(plan.sizes, plan.strides)
-    saved = query.new_empty(plan.saved, dtype=torch.uint8)
-    plan.series(
-        query, key, value, strength, given(mask, strength), given(cu, strength), given(seed, strength), out, saved
-    )  # fmt: skip
-    return out, saved
+def saved_buffer(spec: CallSpec) -> Saved:
+    return {"saved": ((saved_slices(spec)[1],), torch.uint8)}
 
 
-def run_sums(problem: Problem, query: Tensor, key: Tensor, strength: Tensor) -> Tensor:
-    """Of what the backward pass needs, the part that does not depend on values."""
-    mapped = copies_tiles(problem, query)
-    looks = ("sums", mapped, sweep_block, *tensor_looks(query, key, None, strength, None, None, None))
-    plan = remembered(
-        problem.plans, looks, plan_forward, problem, query, key, query, strength, mapped, _add_sums
-    )
-    saved = query.new_empty(plan.saved, dtype=torch.uint8)
-    plan.series(query, key, query, strength, strength, strength, strength, query, saved)
-    return saved
-
-
-def run_output(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, saved: Tensor
-) -> Tensor:
-    """Refined rows times values, from sums known already; fills in the rest of what the backward pass needs."""
-    mapped = copies_tiles(problem, key, value)
-    looks = ("output", mapped, sweep_block, *tensor_looks(query, key, value, strength, None, None, None))
-    plan = remembered(
-        problem.plans, looks, plan_forward, problem, query, key, value, strength, mapped, _add_output
-    )
-    out = query.new_empty_strided(plan.sizes, plan.strides)
-    plan.series(query, key, value, strength, strength, strength, strength, out, saved)
-    return out
-
-
-Cut = Callable[[str, int], dict[str, Tiles]]
-"""Tiles of so many rows of a call's states, by their letter; nothing where no copy engine fetches them."""
+Fetch = Callable[[str, int], dict[str, TileDescriptor]]
+"""Descriptors of states, by their letters, in tiles of so many rows; empty where the copy engine is not used."""
+Step = Callable[[LaunchSequence, CallSpec, dict[str, Any], Fetch], None]
 
 
 def plan_forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, mapped: bool,
-    *steps: Callable[[Series, Problem, dict[str, Any], Cut], None],
-) -> Plan:  # fmt: skip
-    pieces, size = saved_pieces(problem)
-    series = Series(query.device, (*STATES, "out", "saved"), pieces)
-    numbers = _numbers(problem, query, key, value) | named_strides("o", problem.states_strides)
+    spec: CallSpec, tensors: CallTensors, _saves: bool = True, steps: tuple[Step, ...] = ()
+) -> LaunchPlan:
+    query, key, value, strength, *_ = tensors
     states = {"q": query, "k": key, "v": value}
+    choice = kernels_for("long", spec, query, key, value)
+    slices, _ = saved_slices(spec)
+    launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved"), slices)
+    numbers = _numbers(spec, query, key, value) | named_strides("o", spec.states_strides)
 
-    def cut(names: str, rows: int) -> dict[str, Tiles]:
-        views = {name: (tuple(states[name].shape), states[name].stride()) for name in names if mapped}
-        return {name: Tiles(*view, (1, 1, rows, problem.dim)) for name, view in views.items()}
+    def fetch(names: str, rows: int) -> dict[str, TileDescriptor]:
+        fetched = {name: states[name] for name in names if choice.copy_engine}
+        tile = (1, 1, rows, spec.dim)
+        return {name: TileDescriptor(tuple(one.shape), one.stride(), tile) for name, one in fetched.items()}
 
-    for add_step in steps:
-        add_step(series, problem, numbers | {"MAPPED": mapped}, cut)
-    series.in_halves(moves(problem, strength, states, {"out": query.dtype}, pieces))
-    return Plan(series, problem.states_shape, problem.states_strides, saved=size)
+    for add_step in steps or (_add_sums, _add_output):
+        add_step(launches, spec, numbers | {"MAPPED": choice.copy_engine}, fetch)
+    filled = {"out": query.dtype}
+    launches.in_two_streams(second_half_offsets(spec, choice.split_axis, strength, states, filled, slices))
+    return LaunchPlan(launches)
 
 
-def _add_sums(series: Series, problem: Problem, numbers: dict[str, Any], cut: Cut) -> None:
-    block = sweep_block(problem, "row_sums")
-    own = blocks(problem, block, block.rows, block.keys)
-    series.add(sums.row_sums, problem.programs(block.rows), numbers | own)
-    if not problem.hears:
+def _add_sums(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any], fetch: Fetch) -> None:
+    block = sweep_block(spec, "row_sums")
+    own = blocks(spec, block, block.rows, block.keys)
+    launches.add(sums.row_sums, spec.programs(block.rows), numbers | own)
+    if not spec.hears:
         return
-    block = sweep_block(problem, "column_messages")
-    programs, count = problem.programs(block.keys), ceil_div(problem.longest, block.keys)
-    own = blocks(problem, block, block.keys, block.rows)
-    series.add(sums.column_messages, programs, numbers | own, cut("q", block.rows))
+    block = sweep_block(spec, "column_messages")
+    programs, count = spec.programs(block.keys), ceil_div(spec.longest, block.keys)
+    own = blocks(spec, block, block.keys, block.rows)
+    launches.add(sums.column_messages, programs, numbers | own, fetch("q", block.rows))
     own = {"blocks": count, "KEYS": block.keys, "BLOCKS": next_power(count)}
-    series.add(sums.key_weights, programs, numbers | own)
+    launches.add(sums.key_weights, programs, numbers | own)
 
 
-def _add_output(series: Series, problem: Problem, numbers: dict[str, Any], cut: Cut) -> None:
-    block = sweep_block(problem, "refined_output")
-    programs, tiles = problem.programs(block.rows), cut("kv", block.keys)
-    if tiles and problem.precise == 0:  # registers are left: three programs to a multiprocessor
+def _add_output(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any], fetch: Fetch) -> None:
+    block = sweep_block(spec, "refined_output")
+    programs, tiles = spec.programs(block.rows), fetch("kv", block.keys)
+    if tiles and spec.precise == 0:  # registers are left: three programs to a multiprocessor
         block = replace(block, registers=168)
-    own = blocks(problem, block, block.rows, block.keys)
-    series.add(forward.refined_output, programs, numbers | own, tiles)
-    if problem.may_underflow:  # repeats what did
-        own = blocks(problem, Block(block.rows, 32, stages=1), block.rows, 32)
-        series.add(forward.careful_output, programs, numbers | own)
+    own = blocks(spec, block, block.rows, block.keys)
+    launches.add(forward.refined_output, programs, numbers | own, tiles)
+    if spec.may_underflow:  # repeats what did
+        own = blocks(spec, Block(block.rows, 32, stages=1), block.rows, 32)
+        launches.add(forward.careful_output, programs, numbers | own)
 
 
-def _numbers(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
     """What the sweeps share."""
-    lowest = lowest_blocks(problem)
+    lowest = lowest_blocks(spec)
     return {
-        **strides("q", query), **strides("k", key), **strides("v", value), **problem.numbers, **problem.constants,
-        **problem.drop_numbers, **problem.message_numbers, "low_plane": problem.low_plane, "scale": problem.scale,
-        "HEARS": problem.hears, "PRECISE": problem.precise, "DROPS": problem.dropout > 0, "POWER": problem.splits_inverse,
-        "lowest_blocks": lowest, "LOWEST_BLOCKS": next_power(lowest), "lowest_sum": problem.lowest_sum,
-        "CHECKED": problem.may_underflow,
+        **strides("q", query), **strides("k", key), **strides("v", value), **spec.numbers, **spec.constants,
+        **spec.drop_numbers, **spec.message_numbers, "low_plane": spec.low_plane, "scale": spec.scale,
+        "HEARS": spec.hears, "PRECISE": spec.precise, "DROPS": spec.dropout > 0, "POWER": spec.splits_inverse,
+        "lowest_blocks": lowest, "LOWEST_BLOCKS": next_power(lowest), "lowest_sum": spec.lowest_sum,
+        "CHECKED": spec.may_underflow,
     }  # fmt: skip
 
 
-def run_backward(
-    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor,
-    mask: Tensor | None, cu: Tensor | None, seed: Tensor | None, out: Tensor, saved: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv with one key head per query head, and the gradient of gamma in parts ``[..., heads, ...]``."""
-    looks = (
-        "backward", sweep_block, grad.stride(), grad.dtype, out.stride(),
-        *tensor_looks(query, key, value, strength, mask, cu, seed),
-    )  # fmt: skip
-    plan = remembered(problem.plans, looks, plan_backward, problem, grad, query, key, value, strength, out)
-    dq, dk, dv = [query.new_empty_strided(plan.sizes, plan.strides) for _ in range(3)]
-    dgamma = query.new_empty(problem.rows_shape, dtype=torch.float32)
-    scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
-    plan.series(
-        query, key, value, strength, given(mask, strength), given(cu, strength), given(seed, strength),
-        grad, out, saved, dq, dk, dv, dgamma, scratch,
-    )  # fmt: skip
-    return dq, dk, dv, dgamma
-
-
-def run_value_gradient(
-    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, strength: Tensor, saved: Tensor
-) -> Tensor:
-    """The refined rows' transpose times a gradient."""
-    looks = ("value gradient", sweep_block, *tensor_looks(query, key, grad, strength, None, None, None))
-    make = partial(plan_backward, only_values=True)
-    plan = remembered(problem.plans, looks, make, problem, grad, query, key, grad, strength, grad)
-    dv = query.new_empty_strided(plan.sizes, plan.strides)
-    scratch = query.new_empty(plan.scratch, dtype=torch.uint8)
-    plan.series(
-        query, key, grad, strength, strength, strength, strength, grad, grad, saved, dv, dv, dv, strength, scratch
-    )  # fmt: skip
-    return dv
-
-
+BACKWARD_NAMES = (*INPUT_NAMES, "grad", "out", "saved", "dq", "dk", "dv", "strength_grad", "scratch")
 PARTS = 16
-"""Columns of D's parts: the least that a product on the tensor cores takes."""
+"""Columns that D, split into parts of half types, is padded to: the least that a product on the tensor cores takes."""
 
 
 def plan_backward(
-    problem: Problem, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, out: Tensor,
-    *, only_values: bool = False,
-) -> Plan:  # fmt: skip
-    floats, own, rows = torch.float32, query.dtype, problem.rows_shape
-    scratch, size = lay_out("scratch", {
-        "scaled": (problem.states_shape, own), "delta": (rows, floats), "parts": ((*rows, PARTS), own),
-        "power": (rows if problem.splits_inverse else (0,), floats), "row_term": (rows, floats),
-        "heard_grad": (rows, floats), "heard_half": (rows if problem.precise == 0 else (0,), own),
+    spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tensor, *, only_values: bool = False
+) -> LaunchPlan:
+    query, key, value, strength, *_ = tensors
+    floats, own, rows = torch.float32, query.dtype, spec.rows_shape
+    scratch, size = lay_out_buffer("scratch", {
+        "scaled": (spec.states_shape, own), "delta": (rows, floats), "parts": ((*rows, PARTS), own),
+        "power": (rows if spec.splits_inverse else (0,), floats), "row_term": (rows, floats),
+        "heard_grad": (rows, floats), "heard_half": (rows if spec.precise == 0 else (0,), own),
     })  # fmt: skip
-    tensors = (*STATES, "grad", "out", "saved", "dq", "dk", "dv", "strength_grad", "scratch")
-    pieces = saved_pieces(problem)[0] | scratch
-    series = Series(query.device, tensors, pieces)
-    add_scaled_gradients(series, problem, grad, out)
-    numbers = _numbers(problem, query, key, value) | {"part_row": PARTS}
-    numbers |= named_strides("g", problem.states_strides) | named_strides("d", problem.states_strides)
+    slices = saved_slices(spec)[0] | scratch
+    launches = LaunchSequence(query.device, BACKWARD_NAMES, slices)
+    add_scaled_gradients(launches, spec, grad, out)
+    numbers = _numbers(spec, query, key, value) | {"part_row": PARTS}
+    numbers |= named_strides("g", spec.states_strides) | named_strides("d", spec.states_strides)
     for sweep in (backward.value_gradient, backward.query_gradient, backward.key_gradient):
         by_rows = sweep is backward.query_gradient
-        block = sweep_block(problem, sweep.__name__)
+        block = sweep_block(spec, sweep.__name__)
         gridded, walked = (block.rows, block.keys) if by_rows else (block.keys, block.rows)
-        sizes, programs = blocks(problem, block, gridded, walked), problem.programs(gridded)
-        ways = [("weight", False), ("heard", True)] if problem.may_underflow else [("weight", False)]
+        sizes, programs = blocks(spec, block, gridded, walked), spec.programs(gridded)
+        ways = [("weight", False), ("heard", True)] if spec.may_underflow else [("weight", False)]
         for key_part, careful in ways:
-            series.add(
+            launches.add(
                 sweep, programs, numbers | sizes | {"CAREFUL": careful}, grad="scaled", key_part=key_part
             )
         if only_values:
             break
     if not only_values:
+        axis = kernels_for("long", spec, query, key, value).split_axis
         states = {"q": query, "k": key, "v": value, "grad": grad, "out": out}
-        series.in_halves(moves(problem, strength, states, dict.fromkeys(("dq", "dk", "dv"), own), pieces))
-    return Plan(series, problem.states_shape, problem.states_strides, scratch=size)
+        filled = dict.fromkeys(("dq", "dk", "dv"), own)
+        launches.in_two_streams(second_half_offsets(spec, axis, strength, states, filled, slices))
+    return LaunchPlan(launches, size)
 
 
 def add_scaled_gradients(
-    series: Series, problem: Problem, grad: Tensor, out: Tensor, *, in_parts: bool = True, **named: str
+    launches: LaunchSequence,
+    spec: CallSpec,
+    grad: Tensor,
+    out: Tensor,
+    *,
+    in_parts: bool = True,
+    **named: str,
 ) -> None:
-    """The output's gradient over the rows' normalisers; D of that, also in parts; powers of two kept apart."""
+    """The output's gradient divided by the rows' normalisers; D of that, also as a sum of half types; powers of two apart."""
     numbers = {
-        **strides("g", grad), **strides("o", out), **named_strides("s", problem.states_strides), "part_row": PARTS,
-        **problem.numbers, **problem.constants, "blocks": ceil_div(problem.longest, 128), "ROWS": 128,
-        "POWER": problem.splits_inverse, "PRECISE": problem.precise if in_parts else 2,
+        **strides("g", grad), **strides("o", out), **named_strides("s", spec.states_strides), "part_row": PARTS,
+        **spec.numbers, **spec.constants, "blocks": ceil_div(spec.longest, 128), "ROWS": 128,
+        "POWER": spec.splits_inverse, "PRECISE": spec.precise if in_parts else 2,
     }  # fmt: skip
-    series.add(gradient_parts.scaled_gradients, problem.programs(128), numbers, **named)
+    launches.add(gradient_terms.scaled_gradients, spec.programs(128), numbers, **named)
+
+
+LONG = KernelFamily(
+    "long", "refined_attention", saved=saved_buffer, plan_forward=plan_forward, plan_backward=plan_backward
+)
+
+_plans: dict[Hashable, LaunchPlan] = {}
+
+
+def run_sums(spec: CallSpec, query: Tensor, key: Tensor, strength: Tensor) -> Tensor:
+    """Of what the backward pass needs, the part that does not depend on values."""
+    tensors = CallTensors(query, key, query, strength)
+    saved = query.new_empty(saved_slices(spec)[1], dtype=torch.uint8)
+    look_up = ("sums", spec, *layout(tensors))
+    plan = cached(_plans, look_up, plan_forward, spec, tensors, True, (_add_sums,))
+    plan.launches(*pointers(tensors), query, saved)
+    return saved
+
+
+def run_output(
+    spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, saved: Tensor
+) -> Tensor:
+    """Refined rows times values, from sums known already; completes what the backward pass needs."""
+    tensors = CallTensors(query, key, value, strength)
+    look_up = ("output", spec, *layout(tensors))
+    plan = cached(_plans, look_up, plan_forward, spec, tensors, True, (_add_output,))
+    out = query.new_empty_strided(spec.states_shape, spec.states_strides)
+    plan.launches(*pointers(tensors), out, saved)
+    return out
+
+
+def run_value_gradient(
+    spec: CallSpec, grad: Tensor, query: Tensor, key: Tensor, strength: Tensor, saved: Tensor
+) -> Tensor:
+    """The refined rows' transpose times a gradient."""
+    tensors = CallTensors(query, key, grad, strength)
+    make = partial(plan_backward, only_values=True)
+    plan = cached(_plans, ("value gradient", spec, *layout(tensors)), make, spec, tensors, grad, grad)
+    dv = query.new_empty_strided(spec.states_shape, spec.states_strides)
+    scratch = query.new_empty(plan.scratch or 0, dtype=torch.uint8)
+    plan.launches(*pointers(tensors), grad, grad, saved, dv, dv, dv, strength, scratch)
+    return dv

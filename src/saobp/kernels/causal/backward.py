@@ -12,7 +12,7 @@ and g_ik the sum of dT_jk over the rows j > i, which hear row i:
 3. ``causal_key_gradient`` (over keys): dK = (dT + gamma (H - a E))^T Q.
 
 The derivative with respect to gamma is the sum of E. Rows of listing factors hear their own message alone,
-inverted: g = -dT. CHECKED: only heads that ``causal_weak_backward`` leaves alone are done.
+inverted: g = -dT. CHECKED: only heads that ``weak_backward`` leaves alone are done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients of short strict causal attention in one launch; the letters are those of ``causal_backward``.
+"""Gradients of short strict causal attention in one launch; the letters are those of ``backward.py``.
 
 The whole map is at hand and is worked out once more, later rows first, since earlier ones need sums over them. D, those
 sums and E are sums of what is used: in collapsed heads gradients are what is left after large terms cancel.

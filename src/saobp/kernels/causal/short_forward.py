@@ -1,4 +1,4 @@
-"""Short strict causal sequences: a program holds the map of one head, in one launch; ``short`` is for the others.
+"""Short strict causal sequences: a program holds the map of one head, in one launch.
 
 Of 128 rows the first 64 see half of the keys, so rows come in two parts: each sees the keys of its own part, on the
 diagonal, and all of those before. A row hears rows before it: within a part by a product with a strict triangle of

@@ -1,4 +1,4 @@
-"""Gradients of strict causal attention of weak, known, positive strength: ``causal_backward`` in half types.
+"""Gradients of strict causal attention of weak, known, positive strength: ``backward.py`` in half types.
 
 With the same letters, dO over the rows' normalisers (``scaled_gradients``) and d = dT - gamma u g:
 
@@ -10,7 +10,7 @@ With the same letters, dO over the rows' normalisers (``scaled_gradients``) and 
 In a collapsed row gradients are what is left after large terms cancel. Weights are rounded as in the forward pass,
 so D balances them. Sweeps 1 and 2 make d by the very same operations and round it before products and sum alike:
 otherwise what rounding leaves would not cancel.
-Heads where a row's normaliser came near underflow are left to ``causal_backward``.
+Heads where a row's normaliser came near underflow are left to ``backward.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Strict causal attention of weak, known, positive strength: sweeps 2 and 3 of ``causal`` in half types.
+"""Strict causal attention of weak, known, positive strength: sweeps 2 and 3 of ``forward.py`` in half types.
 
 Tiles are ``[keys, rows]``, so that messages, which are products' first operand, stay in registers. No message
 raises a belief, so beliefs relative to the row's log-sum-exp need no maximum; a block of rows whose normaliser

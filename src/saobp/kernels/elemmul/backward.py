@@ -1,6 +1,6 @@
 """Gradients of ElemMul: sweeps over keys, rows and keys again, no atomics.
 
-With P_ik = A_ik n_k / z_i and B_kj = A_jk / n_k, the two attentions O = P G and G = B V of ``elemmul.py``:
+With P_ik = A_ik n_k / z_i and B_kj = A_jk / n_k, the two attentions O = P G and G = B V of ``forward.py``:
 
 1. ``row_terms``: D_i = dO_i . O_i.
 2. ``gathered_gradient`` (over keys): dG = P^T dO and F = P^T D.
@@ -12,7 +12,7 @@ The scores' gradient is dS_ik = A_ik (dA_ik - E_i) with
     A_ik dA_ik = P_ik (dO_i . G_k - D_i) + B_ki (dG_k . V_i - F_k)
 
 F stands for dG . G less the gradient of log n, which needs no sweep of its own. E could be had from D, F
-and dV alone, or split off the sum over keys as in ``backward.py``; but summed up from the very entries it
+and dV alone, or split off the sum over keys as in ``bidirectional/backward.py``; but summed up from the very entries it
 is taken from, it makes rows of dS sum to 0 however G, dG and O were rounded, and a collapsed head's
 gradient is a difference of large terms. For the same reason E is divided by the sum of the row's A as they
 are: large scores leave so few digits to the log-sum-exp that it is 1 only to 1e-4. Padding rows have no B.

@@ -8,7 +8,7 @@ Row i of the normalised A A^T reaches the values through the keys. With n_k = su
 Both weights sum to one, so that G and O stay within the range of V in any precision. G is kept in the
 precision of V less the mean of V: rows that attend to everything alike differ by little in G, and these
 differences are all that the gradient of the scores sees. For their sake weights are rounded less a key's usual
-weight, see ``elemmul_centres.py``. ``row_sums`` of ``sums.py`` and ``value_centres`` come first; then
+weight, see ``centering.py``. ``row_sums`` of ``bidirectional/sums.py`` and ``value_centres`` come first; then
 ``gathered_values`` over keys and ``elemmul_output`` over rows.
 
 Two rows that share no key count as FLOOR alike, as in the specification. Only padding rows can depend on

@@ -1,24 +1,17 @@
-"""When the kernel for Hopper serves short sequences, and its launch.
+"""The launch of the kernel for Hopper; ``dispatch.select_kernels`` says when it serves.
 
-Triton makes the four descriptors that it needs at every launch, 11 microseconds of the host's time each. Fewer heads than
-HOPPER_FROM are done in less, so they stay with ``short_weak_forward``.
+Triton makes the four descriptors that it needs at every launch, 11 microseconds of the host's time each.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
-import torch
-import triton
 from torch import Tensor
 
-from saobp.kernels.call_spec import SHORT, Block, Problem, ceil_div, resources
-from saobp.kernels.runtime.launcher import HOPPER, INTERPRETED, Launch, Tiles, cuda_generation, is_aligned
+from saobp.kernels.call_spec import SHORT, Block, CallSpec, ceil_div, resources
+from saobp.kernels.runtime.launcher import LaunchSequence, TileDescriptor
 
-TRITONS = ("3.6.", "3.7.")
-"""Versions whose Gluon, which is experimental, the kernel is known to compile with."""
-HOPPER_FROM = 2048
 BLOCK = Block(128, 128, warps=8, stages=1, registers=128)
 """All rows at once in eight warps. Four warps, which take rows in two halves, are as fast, but slower where they save or pad."""
 HEADS_EACH = 4
@@ -26,50 +19,32 @@ HEADS_EACH = 4
 heads: 182, 165 with four, 169 with eight, 172 with 32. ``short_weak_forward`` takes 55 and 188, cuDNN's attention 38 and 130."""
 
 
-@lru_cache
 def hopper_kernel() -> Any:
-    """The kernel; None in a Triton whose Gluon may be another."""
-    if not triton.__version__.startswith(TRITONS):
-        return None
+    """Imported where it is launched: a Triton with another Gluon may not have what it needs."""
     from saobp.kernels.hopper.short_forward import short_hopper_forward
 
     return short_hopper_forward
 
 
-def hopper_serves(problem: Problem, weak: Block | None, *states: Tensor) -> bool:
-    """Whether the kernel for Hopper may take the place of ``short_weak_forward``, whose tile ``weak`` is."""
-    return (
-        weak is not None
-        and weak.keys == SHORT
-        and problem.dim == 64
-        and problem.dtype != torch.float32
-        and not problem.packed
-        and problem.sequences * problem.heads >= HOPPER_FROM
-        and not INTERPRETED
-        and cuda_generation(states[0].device) == HOPPER
-        and all(is_aligned(one) for one in states)
-        and hopper_kernel() is not None
-    )
-
-
-def hopper_launch(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, out: Tensor, saves: bool
-) -> Launch:
-    lines = problem.sequences * problem.heads
+def add_hopper_launch(
+    launches: LaunchSequence, spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, saves: bool,
+    unused: dict[str, str],
+) -> None:  # fmt: skip
+    lines = spec.sequences * spec.heads
     numbers = {
-        **problem.numbers, **problem.constants, **problem.drop_numbers, **problem.message_numbers,
-        "lines": lines, "TAIL": problem.length != SHORT, "HEARS": problem.hears,
-        "DROPS": problem.dropout > 0, "SAVES": saves, **resources(BLOCK),
+        **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
+        "lines": lines, "TAIL": spec.length != SHORT, "HEARS": spec.hears,
+        "DROPS": spec.dropout > 0, "SAVES": saves, **resources(BLOCK),
     }  # fmt: skip
-    states = {"q": query, "k": key, "v": value, "out": out}
-    tiles = {name: whole_heads(one) for name, one in states.items()}
-    programs = ceil_div(lines, HEADS_EACH)
-    return Launch(hopper_kernel(), programs, numbers, query.device, tiles)
+    tiles = {"out": whole_heads(spec.states_shape, spec.states_strides)}
+    for name, states in (("q", query), ("k", key), ("v", value)):
+        tiles[name] = whole_heads(tuple(states.shape), states.stride())
+    launches.add(hopper_kernel(), ceil_div(lines, HEADS_EACH), numbers, tiles, **unused)
 
 
-def whole_heads(states: Tensor) -> Tiles:
+def whole_heads(shape: tuple[int, ...], strides: tuple[int, ...]) -> TileDescriptor:
     """``[batch, heads, length, 64]`` in tiles of a head, laid out as the tensor cores want them."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return Tiles(tuple(states.shape), states.stride(), (1, 1, SHORT, states.shape[3]), layout)
+    return TileDescriptor(shape, strides, (1, 1, SHORT, shape[3]), layout)

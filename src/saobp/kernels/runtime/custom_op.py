@@ -1,4 +1,4 @@
-"""Operators that autograd, ``torch.compile`` and CUDA graphs understand, registered so that a call costs little."""
+"""PyTorch operators that autograd, ``torch.compile`` and CUDA graphs understand, with little overhead per call."""
 
 from __future__ import annotations
 
@@ -9,43 +9,29 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
-from torch.library import Library, infer_schema, register_fake
+from torch.library import Library, register_fake
 
 _library = Library("saobp", "FRAGMENT")
 
 
-def registered(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], OpOverload]:
+def operator(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
     """An operator of fresh tensors that the compiler keeps whole and knows by the shapes that ``fake`` gives.
 
     Not by ``torch.library.custom_op``, whose checks of every call take 20 microseconds.
     """
-
-    def register(function: Callable[..., Any]) -> OpOverload:
-        _library.define(name + infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
-        register_fake(f"saobp::{name}", fake, lib=_library)
-        operator: OpOverload = getattr(torch.ops.saobp, name).default
-        return operator
-
-    return register
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
+    register_fake(f"saobp::{name}", fake, lib=_library)
+    made: OpOverload = getattr(torch.ops.saobp, name).default
+    return made
 
 
 def learns(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def output_of(operator: OpOverload, arguments: tuple[Any, ...], *, learning: bool) -> Tensor:
-    """The first output of an operator; where nothing learns, past the layer that only gives it gradients."""
-    if learning or torch.compiler.is_compiling():
-        outputs: tuple[Tensor, ...] = operator(*arguments)
-    else:
-        with torch._C._AutoDispatchBelowAutograd():
-            outputs = operator(*arguments)
-    return outputs[0]
-
-
 def refuse_tangents(*tensors: Tensor) -> None:
-    """PyTorch takes an operator without forward-mode derivatives for a constant, and says nothing."""
+    """Raises on forward-mode derivatives: PyTorch would silently take them for zero."""
     if forward_ad._current_level < 0:
         return
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
@@ -54,8 +40,8 @@ def refuse_tangents(*tensors: Tensor) -> None:
         )
 
 
-class OnlyOnce(torch.autograd.Function):
-    """Gradients, followed by what they depend on: whoever differentiates them again hears that it cannot be done."""
+class OnceDifferentiable(torch.autograd.Function):
+    """Passes gradients on, together with what they depend on. Raises on double backward."""
 
     @staticmethod
     def forward(_ctx: Any, count: int, *gradients_and_causes: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -94,7 +80,7 @@ def differentiable(
                 return *backward(ctx, grad), None
             with torch.no_grad():
                 found = backward(ctx, grad)
-            return *OnlyOnce.apply(len(found), *found, grad, *ctx.saved_tensors), None
+            return *OnceDifferentiable.apply(len(found), *found, grad, *ctx.saved_tensors), None
 
     def below(keys: Any, *inputs: Any) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():

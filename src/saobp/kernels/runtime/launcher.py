@@ -1,8 +1,12 @@
-"""Launching kernels at little cost: Triton's own binding of some fifty arguments takes longer than a short kernel.
+"""Launching kernels with little overhead: Triton binds some fifty arguments anew at every launch, which takes longer than
+a short kernel runs.
+
+The first launch goes through Triton, which compiles; later ones call the binary as Triton's own launcher would. That is
+internal to Triton, so it is done for known versions only; with others every launch goes through Triton.
 
 Every kernel names its pointers, which end in ``_ptr``, before its numbers, and between them, ending in ``_map``, tensors
-that a GPU's copy engine may fetch tiles of. All that Triton compiles for follows from the numbers, from the types and the
-device of the tensors, and from the alignment of their addresses.
+that a GPU's copy engine (TMA) may fetch tiles of. What Triton specialises a binary for follows from the numbers, from the
+types and the device of the tensors, and from the alignment of their addresses.
 """
 
 from __future__ import annotations
@@ -16,28 +20,39 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import triton
 from torch import Tensor
-from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from saobp.kernels.call_spec import CallSpec
+from saobp.kernels.dispatch import HOPPER, Family, KernelChoice, select_kernels
 from saobp.kernels.library import arithmetic
 
 INTERPRETED = bool(arithmetic.INTERPRETED)
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
-HOPPER = 90
-MOST_KEPT = 4096
-"""Shapes remembered for each purpose; then all are forgotten, which costs time but nothing else."""
+MAX_CACHED = 4096
+"""Entries of a cache; a full one is cleared, which costs time but nothing else."""
+
+KNOWN_TRITON = ("3.6.", "3.7.")
+"""Versions whose binaries are known to be launched as here, and whose experimental Gluon compiles the kernel for Hopper."""
+
+
+def is_known_triton() -> bool:
+    return triton.__version__.startswith(KNOWN_TRITON)
+
+
+LAUNCHES_DIRECTLY = is_known_triton()
 
 Key = TypeVar("Key", bound=Hashable)
-Kept = TypeVar("Kept")
+Value = TypeVar("Value")
 
 
-class Prepared(ABC):
-    """Something to launch on tensors of known types on one device.
+class CachedLaunch(ABC):
+    """One launch or several, on tensors of known types on one device.
 
-    The first call with addresses of an alignment goes through Triton, which compiles. Later ones go to the binaries at
-    once, with addresses in place of tensors.
+    The first call with addresses of an alignment goes through Triton, which compiles. Later ones go to the binaries
+    directly, with addresses in place of tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,7 +62,11 @@ class Prepared(ABC):
 
     def __call__(self, *tensors: Tensor) -> None:
         if INTERPRETED:
-            self._by_triton(tensors)
+            self._through_triton(tensors)
+            return
+        if not LAUNCHES_DIRECTLY:
+            with torch.cuda.device(self.device):
+                self._through_triton(tensors)
             return
         gpu, place = driver.active, self.device.index
         if place != gpu.get_current_device():
@@ -57,26 +76,26 @@ class Prepared(ABC):
         addresses = [tensor.data_ptr() for tensor in tensors]
         alignment = tuple([address & 15 for address in addresses])
         ready = self._ready.get(alignment)
-        if ready is not None and not is_watched(*self._kernels):
-            self._at_once(ready, addresses, gpu.get_current_stream(place))
+        if ready is not None and not has_launch_hooks(*self._kernels):
+            self._directly(ready, addresses, gpu.get_current_stream(place))
             return
-        ready = self._by_triton(tensors)
+        ready = self._through_triton(tensors)
         if ready is not None:
             self._ready[alignment] = ready
 
     @abstractmethod
-    def _by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Launches, and gives what a later call needs, if Triton tells."""
+    def _through_triton(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Launches; returns what ``_directly`` needs, or None."""
 
     @abstractmethod
-    def _at_once(self, ready: Any, addresses: list[int], stream: int) -> None:
-        """Launches what an earlier call got ready."""
+    def _directly(self, ready: Any, addresses: list[int], stream: int) -> None:
+        """Launches what an earlier call compiled."""
 
 
-class Tiles(NamedTuple):
-    """How a GPU's copy engine sees a tensor: its shape, strides, and the tiles that it fetches.
+class TileDescriptor(NamedTuple):
+    """A tensor for a GPU's copy engine: its shape, strides, and the tiles to fetch.
 
-    A kernel in Gluon says by ``layout`` how they lie in shared memory; for others Triton decides that.
+    ``layout`` of tiles in shared memory is for kernels in Gluon; for others Triton decides it.
     """
 
     shape: tuple[int, ...]
@@ -92,12 +111,12 @@ class Tiles(NamedTuple):
 
         return GluonDescriptor(*sizes, self.layout)
 
-    def at(self, address: int) -> TilesAt:
-        return TilesAt(address, self.shape, self.strides)
+    def at(self, address: int) -> DescriptorAtAddress:
+        return DescriptorAtAddress(address, self.shape, self.strides)
 
 
-class TilesAt(NamedTuple):
-    """What Triton asks of a descriptor when it launches, without a tensor."""
+class DescriptorAtAddress(NamedTuple):
+    """What Triton's launcher reads of a descriptor, for an address in place of a tensor."""
 
     address: int
     shape: tuple[int, ...]
@@ -106,22 +125,22 @@ class TilesAt(NamedTuple):
     round_f32_to_tf32: bool = False
 
     @property
-    def base(self) -> TilesAt:
+    def base(self) -> DescriptorAtAddress:
         return self
 
     def data_ptr(self) -> int:
         return self.address
 
 
-class Launch(Prepared):
-    """A kernel with its numbers: what is left to give are its tensors.
+class KernelLaunch(CachedLaunch):
+    """A kernel with its grid and all arguments but its pointers.
 
-    ``tiles`` tells for arguments that end in ``_map`` which tiles of ``_ptr`` to fetch; a kernel does without the others.
+    ``tiles`` describes the arguments that end in ``_map``; one that is not described gets the pointer, unused.
     """
 
     def __init__(
         self, kernel: Any, programs: int, numbers: Mapping[str, Any], device: torch.device,
-        tiles: Mapping[str, Tiles] | None = None,
+        tiles: Mapping[str, TileDescriptor] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(device)
         self._kernels.append(kernel)
@@ -133,12 +152,12 @@ class Launch(Prepared):
         self.numbers = tuple(numbers[name] for name in others)
         self.options = {name: numbers[name] for name in OPTIONS if name in numbers}
 
-    def _by_triton(self, tensors: tuple[Tensor, ...], parts: int = 1) -> tuple[Any, Any, Any] | None:
+    def _through_triton(self, tensors: tuple[Tensor, ...], parts: int = 1) -> tuple[Any, Any, Any] | None:
         maps = [tensors[place] if tiles is None else tiles.of(tensors[place]) for place, tiles in self.maps]
         binary = self.kernel[(self.programs // parts,)](*tensors, *maps, *self.numbers, **self.options)
         return None if binary is None else (binary.run, binary.function, binary.packed_metadata)
 
-    def _at_once(
+    def _directly(
         self, ready: tuple[Any, Any, Any], addresses: Sequence[int], stream: int, parts: int = 1
     ) -> None:
         run, function, metadata = ready
@@ -149,17 +168,20 @@ class Launch(Prepared):
         )  # fmt: skip
 
 
-def has_copy_engine(device: torch.device) -> bool:
-    """Whether the GPU fetches tiles by itself: Hopper and later. The interpreter does as if."""
-    return INTERPRETED or cuda_generation(device) >= HOPPER
-
-
 @lru_cache
-def cuda_generation(device: torch.device) -> int:
-    """Ten times the compute capability of an NVIDIA GPU, 0 for others."""
+def compute_capability(device: torch.device) -> int:
+    """Ten times that of an NVIDIA GPU, 0 for others. The interpreter plays Hopper's copy engine."""
+    if INTERPRETED:
+        return HOPPER
     with torch.cuda.device(-1 if device.index is None else device.index):  # -1: the present one
         target = driver.active.get_current_target()
     return target.arch if target.backend == "cuda" else 0
+
+
+def kernels_for(family: Family, spec: CallSpec, *states: Tensor) -> KernelChoice:
+    """What ``dispatch.select_kernels`` chooses for states on their GPU."""
+    aligned = all(is_aligned(one) for one in states)
+    return select_kernels(family, spec, aligned=aligned, capability=compute_capability(states[0].device))
 
 
 def is_aligned(states: Tensor) -> bool:
@@ -168,16 +190,18 @@ def is_aligned(states: Tensor) -> bool:
     return last == 1 and states.data_ptr() % 16 == 0 and all(one > 0 and one % 8 == 0 for one in others)
 
 
-def is_watched(*kernels: Any) -> bool:
+def has_launch_hooks(*kernels: Any) -> bool:
     """Whether someone asked Triton to be told of launches, as profilers do."""
+    from triton import knobs
+
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         return True
     return any(kernel.pre_run_hooks for kernel in kernels)
 
 
-class Piece(NamedTuple):
-    """A vector or a map inside a buffer of bytes, which is cheaper than a tensor of its own."""
+class BufferSlice(NamedTuple):
+    """A tensor inside a buffer of bytes: one allocation for many costs the host less."""
 
     buffer: str
     start: int
@@ -192,90 +216,94 @@ class Piece(NamedTuple):
         return buffer[self.start : self.start + self.bytes].view(self.dtype).view(self.shape)
 
 
-def lay_out(
-    buffer: str, pieces: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, apart: int = 16
-) -> tuple[dict[str, Piece], int]:
-    """Where pieces of these shapes and types lie in a buffer, and its bytes.
+def lay_out_buffer(
+    buffer: str, slices: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, apart: int = 16
+) -> tuple[dict[str, BufferSlice], int]:
+    """Slices of these shapes and types in a buffer, and its bytes.
 
-    They start at multiples of ``apart`` bytes: 16 is what Triton's fastest code asks for, 4 leaves no gaps, whose
-    bytes would differ from call to call, between pieces of float32.
+    They start at multiples of ``apart`` bytes: 16 is what Triton's fastest code asks for; 4 leaves no gaps between
+    slices of float32, whose unwritten bytes would differ from call to call.
     """
-    places: dict[str, Piece] = {}
+    places: dict[str, BufferSlice] = {}
     end = 0
-    for name, (shape, dtype) in pieces.items():
+    for name, (shape, dtype) in slices.items():
         start = -(-end // apart) * apart
-        places[name] = Piece(buffer, start, shape, dtype)
+        places[name] = BufferSlice(buffer, start, shape, dtype)
         end = start + math.prod(shape) * dtype.itemsize
     return places, end
 
 
-class Series(Prepared):
-    """Launches that follow each other on the same tensors and pieces of them: one look at addresses serves them all.
+class LaunchSequence(CachedLaunch):
+    """Launches that follow each other on the same tensors and slices of them.
 
-    Tensors are named, in the order in which a call gives them, by the arguments of kernels less ``_ptr``.
+    Tensors are named, in the order in which a call gives them, as the arguments of kernels, without ``_ptr``.
     """
 
-    def __init__(self, device: torch.device, tensors: Sequence[str], pieces: Mapping[str, Piece]) -> None:
+    def __init__(
+        self, device: torch.device, tensors: Sequence[str], slices: Mapping[str, BufferSlice]
+    ) -> None:
         super().__init__(device)
-        self.launches: list[tuple[Launch, itemgetter]] = []
-        self.pieces = tuple(pieces.values())
-        self._names = (*tensors, *pieces)
-        self._starts = [(tensors.index(piece.buffer), piece.start) for piece in self.pieces]
+        self.launches: list[tuple[KernelLaunch, itemgetter]] = []
+        self.slices = tuple(slices.values())
+        self._names = (*tensors, *slices)
+        self._starts = [(tensors.index(part.buffer), part.start) for part in self.slices]
         self._moves: list[int] = []
 
     def add(
-        self, kernel: Any, programs: int, numbers: Mapping[str, Any], tiles: Mapping[str, Tiles] | None = None, /,
+        self, kernel: Any, programs: int, numbers: Mapping[str, Any], tiles: Mapping[str, TileDescriptor] | None = None, /,
         **named: str,
     ) -> None:  # fmt: skip
-        """Adds a kernel with those of the numbers that it takes; ``named`` says what else an argument means."""
+        """Adds a kernel with those of the numbers that it takes; ``named`` renames: argument="tensor"."""
         arguments = [name.removesuffix("_ptr") for name in kernel.arg_names if name.endswith("_ptr")]
         places = [self._names.index(named.get(name, name)) for name in arguments]
         self._kernels.append(kernel)
-        self.launches.append((Launch(kernel, programs, numbers, self.device, tiles), itemgetter(*places)))
+        self.launches.append(
+            (KernelLaunch(kernel, programs, numbers, self.device, tiles), itemgetter(*places))
+        )
 
-    def in_halves(self, moves: Mapping[str, int]) -> None:
-        """Makes two launches of each, side by side, for half of the programs each (see ``saobp.kernels.runtime.two_streams``).
+    def in_two_streams(self, moves: Mapping[str, int]) -> None:
+        """Splits each launch into two of half the programs, in two streams (see ``runtime.two_streams``).
 
-        moves: bytes from where the first half finds a tensor or piece to where the second does; nothing, no halves
+        moves: bytes from a tensor's or slice's first half to its second; empty for one launch each
         """
         self._moves = [moves.get(name, 0) for name in self._names] if moves else []
 
-    def _by_triton(self, tensors: tuple[Tensor, ...]) -> list[Any] | None:
+    def _through_triton(self, tensors: tuple[Tensor, ...]) -> list[Any] | None:
         buffers = dict(zip(self._names, tensors, strict=False))
-        every = (*tensors, *[piece.view(buffers[piece.buffer]) for piece in self.pieces])
+        every = (*tensors, *[part.view(buffers[part.buffer]) for part in self.slices])
         if not self._moves:
-            ready = [launch._by_triton(pick(every)) for launch, pick in self.launches]
+            ready = [launch._through_triton(pick(every)) for launch, pick in self.launches]
         else:
             others = tuple(moved(one, move) for one, move in zip(every, self._moves, strict=True))
             ready = []
             for launch, pick in self.launches:
-                ready.append(launch._by_triton(pick(every), 2))
-                launch._by_triton(pick(others), 2)
+                ready.append(launch._through_triton(pick(every), 2))
+                launch._through_triton(pick(others), 2)
         return None if None in ready else ready
 
-    def _at_once(self, ready: list[Any], addresses: list[int], stream: int) -> None:
+    def _directly(self, ready: list[Any], addresses: list[int], stream: int) -> None:
         addresses += [addresses[buffer] + start for buffer, start in self._starts]
         if not self._moves:
             for (launch, pick), one in zip(self.launches, ready, strict=True):
-                launch._at_once(one, pick(addresses), stream)
+                launch._directly(one, pick(addresses), stream)
             return
         others = [address + move for address, move in zip(addresses, self._moves, strict=True)]
-        with beside(self.device, stream) as side:
+        with side_by_side(self.device, stream) as side:
             for (launch, pick), one in zip(self.launches, ready, strict=True):
-                launch._at_once(one, pick(addresses), side, 2)
-                launch._at_once(one, pick(others), stream, 2)
+                launch._directly(one, pick(addresses), side, 2)
+                launch._directly(one, pick(others), stream, 2)
 
 
 def moved(tensor: Tensor, move: int) -> Tensor:
-    """The number so many bytes behind a tensor's first one: to a kernel, an address."""
+    """A tensor that begins so many bytes later: to a kernel, an address."""
     if tensor.numel() == 0:
         return tensor
     return tensor.as_strided((1,), (1,), tensor.storage_offset() + move // tensor.itemsize)
 
 
 @contextmanager
-def beside(device: torch.device, stream: int) -> Iterator[int]:
-    """A second stream, which begins after what the caller's present one holds; that one then waits for it.
+def side_by_side(device: torch.device, stream: int) -> Iterator[int]:
+    """A second stream that waits for the caller's stream, which waits for it at the end.
 
     Also where a launch fails or is interrupted: memory that the second one still fills goes back to the first.
     """
@@ -289,15 +317,15 @@ def beside(device: torch.device, stream: int) -> Iterator[int]:
 
 @lru_cache
 def side_stream(device: torch.device, _stream: int) -> torch.cuda.Stream:
-    """The one beside a stream of the caller's: callers with streams of their own do not meet there."""
+    """The second stream of each of the caller's: callers with different streams do not share one."""
     return torch.cuda.Stream(device)
 
 
-def remembered(shelf: dict[Key, Kept], key: Key, make: Callable[..., Kept], *arguments: Any) -> Kept:
-    """What lies on a shelf under a key; made of the arguments where nothing does. A full shelf is emptied first."""
-    found = shelf.get(key)
+def cached(cache: dict[Key, Value], key: Key, make: Callable[..., Value], *arguments: Any) -> Value:
+    """The entry of a key; made of the arguments where there is none. A full cache is cleared first."""
+    found = cache.get(key)
     if found is None:
-        if len(shelf) >= MOST_KEPT:
-            shelf.clear()
-        found = shelf[key] = make(*arguments)
+        if len(cache) >= MAX_CACHED:
+            cache.clear()
+        found = cache[key] = make(*arguments)
     return found

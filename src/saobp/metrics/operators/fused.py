@@ -30,21 +30,22 @@ class FusedOperator:
         self, query: Tensor, key: Tensor, refinement: Refinement, strength: Tensor, *, scale: float
     ) -> None:
         """query and key ``[heads, tokens, dim]``; strength ``[heads]``."""
-        from saobp.kernels.bidirectional.launch import run_sums, saved_pieces
-        from saobp.kernels.call_spec import Problem
+        from saobp.kernels.bidirectional.launch import run_sums, saved_slices
+        from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors
 
         sign, hears = POTTS[refinement.factor]
         query, key = query.contiguous()[None], key.contiguous()[None]
         strength = strength.float()
         bound = -math.expm1(-sign * float(strength.abs().max()))
-        self.problem = Problem.of(query, key, None, None, query.shape[2], scale, 0.0, sign, hears, bound)
+        numbers = CallNumbers(query.shape[2], scale, 0.0, sign, hears, bound)
+        self.spec = CallSpec.of(CallTensors(query, key, query, strength), numbers)
         self.states = (query, key)
         self.strength = strength
-        self.saved = run_sums(self.problem, query, key, strength)
+        self.saved = run_sums(self.spec, query, key, strength)
         self.rows_known = False
         heard = None
         if hears:  # kernels count in powers of two
-            heard = saved_pieces(self.problem)[0]["heard"].view(self.saved) * math.log(2)
+            heard = saved_slices(self.spec)[0]["heard"].view(self.saved) * math.log(2)
         self.single_rows = TiledOperator(
             query[0], key[0], refinement, strength, Mask(), scale=scale, heard=heard
         )
@@ -59,7 +60,7 @@ class FusedOperator:
     def _by_width(self, states: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         """The kernels take values as wide as keys: pad, and go in pieces."""
         parts = []
-        width = self.problem.dim
+        width = self.spec.dim
         for part in states.split(width, -1):
             missing = width - part.shape[-1]
             padded = functional.pad(part, (0, missing)) if missing else part
@@ -69,7 +70,7 @@ class FusedOperator:
     def _spread(self, values: Tensor) -> Tensor:
         from saobp.kernels.bidirectional.launch import run_output
 
-        out = run_output(self.problem, *self.states, values, self.strength, self.saved)
+        out = run_output(self.spec, *self.states, values, self.strength, self.saved)
         self.rows_known = True
         return out
 
@@ -78,7 +79,7 @@ class FusedOperator:
 
         if not self.rows_known:
             self._spread(torch.zeros_like(states))
-        return run_value_gradient(self.problem, states, *self.states, self.strength, self.saved)
+        return run_value_gradient(self.spec, states, *self.states, self.strength, self.saved)
 
 
 def can_fuse(query: Tensor, key: Tensor, refinement: Refinement, mask: Mask, scale: float) -> bool:

@@ -1,0 +1,188 @@
+"""A family of kernels as PyTorch operators: schema, shapes for the compiler, gradients and cached launch plans.
+
+Every family has the same flat schema, so one definition serves all: a family adds what it keeps for the backward pass
+and how its launches are planned. A call looks its plan up by its numbers and the layout of its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors, layout, pointers
+from saobp.kernels.dispatch import Family
+from saobp.kernels.runtime.custom_op import differentiable, learns, operator
+from saobp.kernels.runtime.launcher import LaunchSequence, cached
+from saobp.refinement import MAX_STRENGTH
+
+TENSORS = len(CallTensors._fields)
+INPUTS = "Tensor query, Tensor key, Tensor value, Tensor strength, Tensor? mask, Tensor? cu, Tensor? seed"
+NUMBERS = "SymInt longest, float scale, float dropout, float sign, bool hears, float bound"
+INPUT_NAMES = ("q", "k", "v", "strength", "mask", "cu", "seed")
+"""What kernels call the tensors of a call."""
+
+Shape = tuple[int, ...]
+Saved = dict[str, tuple[Shape, torch.dtype]]
+
+
+class LaunchPlan(NamedTuple):
+    """Launches of calls that look alike, bytes of a scratch buffer if they use one, and the type that dK and dV are summed
+    up in, if not their own."""
+
+    launches: LaunchSequence
+    scratch: int | None = None
+    keys_dtype: torch.dtype | None = None
+
+
+class KernelFamily:
+    """Operators of one family.
+
+    saved:         tensors that the forward pass keeps for the backward pass besides its inputs: shape and type by name
+    plan_forward:  launches on the inputs, "out", the saved tensors and "scratch"
+    plan_backward: launches on the inputs, "grad", "out" if kept, the saved tensors, "dq", "dk", "dv", "strength_grad"
+                   and "scratch"
+    keeps_output:  whether the backward pass needs the output
+    has_strength:  whether the backward pass gives gamma a gradient, row by row
+    inference:     name of an operator for inference, which saves nothing, where that spares work
+    """
+
+    def __init__(
+        self, family: Family, name: str, *, saved: Callable[[CallSpec], Saved],
+        plan_forward: Callable[[CallSpec, CallTensors, bool], LaunchPlan],
+        plan_backward: Callable[[CallSpec, CallTensors, Tensor, Tensor], LaunchPlan],
+        keeps_output: bool = True, has_strength: bool = True, inference: str = "",
+    ) -> None:  # fmt: skip
+        self.family: Family = family
+        self.saved, self.plan_forward, self.plan_backward = saved, plan_forward, plan_backward
+        self.keeps_output, self.has_strength = keeps_output, has_strength
+        self.plans: dict[Any, tuple[Any, ...]] = {}
+        count = len(saved(_EXAMPLE))
+        kept = ", ".join(f"Tensor saved{number}" for number in range(count + keeps_output))
+        outputs = ", ".join(["Tensor"] * (1 + count))
+        self.forward = operator(
+            name, f"({INPUTS}, {NUMBERS}) -> ({outputs})", self._forward, self._fake_forward
+        )
+        self.backward = operator(
+            f"{name}_backward", f"(Tensor grad, {INPUTS}, {kept}, {NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor)",
+            self._backward, self._fake_backward,
+        )  # fmt: skip
+        differentiable(self.forward, self._gradients, self._save)
+        self.output: OpOverload | None = None
+        if inference:
+            schema = f"({INPUTS}, {NUMBERS}) -> Tensor"
+            self.output = operator(
+                inference, schema, self._output, lambda *flat: self._fake_forward(*flat)[0]
+            )
+
+    def __call__(self, tensors: CallTensors, numbers: CallNumbers) -> Tensor:
+        """The output; where nothing learns, past the layer of PyTorch that only gives it gradients."""
+        learning = learns(*tensors[:4])
+        if self.output is not None and not learning:
+            only: Tensor = self.output(*tensors, *numbers)
+            return only
+        if learning or torch.compiler.is_compiling():
+            outputs: tuple[Tensor, ...] = self.forward(*tensors, *numbers)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                outputs = self.forward(*tensors, *numbers)
+        return outputs[0]
+
+    def _forward(self, *flat: Any) -> tuple[Tensor, ...]:
+        return self._run_forward(True, flat)
+
+    def _output(self, *flat: Any) -> Tensor:
+        if learns(*flat[:4]):
+            names = [one._opname for one in (self.output, self.forward) if one is not None]
+            raise RuntimeError("{} has no gradient: use {}, or no_grad".format(*names))
+        return self._run_forward(False, flat)[0]
+
+    def _run_forward(self, saves: bool, flat: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        tensors, numbers, query = flat[:TENSORS], flat[TENSORS:], flat[0]
+        key = (saves, *layout(tensors), *numbers)
+        plan, shape, strides, kept, scratch = cached(
+            self.plans, key, self._new_forward, saves, tensors, numbers
+        )
+        out = query.new_empty_strided(shape, strides)
+        saved = [query.new_empty(size, dtype=dtype) for size, dtype in kept]
+        buffers = () if scratch is None else (query.new_empty(scratch, dtype=torch.uint8),)
+        plan(*pointers(tensors), out, *saved, *buffers)
+        return out, *saved
+
+    def _new_forward(self, saves: bool, flat: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+        tensors = CallTensors(*flat)
+        spec = CallSpec.of(tensors, CallNumbers(*numbers))
+        plan = self.plan_forward(spec, tensors, saves)
+        kept = list(self.saved(spec).values()) if saves else []
+        return plan.launches, spec.states_shape, spec.states_strides, kept, plan.scratch
+
+    def _backward(self, grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tensors, saved, numbers = flat[:TENSORS], flat[TENSORS:-6], flat[-6:]
+        query, out = flat[0], saved[0]
+        key = (grad.stride(), grad.dtype, out.stride(), *layout(tensors), *numbers)
+        found = cached(self.plans, key, self._new_backward, tensors, numbers, grad, out)
+        plan, shape, strides, keys_dtype, rows, scratch = found
+        dq = query.new_empty_strided(shape, strides)
+        dk, dv = [query.new_empty_strided(shape, strides, dtype=keys_dtype) for _ in range(2)]
+        dgamma = query.new_empty(rows, dtype=torch.float32)
+        buffers = () if scratch is None else (query.new_empty(scratch, dtype=torch.uint8),)
+        plan(*pointers(tensors), grad, *saved, dq, dk, dv, dgamma, *buffers)
+        if keys_dtype != query.dtype:
+            dk, dv = dk.to(query.dtype), dv.to(query.dtype)
+        return dq, dk, dv, dgamma
+
+    def _new_backward(
+        self, flat: tuple[Any, ...], numbers: tuple[Any, ...], grad: Tensor, out: Tensor
+    ) -> tuple[Any, ...]:
+        tensors = CallTensors(*flat)
+        spec = CallSpec.of(tensors, CallNumbers(*numbers))
+        plan = self.plan_backward(spec, tensors, grad, out)
+        return (
+            plan.launches, spec.states_shape, spec.states_strides, plan.keys_dtype or tensors.query.dtype,
+            self._rows(spec), plan.scratch,
+        )  # fmt: skip
+
+    def _rows(self, spec: CallSpec) -> Shape:
+        """Of gamma's gradient."""
+        return spec.rows_shape if self.has_strength else (0,)
+
+    def _fake_forward(self, *flat: Any) -> tuple[Tensor, ...]:
+        query = flat[0]
+        spec = CallSpec.of(CallTensors(*flat[:TENSORS]), CallNumbers(*flat[TENSORS:]))
+        saved = [query.new_empty(shape, dtype=dtype) for shape, dtype in self.saved(spec).values()]
+        return query.new_empty_strided(spec.states_shape, spec.states_strides), *saved
+
+    def _fake_backward(self, _grad: Tensor, *flat: Any) -> tuple[Tensor, ...]:
+        query = flat[0]
+        spec = CallSpec.of(CallTensors(*flat[:TENSORS]), CallNumbers(*flat[-6:]))
+        states = (query.new_empty_strided(spec.states_shape, spec.states_strides) for _ in range(3))
+        return *states, query.new_empty(self._rows(spec), dtype=torch.float32)
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:TENSORS], *output[0 if self.keeps_output else 1 :])
+        ctx.numbers = inputs[TENSORS:]
+
+    def _gradients(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """One for each input of the forward operator."""
+        query, key, _, strength, *_ = ctx.saved_tensors
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        dq, dk, dv, dgamma = self.backward(grad, *ctx.saved_tensors, *ctx.numbers)
+        if key.shape[1] != query.shape[1]:
+            dk, dv = (d.unflatten(1, (key.shape[1], -1)).sum(2) for d in (dk, dv))
+        d_strength = None
+        if ctx.needs_input_grad[3] and self.has_strength:
+            *_, sign, _, bound = ctx.numbers
+            if bound:
+                raise RuntimeError(f"a strength that learns needs bound 0, which is unknown, not {bound}")
+            inside = strength.abs() <= MAX_STRENGTH
+            slope = torch.where(inside, sign * torch.exp(-sign * strength.float()), 0.0)
+            d_strength = (dgamma.sum((0, 2)) * slope).to(strength.dtype)
+        return dq, dk, dv, d_strength, *[None] * (len(ctx.needs_input_grad) - 5)
+
+
+_EXAMPLE = CallSpec(1, 1, 1, 1, 16, 16, 16, torch.float16, 1.0, 0.0, 1.0, True, 0.0, False, False)
+"""To count the tensors that a family saves."""
