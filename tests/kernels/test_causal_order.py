@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from saobp.kernels.call_spec import CallTensors
 from saobp.kernels.causal import launch as causal_launch
 from saobp.kernels.fused import FAMILIES
 from saobp.kernels.library.indexing import locate_sorted
@@ -79,14 +80,14 @@ def test_packed_lines_find_their_sequence(section: int) -> None:
 
 def test_few_blocks_stay_with_their_head_and_many_fill_a_section() -> None:
     inputs = attention_inputs(1, 3, 1, 16, device=DEVICE)
-    problem = spec_of(inputs.query, inputs.key, None, None, 1, 0.25, 0.0, 1.0, True, 0.0)
+    spec = spec_of(inputs.query, inputs.key, None, None, 1, 0.25, 0.0, 1.0, True, 0.0)
     few = causal_launch.FEW
 
     def section(length: int) -> int:
-        step = causal_launch.causal_block(problem, "row_sums").rows
-        whole = replace(problem, length=length * step, longest=length * step)
-        plan = causal_launch.plan_forward(whole, inputs.query, inputs.key, inputs.value, False)
-        launch = plan.series.launches[0][0]
+        step = causal_launch.causal_block(spec, "row_sums").rows
+        whole = replace(spec, length=length * step, longest=length * step)
+        tensors = CallTensors(inputs.query, inputs.key, inputs.value, inputs.strength)
+        launch = causal_launch.plan_forward(whole, tensors, True).launches.launches[0][0]
         numbers = [name for name in launch.kernel.arg_names if not name.endswith(("_ptr", "_map"))]
         assert launch.programs == 3 * length
         return launch.numbers[numbers.index("section")]
