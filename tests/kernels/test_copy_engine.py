@@ -16,9 +16,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
 
 
-def states(heads: int, length: int, dtype: torch.dtype = torch.float16, dim: int = 64) -> Tensor:
-    """``[2, heads, length, dim]`` as models lay it out."""
-    return torch.randn(2, length, heads, dim, device=DEVICE).to(dtype).transpose(1, 2)
+def states(
+    heads: int, length: int, dtype: torch.dtype = torch.float16, dim: int = 64, batch: int = 2
+) -> Tensor:
+    """``[batch, heads, length, dim]`` as models lay it out."""
+    return torch.randn(batch, length, heads, dim, device=DEVICE).to(dtype).transpose(1, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -27,10 +29,8 @@ def states(heads: int, length: int, dtype: torch.dtype = torch.float16, dim: int
 def test_results_do_not_depend_on_who_fetches(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, length: int, how: str
 ) -> None:
-    query, key, value = (
-        states(2, length, dtype),
-        *(states(1 if how == "grouped" else 2, length, dtype) for _ in "kv"),
-    )
+    heads, batch = (2, 1) if how == "grouped" else (1, 2)
+    query, key, value = (states(count, length, dtype, batch=batch) for count in (heads, 1, 1))
     options: dict[str, object] = {}
     if how == "padding":
         options["padding_mask"] = torch.arange(length, device=DEVICE) < torch.tensor(
@@ -71,9 +71,9 @@ def test_strict_causal_results_do_not_depend_on_who_fetches(
     monkeypatch.setattr(
         TileDescriptor, "of", lambda tiles, tensor: made.append(tiles.tile) or describe(tiles, tensor)
     )
-    length = 300 if how == "spans" else 150
-    shared = 1 if how == "grouped" else 2
-    leaves = [states(heads, length, dtype).requires_grad_() for heads in (2, shared, shared)]
+    length = 260 if how == "spans" else 150
+    heads, batch = (2, 1) if how == "grouped" else (1, 2)
+    leaves = [states(count, length, dtype, batch=batch).requires_grad_() for count in (heads, 1, 1)]
     options: dict[str, object] = {}
     if how == "padding":
         options["padding_mask"] = torch.arange(length, device=DEVICE) < torch.tensor(
@@ -81,7 +81,7 @@ def test_strict_causal_results_do_not_depend_on_who_fetches(
         )
     if how == "dropout":
         options["dropout_p"] = 0.1
-    gradient = states(2, length, dtype)
+    gradient = states(heads, length, dtype, batch=batch)
     found = []
     for least in (1 << 60, 0):
         monkeypatch.setattr(dispatch, "COPIED_FROM", least)
