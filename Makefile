@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Waiting threads sleep instead of spinning: much faster where the cores are shared with other work.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup quickstart test chromium lock clean
+.PHONY: setup quickstart test soak chromium lock clean
 
 setup: $(READY)
 
@@ -32,6 +32,11 @@ test: $(READY) chromium
 	$(BIN)/mypy
 	$(BIN)/oxlint --deny-warnings src/saobp/report/page
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+# Random kills, damaged files, calls and generations; one table at the end. About an hour on one core.
+soak: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/soak -p no:cacheprovider --show-capture=no --tb=line --soak-seed 1 \
+	  --kills 1000 --files 1000 --calls 10000 --generations 600 --soak-table benchmarks/results/soak.md
 
 # The page is tested in Debian's Chromium. Without it, and without the means to install it, those tests are skipped.
 chromium:
