@@ -7,6 +7,7 @@ from saobp._register_on_import import register_on_import
 from saobp.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from saobp import nn
     from saobp.explanation import explain
     from saobp.functional import attention, refine
     from saobp.metrics.health.recorder import probe
@@ -24,6 +25,7 @@ __all__ = [
     "attention_packed",
     "explain",
     "load",
+    "nn",
     "pack",
     "probe",
     "refine",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,6 +108,27 @@ def attention(
     return reference_attention(
         query, key, value, refinement, strength, graph, bias=bias, dropout_p=dropout_p, scale=scale
     ).output
+
+
+def attention_with_rows(
+    query: Tensor, key: Tensor, value: Tensor, refinement: Refinement | str, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention` by the reference, and the refined rows ``[batch, heads, queries, keys]``."""
+    given = read_call(query, key, value, refinement, **options)
+    refinement, is_causal = given.refinement, given.call.is_causal
+    if is_causal and refinement.future == "paper":
+        warn_of_leak()
+    lengths = given.query.shape[-2], given.key.shape[-2]
+    graph = build_graph(
+        *lengths, refinement, given.padding_mask, is_causal, given.query.device, seen=given.seen
+    )
+    if given.seen is not None:
+        check_two_way(graph, refinement, is_causal)
+    output, rows, _ = reference_attention(
+        given.query, given.key, given.value, refinement, given.strength, graph,
+        bias=given.bias, dropout_p=given.call.dropout_p, scale=given.call.scale,
+    )  # fmt: skip
+    return output, rows
 
 
 class ReadCall(NamedTuple):

@@ -1,0 +1,99 @@
+"""Self-attention with its projections, and what refined modules share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from saobp.arguments import check_no_variants
+from saobp.functional import attention
+from saobp.propagation.factors import get_factor
+from saobp.refinement import Refinement
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention whose rows are refined, as ``[batch, length, embed_dim]`` to the same.
+
+    refinement: a strength of ``learned`` (the default) is the parameter ``strength_bias``, one number per
+                head of either sign that starts at 0; optimisers that spare biases weight decay spare it
+    dropout:    on refined rows, while training
+    is_causal:  rows see and hear earlier tokens only
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        refinement: Refinement | str = "high:learned",
+        *,
+        dropout: float = 0.0,
+        bias: bool = True,
+        is_causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be a multiple of num_heads, not {embed_dim} and {num_heads}")
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.dropout, self.is_causal = dropout, is_causal
+        self.refinement = layer_refinement(refinement, num_heads)
+        self.in_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.strength_bias = learned_strengths(self.refinement, self.in_proj.weight, num_heads)
+
+    def forward(
+        self, states: Tensor, attention_mask: Tensor | None = None, *, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        """Masks as in :func:`saobp.attention`: attention_mask ``[batch, length]`` is 1 for real tokens."""
+        if states.ndim != 3 or states.shape[-1] != self.embed_dim:
+            raise ValueError(
+                f"states must be [batch, length, {self.embed_dim}], not of shape {tuple(states.shape)}"
+            )
+        query, key, value = split_heads(self.in_proj(states), self.num_heads)
+        output = attention(
+            query,
+            key,
+            value,
+            self.refinement,
+            attention_mask=attention_mask,
+            attn_mask=attn_mask,
+            is_causal=self.is_causal,
+            dropout_p=self.dropout if self.training else 0.0,
+            strength=self.strength_bias,
+        )
+        return self.out_proj(output.transpose(1, 2).flatten(2))
+
+    def reset_parameters(self) -> None:
+        """For the strengths of a module made on the meta device; its projections have their own."""
+        if self.strength_bias is not None:
+            nn.init.zeros_(self.strength_bias)
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, refinement={str(self.refinement)!r}, "
+            f"dropout={self.dropout}, is_causal={self.is_causal}"
+        )
+
+
+def layer_refinement(refinement: Refinement | str, heads: int) -> Refinement:
+    """The refinement of a single layer, checked: no variants, and a strength that needs no model."""
+    refinement = Refinement.of(refinement)
+    check_no_variants(refinement)
+    factor = get_factor(refinement.factor)
+    if factor is not None and factor.has_strength and not refinement.is_learned:
+        refinement.layer_strengths(0, 1, heads)
+    return refinement
+
+
+def learned_strengths(refinement: Refinement, like: Tensor, heads: int) -> nn.Parameter | None:
+    factor = get_factor(refinement.factor)
+    if factor is None or not factor.has_strength or not refinement.is_learned:
+        return None
+    return nn.Parameter(torch.zeros(heads, device=like.device, dtype=like.dtype))
+
+
+def split_heads(projected: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value ``[batch, heads, length, dim]`` of ``[batch, length, 3 * embed_dim]``."""
+    query, key, value = projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    return query, key, value
