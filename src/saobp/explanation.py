@@ -2,23 +2,82 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from saobp.arguments import BoundedStrength
 from saobp.functional import read_call
 from saobp.kernels.call_spec import CallSpec, CallTensors
 from saobp.kernels.dispatch import Path, numbers_of, select
 
+if TYPE_CHECKING:
+    from saobp.transformers.capture import AttentionCall
 
-def explain(first: Tensor, *others: Any, **options: Any) -> Path:
+
+class LayerPath(NamedTuple):
+    """Who computes an attention call of a model; ``path`` is None where :func:`saobp.attention` does not."""
+
+    name: str
+    path: Path | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.path or self.reason}"
+
+
+class ModelPaths(tuple[LayerPath, ...]):
+    """The attention calls of one forward pass, in order; printed one to a line."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+def explain(first: Tensor | nn.Module, *others: Any, **options: Any) -> Path | ModelPaths:
     """``print(saobp.explain(query, key, value, refinement, ...))`` says who computes that call, and why.
 
     Arguments are those of :func:`saobp.attention`. Gradients, autocast and the like count as they would for
     the call itself; nothing is computed.
+
+    ``print(saobp.explain(model, inputs))`` runs a Transformers model on its inputs, a mapping or a tensor of
+    token ids, and says the same of every attention layer.
     """
+    if isinstance(first, nn.Module):
+        return explain_model(first, *others, **options)
     if not isinstance(first, Tensor):
-        raise TypeError(f"explain takes what saobp.attention takes, beginning with a query, not {first!r}")
+        what = "what saobp.attention takes, beginning with a query, or a model and its inputs"
+        raise TypeError(f"explain takes {what}, not {first!r}")
+    return explain_call(first, *others, **options)
+
+
+def explain_model(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> ModelPaths:
+    """The path of each attention call in one forward pass of a model, in its mode and under its gradients."""
+    from saobp.transformers.capture import watch
+
+    found: list[LayerPath] = []
+    with watch(model, lambda call: found.append(_layer_path(call))):
+        model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
+    return ModelPaths(found)
+
+
+def _layer_path(call: AttentionCall) -> LayerPath:
+    if not call.is_refined:
+        return LayerPath(call.name, None, f"{call.implementation} attention: its rows are not refined")
+    why = call.why_whole_map()
+    if why is not None:
+        return LayerPath(call.name, None, f"reference path with the whole map: because {why}")
+    refinement, strength = call.refinement()
+    path = explain_call(
+        call.query, call.key, call.value, refinement, attention_mask=call.mask, is_causal=call.is_causal,
+        dropout_p=call.dropout, scale=call.scaling, strength=BoundedStrength(strength, refinement.strongest),
+    )  # fmt: skip
+    packed = "within each packed sequence, " if call.sequences is not None else ""
+    return LayerPath(call.name, path, f"{packed}{path.reason}")
+
+
+def explain_call(first: Tensor, *others: Any, **options: Any) -> Path:
+    """Who computes a call of :func:`saobp.attention` with these arguments, and why."""
     read = read_call(first, *others, **options)
     call, states = read.call, (read.query, read.key, read.value)
     path = select(call)

@@ -95,9 +95,9 @@ def saobp_attention(
     wants_rows = rows_wanted(kwargs)
     states = query, key, value
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
-    sink = next((variant for variant in variants if isinstance(variant, PlusOne)), None)
-    needs_map = wants_rows or sink is not None or (messages is not None and messages.past is not None)
-    if not needs_map and needs_no_map(attention_mask, queries, keys, sliding_window):
+    sink = sink_of(variants)
+    why = why_whole_map(attention_mask, (queries, keys), sliding_window, messages, sink, wants_rows)
+    if why is None:
         if messages is not None:
             messages.defer(Prefill(query, key, refinement, strength, attention_mask, scaling))
             if torch.compiler.is_exporting():
@@ -136,16 +136,33 @@ def varied_states(
     return query, key, value
 
 
-def needs_no_map(mask: Tensor | None, queries: int, keys: int, window: int | None) -> bool:
-    """Whether a mask says no more than padding or packed sequences, so that the operation takes the call.
+def sink_of(variants: list[Variant]) -> PlusOne | None:
+    return next((variant for variant in variants if isinstance(variant, PlusOne)), None)
 
-    A compiled call cannot read where sequences begin.
-    """
+
+def why_whole_map(
+    mask: Tensor | None,
+    lengths: tuple[int, int],
+    window: int | None,
+    messages: MessageCacheLayer | None,
+    sink: PlusOne | None,
+    wants_rows: bool,
+) -> str | None:
+    """Why a call of ``(queries, keys)`` computes its whole map in memory; None if the operation takes it."""
+    queries, keys = lengths
+    if wants_rows:
+        return "the attention rows were asked for"
+    if sink is not None:
+        return f"{type(sink).__name__} changes the softmax"
+    if queries != keys or (messages is not None and messages.past is not None):
+        return f"{queries} queries see {keys} keys, earlier ones from a cache"
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        return False
-    if queries != keys or (window is not None and window < keys):
-        return False
-    return not (are_sequences(mask) and torch.compiler.is_compiling())
+        return "its mask says more than padding or packed sequences"
+    if window is not None and window < keys:
+        return f"its sliding window of {window} is shorter than the {keys} tokens"
+    if are_sequences(mask) and torch.compiler.is_compiling():
+        return "a compiled call cannot read where packed sequences begin"
+    return None
 
 
 def rows_wanted(kwargs: dict[str, Any]) -> bool:

@@ -15,7 +15,14 @@ from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
 from saobp.transformers.apply import attention_modules
-from saobp.transformers.attention_function import own_refinement, reject, varied_states
+from saobp.transformers.attention_function import (
+    own_refinement,
+    reject,
+    rows_wanted,
+    sink_of,
+    varied_states,
+    why_whole_map,
+)
 from saobp.transformers.cache import MessageCacheLayer
 from saobp.transformers.layer_refinement import IMPLEMENTATION, is_causal_call, variants_of
 from saobp.transformers.masks import View, graph_of, in_window, padded_view, read_mask
@@ -93,6 +100,14 @@ class AttentionCall:
             scale=self.scaling,
             past=None if messages is None else messages.past,
         ).rows
+
+    def why_whole_map(self) -> str | None:
+        """Why a refined call computes its whole map in memory; None if :func:`saobp.attention` takes it."""
+        _, _, messages = self._own()
+        mask = self.mask if self.sequences is None else with_sequences(self.mask, self.sequences)
+        lengths, sink = (self.query.shape[-2], self.key.shape[-2]), sink_of(variants_of(self.module))
+        messages = messages if self.is_causal else None
+        return why_whole_map(mask, lengths, self.sliding_window, messages, sink, rows_wanted(self.options))
 
     def _own(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
         if self.is_refined:

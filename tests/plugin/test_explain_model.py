@@ -1,0 +1,60 @@
+"""saobp.explain(model, inputs): which path each attention layer takes, and why."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import saobp
+from saobp.testing.tiny_models import FAMILIES, tiny_batch, tiny_model
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"mistral", "modernbert"}))
+def test_each_layer_tells_its_path(family):
+    model, batch = saobp.apply(tiny_model(family), "high:0.7"), tiny_batch()
+    with torch.no_grad():
+        found = saobp.explain(model, batch)
+    names = [name for name, _ in saobp.transformers.attention_modules(model)]
+    assert [layer.name for layer in found] == names * (2 // len(names))
+    assert all(layer.path.name == "cpu inference" for layer in found)
+    assert str(found).splitlines()[0].startswith(f"{names[0]}: cpu inference path: on a CPU")
+    learning = saobp.explain(model.train(), batch)
+    assert [layer.path.name for layer in learning] == ["reference"] * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("mistral", {}, "mask says more than padding"),
+        ("modernbert", {}, "mask says more than padding|sliding window"),
+        ("bert", {"output_attentions": True}, "rows were asked for"),
+        ("bert", {"attention_mask": torch.ones(2, 1, 9, 9, dtype=torch.bool)}, "mask says more than padding"),
+    ],
+)
+def test_why_a_layer_computes_its_whole_map(family, options, reason):
+    model, batch = saobp.apply(tiny_model(family), "high:0.7"), {**tiny_batch(), **options}
+    found = [layer for layer in saobp.explain(model, batch) if layer.path is None]
+    assert found
+    for layer in found:
+        with pytest.raises(ValueError, match=reason):
+            raise ValueError(layer.reason)
+
+
+def test_a_decoding_step_and_packed_texts():
+    model, cache = saobp.apply(tiny_model("llama"), "high:0.7"), DynamicCache()
+    with torch.no_grad():
+        model(**tiny_batch(batch=1), past_key_values=cache)
+        step = saobp.explain(model, {"input_ids": torch.tensor([[5]]), "past_key_values": cache})
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])
+        packed = saobp.explain(
+            model,
+            {**tiny_batch(batch=1), "position_ids": positions, "attention_mask": None, "use_cache": False},
+        )
+    assert all("1 queries see 10 keys" in layer.reason for layer in step)
+    assert all("within each packed sequence" in layer.reason for layer in packed)
+
+
+def test_a_plain_model_and_what_is_no_model():
+    found = saobp.explain(tiny_model("bert"), tiny_batch()["input_ids"])
+    assert "its rows are not refined" in str(found)
+    with pytest.raises(TypeError, match="or a model and its inputs"):
+        saobp.explain("bert")
