@@ -42,3 +42,9 @@ def log_left_as_found() -> Iterator[None]:
     before = logger.level
     yield
     assert logger.level == before
+
+
+@pytest.fixture
+def figures_unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of the lab's pages are made but not rendered, which takes most of the time of a page."""
+    monkeypatch.setattr("saobp.lab.result_page.save_figure", lambda *_: [])

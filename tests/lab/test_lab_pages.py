@@ -19,6 +19,7 @@ from saobp.lab.tabulate import tabulate, write_overview
 from saobp.testing.fake_runs import make_run, record, write_json
 
 MINI = get_scale("mini")
+unsaved = pytest.mark.usefixtures("figures_unsaved")
 SHIFT = {"original": 0.0, "high": -0.05, "low": 0.1, "elemmul": 0.0}
 
 
@@ -107,6 +108,7 @@ def test_the_size_of_a_difference_counts_only_where_measures_are_the_same() -> N
     assert statuses == ["does not reproduce", "could not be decided"]
 
 
+@unsaved
 def test_the_size_of_clustering_is_not_compared(runs: Path, tmp_path: Path) -> None:
     """The paper's is several times ours: a fall of 0.09 from 0.035 cannot be seen."""
     change = {42: 0.001, 1: -0.001, 2: 0.0005}
@@ -120,6 +122,7 @@ def test_the_size_of_clustering_is_not_compared(runs: Path, tmp_path: Path) -> N
     assert said["High against Original, CC"] == "could not be decided"
 
 
+@unsaved
 def test_columns_of_the_paper_are_left_out_where_it_has_no_numbers(runs: Path, tmp_path: Path) -> None:
     page, _ = _written(runs, tmp_path / "results", "strengths")
     header = next(line for line in page.splitlines() if line.startswith("| measure |"))
@@ -152,6 +155,7 @@ def test_an_interval_of_a_correlation_stays_within_one(runs: Path) -> None:
     assert page.claims[0].detail.endswith("+1.00] (3 seeds)")
 
 
+@unsaved
 def test_runs_that_never_leave_the_plateau_are_named(runs: Path, tmp_path: Path) -> None:
     page, _ = _written(runs, tmp_path / "results", "pretraining")
     assert "without a number for the wait" not in page
@@ -162,6 +166,7 @@ def test_runs_that_never_leave_the_plateau_are_named(runs: Path, tmp_path: Path)
     assert "Never below 5.5, and so without a number for the wait: Low, seed 1." in page
 
 
+@unsaved
 def test_runs_that_all_wait_alike_say_nothing_of_the_wait(runs: Path, tmp_path: Path) -> None:
     """A constant has no rank correlation: the page says so instead of nan."""
     for model in ExperimentPlan(choose_experiments("pretraining"), MINI, 3).pretrain_runs():
@@ -173,6 +178,7 @@ def test_runs_that_all_wait_alike_say_nothing_of_the_wait(runs: Path, tmp_path: 
     assert "nan" not in page
 
 
+@unsaved
 def test_records_name_no_place_of_the_machine(runs: Path, tmp_path: Path) -> None:
     name = "bert-mini-original-seed42"
     written = json.loads((runs / name / "record.json").read_text())
@@ -185,6 +191,7 @@ def test_records_name_no_place_of_the_machine(runs: Path, tmp_path: Path) -> Non
     assert {"commit", "seed", "data", "environment", "seconds", "result"} <= set(own)
 
 
+@unsaved
 def test_scores_of_partial_tasks_never_stand_beside_the_paper_s(runs: Path, tmp_path: Path) -> None:
     page, _ = _written(runs, tmp_path / "results", "tasks")
     squad = [line for line in page.splitlines() if line.startswith("| squad * ↑ |")]
@@ -204,6 +211,7 @@ def test_answers_mark_tasks_of_which_a_part_is_there(runs: Path) -> None:
     assert "Learned strengths raise the mean score * after fine-tuning" in said
 
 
+@unsaved
 def test_correlations_are_decided_over_runs(runs: Path, tmp_path: Path) -> None:
     """In the made-up runs GTD falls while perplexity falls: the opposite of the paper's sign."""
     page, outcome = _written(runs, tmp_path / "results", "gtd-correlation")
@@ -214,6 +222,7 @@ def test_correlations_are_decided_over_runs(runs: Path, tmp_path: Path) -> None:
     assert "| perplexity | Original | -0.97 | +" in page
 
 
+@unsaved
 def test_only_the_side_of_a_partial_task_is_compared(runs: Path, tmp_path: Path) -> None:
     page, outcome = _written(runs, tmp_path / "results", "tasks")
     said = {claim["words"].split(":")[0]: claim["status"] for claim in outcome["claims"]}
@@ -221,6 +230,7 @@ def test_only_the_side_of_a_partial_task_is_compared(runs: Path, tmp_path: Path)
     assert "| GLUE, mean of cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli ↑ | High | 54.66 |" in page
 
 
+@unsaved
 def test_a_mean_over_tasks_leaves_no_method_out(runs: Path, tmp_path: Path) -> None:
     """As while fine-tuning goes on: of a task that one method lacks so far, there is a row but no share."""
     for folder in (runs / "tasks").glob("bert-mini-elemmul-seed*/sst2"):
@@ -250,6 +260,7 @@ def test_pages_say_where_runs_were_made_and_whether_texts_differ(runs: Path) -> 
     assert "**Runs were not all trained on the same texts: bert, " in made_on([other, *same[1:]])
 
 
+@unsaved
 def test_runs_of_another_recipe_are_not_tabulated(runs: Path, tmp_path: Path) -> None:
     path = runs / "bert-mini-original-seed42" / "recipe.json"
     recipe = json.loads(path.read_text())
@@ -261,6 +272,7 @@ def test_runs_of_another_recipe_are_not_tabulated(runs: Path, tmp_path: Path) ->
         tabulate(plan, runs, tmp_path / "results")
 
 
+@unsaved
 def test_what_was_not_run_is_listed(runs: Path, tmp_path: Path) -> None:
     page, outcome = _written(runs, tmp_path / "results", "tasks")
     assert any(line.startswith("| hellaswag ↑ | Low |") and "not run" in line for line in page.splitlines())
@@ -268,6 +280,7 @@ def test_what_was_not_run_is_listed(runs: Path, tmp_path: Path) -> None:
     assert "Not run: " in page
 
 
+@unsaved
 def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "results"
     empty = write_overview(out).read_text()
@@ -285,6 +298,7 @@ def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> No
     assert "gtd" not in left_out.split("- mini: ")[1].split("\n")[0].split(", ")
 
 
+@unsaved
 def test_what_two_pages_leave_undecided_is_told_once_and_last(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "results"
     tabulate(ExperimentPlan(choose_experiments("gtd,printed-forms"), MINI, 2), runs, out)
@@ -296,6 +310,7 @@ def test_what_two_pages_leave_undecided_is_told_once_and_last(runs: Path, tmp_pa
     assert undecided.strip().endswith("</details>")
 
 
+@unsaved
 def test_pages_of_nothing_are_not_written(tmp_path: Path) -> None:
     tabulate(ExperimentPlan(choose_experiments("all"), MINI), tmp_path / "none", tmp_path / "results")
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["README.md"]
@@ -324,6 +339,7 @@ def test_folders_of_work_are_named(tmp_path: Path) -> None:
     assert Measurement(model, "maps").file(tmp_path) == tmp_path / "measured" / model.name / "maps.json"
 
 
+@unsaved
 def test_the_page_of_the_leak_opens_with_its_numbers(tmp_path: Path) -> None:
     """Two pairs decide nothing by rule, so the numbers themselves come first."""
     plan = ExperimentPlan(choose_experiments("decoder-leak"), MINI, 2)
@@ -345,3 +361,34 @@ def test_the_page_of_the_leak_opens_with_its_numbers(tmp_path: Path) -> None:
     assert "first half moved by the second: 0 (Original), 0.156 (High, paper form (leaks)), 0 (High" in page
     assert page.index("In short") < page.index("Ours is trained on other texts")
     assert {claim["status"] for claim in outcome["claims"]} == {"could not be decided"}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("bert-mini-high-0.2-seed42/result.json", "{}", "result.json has no 'eval_perplexity'"),
+        ("bert-mini-high-0.2-seed42/result.json", "[1]", "result.json holds no JSON object"),
+        ("measured/bert-mini-high-0.2-seed42/race-middle.json", "{}", "race-middle.json has no 'layers'"),
+        ("measured/bert-mini-high-0.2-seed42/race-middle.json", '{"layers": {}}', "has no 'gtd'"),
+        ("measured/bert-mini-high-0.2-seed42/race-middle.json", '{"layers": 3}', "expected form"),
+        ("tasks/bert-mini-high-0.2-seed42/race-middle/result.json", "{}", "result.json has no 'last'"),
+    ],
+)
+@unsaved
+def test_damaged_results_are_named(runs: Path, tmp_path: Path, file: str, content: str, words: str) -> None:
+    (runs / file).write_text(content)
+    with pytest.raises(ValueError, match=words):
+        tabulate(ExperimentPlan(choose_experiments("gtd,strengths"), MINI, 3), runs, tmp_path / "results")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("mini-runs.json", "3"), ("mini-runs.json", '["a"]'), ("mini.json", '{"target": 1}')],
+)
+@unsaved
+def test_damaged_pages_are_named(runs: Path, tmp_path: Path, name: str, content: str) -> None:
+    plan = ExperimentPlan(choose_experiments("strengths"), MINI, 3)
+    tabulate(plan, runs, tmp_path)
+    (tmp_path / "strengths" / name).write_text(content)
+    with pytest.raises(ValueError, match=f"strengths/{name} is no"):
+        tabulate(plan, runs, tmp_path) if name == "mini-runs.json" else write_overview(tmp_path)

@@ -21,6 +21,7 @@ SCRIPT = load_script("tools/restore_runs.py")
 restore = SCRIPT.restore
 
 MINI = get_scale("mini")
+pytestmark = pytest.mark.usefixtures("figures_unsaved")
 PLAN = ExperimentPlan(choose_experiments("steps"), MINI, 3)
 STEPS = {"original": 30.0, "high": 30.1, "two-steps": 31.0, "three-steps": 31.5}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from saobp.lab.result_page import ANSWERS
 from saobp.lab.statistics import UNDECIDED
 from saobp.report.page import write_report
 from saobp.report.tables import PageTable
+from saobp.runs.json_files import read_object
 
 MOST_RUNS = 8
 """Runs that one page still tells apart by colour."""
@@ -32,7 +32,7 @@ def write_reproduction(
         file = results / target / f"{scale}.json"
         if not file.exists():
             continue
-        outcome = json.loads(file.read_text(encoding="utf-8"))
+        outcome = read_object(file)
         claims = [claim for claim in outcome["claims"] if claim["status"] != "not run"]
         left_out = len(outcome["claims"]) - len(claims)
         notes = [f"{outcome['runs']} runs behind it, {len(outcome['missing'])} missing."]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from saobp.lab.experiment_plan import ExperimentPlan, FinetuneRun, Measurement, PretrainRun, check_same
 from saobp.lab.experiments import Experiment
 from saobp.runs.folder import RunFolder
 from saobp.runs.json_files import read_json, read_object
-from saobp.runs.layout import seed_folder
+from saobp.runs.layout import RESULT, seed_folder
 from saobp.runs.provenance import without_folders
 
 Values = dict[str, dict[int, float]]
@@ -24,6 +24,22 @@ RESTORED = "restored"
 """Marks the record of a run that was rebuilt from a page and so has no logs (``tools/restore_runs.py``)."""
 RECORDED = ("command", "commit", "model", "environment", "seconds", "data", "texts", "length")
 """What the record of a measurement keeps of its file."""
+
+
+class Fields(dict[str, Any]):
+    """A JSON object that names its file where a field is missing."""
+
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        super().__init__(
+            {
+                name: Fields(path, value) if isinstance(value, dict) else value
+                for name, value in fields.items()
+            }
+        )
+        self.path = path
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise ValueError(f"{self.path} has no {name!r}: run or measure it again")
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,10 @@ class Results:
     def run(self, model: PretrainRun) -> RunFolder:
         return RunFolder(model.folder(self.runs))
 
+    def result(self, model: PretrainRun) -> dict[str, Any]:
+        run = self.run(model)
+        return Fields(run.file(RESULT), run.result)
+
     def values(
         self,
         of: Callable[[PretrainRun], float | None],
@@ -67,7 +87,7 @@ class Results:
 
     def perplexity(self, model: PretrainRun) -> float | None:
         """On held-out rows at the end of pretraining."""
-        return self.run(model).result["eval_perplexity"]
+        return self.result(model)["eval_perplexity"]
 
     def tokens_until(self, model: PretrainRun, loss: float) -> float | None:
         """Millions of tokens before the training loss was first below a value; None if it never was."""
@@ -77,17 +97,16 @@ class Results:
 
     def speed(self, model: PretrainRun) -> float | None:
         """Tokens a second in training, of a run that had the machine to itself."""
-        run = self.run(model)
-        alone = run.record.get("environment", {}).get("jobs", 1) == 1
-        return run.result["tokens_per_second"] if alone else None
+        alone = self.run(model).record.get("environment", {}).get("jobs", 1) == 1
+        return self.result(model)["tokens_per_second"] if alone else None
 
     def measured(self, model: PretrainRun, measure: str) -> dict[str, Any] | None:
         path = Measurement(model, measure).file(self.runs)
-        return read_object(path) if path.exists() else None
+        return Fields(path, read_object(path)) if path.exists() else None
 
     def tuned(self, model: PretrainRun, task: str) -> dict[str, Any] | None:
         run = RunFolder(FinetuneRun(model, task).folder(self.runs))
-        return run.result if run.is_finished else None
+        return Fields(run.file(RESULT), run.result) if run.is_finished else None
 
     def score(self, model: PretrainRun, task: str) -> float | None:
         """Of the last epoch, in percent."""
@@ -155,8 +174,15 @@ class Results:
 
 def recorded_runs(out: Path, scale: str, target: str = "*") -> dict[str, dict[str, Any]]:
     """By name, the records behind the pages of a scale, or behind one of them."""
-    files = sorted(out.glob(f"{target}/{scale}-runs.json"))
-    return {record["run"]: record for path in files for record in read_json(path)}
+    found = {}
+    for path in sorted(out.glob(f"{target}/{scale}-runs.json")):
+        records = read_json(path)
+        if not isinstance(records, list) or not all(
+            isinstance(one, dict) and "run" in one for one in records
+        ):
+            raise ValueError(f"{path} is no list of records of runs: restore or remove it")
+        found.update({record["run"]: record for record in records})
+    return found
 
 
 def _recorded(name: str, kind: str, run: RunFolder) -> dict[str, Any]:

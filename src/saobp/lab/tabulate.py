@@ -14,7 +14,7 @@ from saobp.lab.results import RESTORED, Results, recorded_runs
 from saobp.lab.scales import SCALES
 from saobp.lab.statistics import UNDECIDED, Status
 from saobp.lab.work_queue import Say
-from saobp.runs.json_files import read_json
+from saobp.runs.json_files import read_object
 from saobp.storage.atomic import write_atomically
 
 STORY = "story.md"
@@ -42,7 +42,13 @@ def tabulate(plan: ExperimentPlan, runs: Path, out: Path, say: Say = print) -> l
             say(missing)
         elif records:
             page = Page(experiment, plan.scale)
-            PAGES[experiment.name](results, page)
+            try:
+                PAGES[experiment.name](results, page)
+            except (KeyError, TypeError, IndexError, AttributeError) as problem:
+                raise ValueError(
+                    f"a log or measurement of {experiment.name} in {runs} does not have the expected form "
+                    f"({type(problem).__name__}: {problem}): run or measure it again"
+                ) from problem
             if page.has_something_to_say:
                 written += page.write(out, records, results.missing())
     return [*written, write_overview(out)]
@@ -72,13 +78,21 @@ def _missing_behind(
 def write_overview(out: Path) -> Path:
     """``README.md`` of a results folder, from the outcomes that lie in it."""
     out.mkdir(parents=True, exist_ok=True)
-    outcomes = [read_json(path) for path in sorted(out.glob("*/*.json")) if path.stem in SCALES]
+    outcomes = [_outcome(path) for path in sorted(out.glob("*/*.json")) if path.stem in SCALES]
     outcomes.sort(key=lambda one: (list(EXPERIMENTS).index(one["target"]), list(SCALES).index(one["scale"])))
     path = out / "README.md"
     story = out / STORY
     told = [story.read_text(encoding="utf-8").strip()] if story.exists() else []
     write_atomically(path, "\n\n".join(["# Results", *told, *_overview(outcomes)]) + "\n")
     return path
+
+
+def _outcome(path: Path) -> dict[str, Any]:
+    found = read_object(path)
+    known = found.get("target") in EXPERIMENTS and found.get("scale") in SCALES
+    if not known or not {"kind", "title", "runs", "missing", "claims"} <= set(found):
+        raise ValueError(f"{path} is no outcome of an experiment: tabulate it again, or remove it")
+    return found
 
 
 def _overview(outcomes: list[dict[str, Any]]) -> Iterable[str]:

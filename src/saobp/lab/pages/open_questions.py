@@ -141,9 +141,9 @@ def learned(results: Results, page: Page) -> None:
     page.dots("perplexity", drawn, "Original against learned strengths, by seed.")
     for family in ("bert", "gpt2"):
         grids = {
-            f"seed {model.seed}": np.array(results.run(model).result["strengths"])
+            f"seed {model.seed}": np.array(results.result(model)["strengths"])
             for model in results.models(family)
-            if model.method.key == "learned" and results.run(model).result.get("strengths")
+            if model.method.key == "learned" and results.result(model).get("strengths")
         }
         if grids:
             signs = np.concatenate([grid.flatten() for grid in grids.values()])
