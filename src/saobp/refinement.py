@@ -27,7 +27,7 @@ _factor_names = [
 
 SINKS = ("sink", "softmax-plus-one")
 """Variants that take the place of softmax."""
-VARIANTS = ("temperature", "qk-norm", "gate", *SINKS)
+VARIANTS = ("temperature", "qk-norm", "sigma-reparam", "gate", *SINKS)
 """Other changes to attention; :mod:`saobp.variants` defines them."""
 
 

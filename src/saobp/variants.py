@@ -7,12 +7,17 @@ scores, without the part of a row that a sink takes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import share_heads
+
+States = tuple[Tensor, Tensor, Tensor]
+Weights = Callable[[], States]
 
 OPEN = 3.0
 """Bias of gates at the start: they let 95 % through."""
@@ -27,8 +32,11 @@ class Variant(nn.Module):
     needs_inputs = False
     """Whether ``output`` reads the inputs of the attention module."""
 
-    def states(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What takes the place of the states ``[batch, heads, length, dim]``."""
+    def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:  # noqa: ARG002
+        """What takes the place of the states ``[batch, heads, length, dim]``.
+
+        weights gives the matrices ``[outputs, width]`` that made query, key and value.
+        """
         return query, key, value
 
     def output(self, output: Tensor, inputs: Tensor | None) -> Tensor:  # noqa: ARG002
@@ -44,6 +52,42 @@ class Variant(nn.Module):
             nn.init.constant_(parameter, OPEN if name == "gate_bias" else 0.0)
 
 
+class SigmaReparam(Variant):
+    """Projections W of queries, keys and values become gain * W / (largest singular value of W).
+
+    The gain is learned and starts at 1. One power iteration a training step finds the singular value; its
+    vector is kept with the weights. Projections have no biases, so that scaling states is the same.
+    """
+
+    directions: Tensor
+
+    def __init__(self, heads: int, width: int, like: Tensor) -> None:  # noqa: ARG002
+        super().__init__()
+        self.gain_bias = nn.Parameter(like.new_empty(3))
+        precision = torch.promote_types(like.dtype, torch.float32)
+        self.register_buffer("directions", like.new_empty(3, width, dtype=precision))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain_bias)
+        start = torch.arange(self.directions.shape[1], device=self.directions.device).cos()
+        with torch.no_grad():
+            self.directions.copy_(functional.normalize(start, dim=0))
+
+    def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:
+        scaled = []
+        for role, (states, weight) in enumerate(zip((query, key, value), weights(), strict=True)):
+            matrix = weight.to(self.directions.dtype)
+            if self.training:
+                with torch.no_grad():
+                    self.directions[role] = functional.normalize(
+                        matrix.mT @ (matrix @ self.directions[role]), dim=0
+                    )
+            sigma = (matrix @ self.directions[role].clone()).norm()
+            scaled.append(states * (self.gain_bias[role] / sigma).to(states.dtype))
+        return scaled[0], scaled[1], scaled[2]
+
+
 class PerHead(Variant):
     """A variant that learns one number per head, which starts at 0."""
 
@@ -55,14 +99,14 @@ class PerHead(Variant):
 class Temperature(PerHead):
     """Scores times e^b with b learned per head: a temperature that starts at 1."""
 
-    def states(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:  # noqa: ARG002
         return query * by_head(self.head_bias.exp(), query), key, value
 
 
 class QKNorm(PerHead):
     """Queries and keys of each head divided by their root mean square, scores times e^b per head."""
 
-    def states(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:  # noqa: ARG002
         return unit_scale(query) * by_head(self.head_bias.exp(), query), unit_scale(key), value
 
 
@@ -127,6 +171,7 @@ class Sink(PlusOne):
 KINDS: dict[str, type[Variant]] = {
     "temperature": Temperature,
     "qk-norm": QKNorm,
+    "sigma-reparam": SigmaReparam,
     "gate": Gate,
     "sink": Sink,
     "softmax-plus-one": PlusOne,

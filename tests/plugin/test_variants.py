@@ -18,6 +18,7 @@ from saobp.refinement import VARIANTS
 from saobp.testing.tiny_models import FAMILIES, VOCABULARY
 from saobp.transformers import record_attention, strength_parameters
 from saobp.transformers.layer_refinement import attached
+from saobp.transformers.projections import projection_weights
 from saobp.variants import KINDS
 
 LENGTH = 6
@@ -117,7 +118,7 @@ def looping(model: PreTrainedModel, modules: list[str]) -> PreTrainedModel:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["modernbert", "llama", "bert"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "sigma-reparam"])
 def test_variant_is_its_definition(name: str, family: str, by_definition: dict[str, Any]) -> None:
     refined = saobp.apply(tiny(family), name)
     scatter_parameters(refined)
@@ -199,6 +200,31 @@ def test_measured_rows_are_those_of_the_changed_scores() -> None:
         model(batch()["input_ids"])
     for (rows,) in recorded.values():
         torch.testing.assert_close(rows, torch.full_like(rows, 1 / LENGTH))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["modernbert", "llama"])
+def test_sigma_reparam_divides_projections_by_their_largest_singular_value(family: str) -> None:
+    varied, plain = saobp.apply(tiny(family), "sigma-reparam"), tiny(family)
+    varied.train()
+    for _ in range(200):
+        varied(**batch())  # an iteration each
+    varied.eval()
+    gains = torch.tensor([0.7, 1.3, 2.0], dtype=torch.float64)
+    for name, own in attached(varied):
+        own.variants["sigma-reparam"].gain_bias.copy_(gains)  # type: ignore[union-attr, operator]
+        module = plain.get_submodule(name)
+        for gain, weight in zip(gains, projection_weights(module), strict=True):
+            weight.mul_(gain / torch.linalg.matrix_norm(weight, 2))
+    inputs, real = batch(), batch()["attention_mask"].bool()
+    torch.testing.assert_close(
+        varied(**inputs).logits[real], plain(**inputs).logits[real], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_sigma_reparam_refuses_projections_with_biases() -> None:
+    with pytest.raises(ValueError, match="without biases"):
+        saobp.apply(tiny("bert"), "sigma-reparam")(**batch())
 
 
 def test_numbers_per_head_are_learned_like_strengths() -> None:

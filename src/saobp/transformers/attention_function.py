@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from saobp.transformers.packed_sequences import (
     sequence_numbers,
     with_sequences,
 )
-from saobp.variants import PlusOne, Variant
+from saobp.transformers.projections import projection_weights
+from saobp.variants import PlusOne, States, Variant
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -80,7 +82,7 @@ def saobp_attention(
     reject(module, kwargs)
     query, key, value = under_autocast(query, key, value)
     variants = variants_of(module)
-    query, key, value = varied_states(variants, query, key, value)
+    query, key, value = varied_states(module, query, key, value)
     refinement, strength, messages = own_refinement(module, query)
     if messages is not None:
         setattr(module, MESSAGES, None)
@@ -127,12 +129,10 @@ def saobp_attention(
     return output.transpose(1, 2).contiguous(), rows if wants_rows else None
 
 
-def varied_states(
-    variants: list[Variant], query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def varied_states(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> States:
     """Query, key and value as variants of the module's attention change them."""
-    for variant in variants:
-        query, key, value = variant.states(query, key, value)
+    for variant in variants_of(module):
+        query, key, value = variant.states(query, key, value, partial(projection_weights, module))
     return query, key, value
 
 

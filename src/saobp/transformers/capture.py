@@ -223,7 +223,7 @@ def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -
     options = {name: value for name, value in arguments.items() if name not in _ARGUMENTS}
     states = arguments["query"], arguments["key"], arguments["value"]
     if implementation == IMPLEMENTATION:
-        states = varied_states(variants_of(module), *states)
+        states = varied_states(module, *states)
     query, key, value = states
     mask, sequences, lengths = arguments.get("attention_mask"), None, options.get("cu_seq_lens_q")
     if implementation == IMPLEMENTATION and are_sequences(mask):

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from saobp.transformers.apply import head_count
 
 SEPARATE = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"), ("q", "k"), ("wq", "wk"))
+_VALUES = {"query": "value", "q_proj": "v_proj", "q_lin": "v_lin", "q": "v", "wq": "wv"}
 FUSED = ("c_attn", "Wqkv", "qkv_proj", "qkv", "att_proj")
 """One matrix with all queries first, then all keys, then all values."""
 INTERLEAVED = ("query_key_value",)
 """One matrix with query, key and value of the first head, then of the second, and so on."""
+
+
+def projection_weights(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of queries, keys and values, each ``[outputs, width]``, of projections without biases."""
+    names = [(query, key, _VALUES[query]) for query, key in SEPARATE] + [(name,) for name in FUSED]
+    found: list[list[Any]] = [[getattr(module, name, None) for name in one] for one in names]
+    layers = [together for together in found if all(map(_is_linear, together))]
+    if not layers or any(layer.bias is not None for layer in layers[0]):
+        raise ValueError(
+            f"{type(module).__name__} has no query, key and value weights without biases, whose scale could "
+            "be changed: sigma-reparam is for models such as ModernBERT and Llama"
+        )
+    matrices = [_rows(layer) for layer in layers[0]]
+    if len(matrices) == 1:
+        queries = query_key_weights(module)[0].shape[:2].numel()
+        others = (len(matrices[0]) - queries) // 2
+        matrices = list(matrices[0].split([queries, others, others]))
+    return matrices[0], matrices[1], matrices[2]
 
 
 def query_key_weights(module: nn.Module) -> tuple[Tensor, Tensor]:
