@@ -23,7 +23,7 @@ from saobp.kernels.dispatch import Backend, select
 from saobp.quickstart.prose import read_prose
 from saobp.quickstart.story import QuickstartTexts, prepare
 from saobp.runs.machine import machine
-from saobp.training.batches import Share
+from saobp.training.batches import BatchShard
 from saobp.training.objectives import objective_of
 from saobp.training.pretrain import new_model
 from saobp.training.recipes import PretrainRecipe, fast, tiny, with_steps
@@ -42,15 +42,15 @@ def kernels(used: bool) -> Iterator[None]:
 
 def losses(recipe: PretrainRecipe, texts: QuickstartTexts, device: torch.device, used: bool) -> list[float]:
     """Loss of each step."""
-    model = new_model(recipe, texts.tokenizer).to(device).train()
+    model = new_model(recipe, texts.tokenizer).to(device).train()  # type: ignore[arg-type]
     objective = objective_of(recipe.family, texts.tokenizer, recipe.masked_share)
-    share = Share(recipe, 0, 1, device)
+    shard = BatchShard(recipe, 0, 1, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=recipe.betas)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-2, total_iters=recipe.warmup_steps)
     found = []
     with kernels(used):
         for step in range(recipe.steps):
-            batch = share.batch(texts.train, recipe.seed, step, 0)
+            batch = shard.batch(texts.train, recipe.seed, step, 0)
             loss = objective(model, batch["input_ids"], batch["seeds"], recipe.precision)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)

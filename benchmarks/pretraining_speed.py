@@ -28,7 +28,7 @@ from transformers import (
 
 from saobp.benchmarking.table import BenchmarkTable, Cell
 from saobp.data.blocks import Blocks
-from saobp.data.token_store import DOCUMENTS, FORMAT, TOKENS, Description, TokenStore
+from saobp.data.token_store import DOCUMENTS, FORMAT, TOKENS, StoreMetadata, TokenStore
 from saobp.data.tokenizers import prefix_of
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
@@ -76,7 +76,7 @@ def made_up_texts(folder: Path, tokenizer: PreTrainedTokenizerFast, recipe: Pret
         tokens = random.integers(len(SPECIAL), len(tokenizer), documents[-1], dtype=np.uint16)
         tokens.tofile(own / TOKENS)
         np.save(own / DOCUMENTS, documents)
-        description = Description(
+        description = StoreMetadata(
             FORMAT, "<u2", len(tokens), len(sizes), len(tokenizer), 0, "", corpus, "", "", ""
         )
         stores[corpus] = TokenStore(own, description)
