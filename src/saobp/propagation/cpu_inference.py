@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from saobp.propagation.factors import Potts, PottsListing, Similarity, floored, get_factor
+from saobp.propagation.factors import STRONG, Potts, PottsListing, Similarity, floored, get_factor
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import head_strength, share_heads
 from saobp.refinement import Refinement
@@ -25,10 +25,7 @@ ENTRIES_PER_THREAD = 1 << 16
 _TINY = 1e-20
 """A row of ElemMul whose similarities sum to less than this feels the floor under each of them."""
 
-_STRONG = 4.0
-"""Above this strength log(1 - gamma A) loses more than 4e-6 where A rounds near 1."""
-
-_LEAN = (Potts, PottsListing, Similarity)
+_SUPPORTED = (Potts, PottsListing, Similarity)
 Slices = tuple[slice, slice]
 
 
@@ -44,7 +41,7 @@ def cpu_obstacle(
     It must be :func:`is_unwatched` besides: ``torch.compile`` fuses the reference, which is then better.
     """
     factor = get_factor(refinement.factor)
-    if type(factor) not in _LEAN:
+    if type(factor) not in _SUPPORTED:
         return f"factor {refinement.factor!r} has only the reference on a CPU"
     if dropout_p:
         return "dropout is for training"
@@ -109,7 +106,7 @@ def masks_hold(query: Tensor, key: Tensor, graph: FactorGraph, scale: float | No
     return math.prod(norms) * max(abs(scale or 0.0), 1.0) < torch.finfo(arithmetic).max
 
 
-def lean_attention(
+def cpu_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -133,7 +130,7 @@ def lean_attention(
     speaks = graph.speaks if sees is None else sees if graph.speaks is None else sees & graph.speaks
     sign = factor.sign if isinstance(factor, Potts) else 1
     repulsion = sign * head_strength(strength, query.new_empty(0, dtype=arithmetic))
-    strong = bool((repulsion > _STRONG).any())
+    strong = bool((repulsion > STRONG).any())
     message = torch.expm1(-repulsion)
     message = message.unsqueeze(0) if speaks is None else message * speaks
     output = query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The lean path on a CPU: as right as the reference, and taken only where nothing but values matters."""
+"""The inference path on a CPU: as right as the reference, and taken only where nothing but values matters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import saobp
-from saobp.propagation import FactorGraph
-from saobp.propagation import cpu_inference as lean
+from saobp.propagation import FactorGraph, cpu_inference
 from saobp.propagation.reference import reference_attention
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
@@ -42,8 +41,8 @@ def assert_right(factor: str, inputs: AttentionInputs, causal: bool = False, **o
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the quick paths that calls took."""
     names: list[str] = []
-    for name in ("lean_attention", "plain_attention"):
-        plain = getattr(lean, name)
+    for name in ("cpu_attention", "plain_attention"):
+        plain = getattr(cpu_inference, name)
 
         def noted(*args, plain=plain, name=name, **kwargs):  # type: ignore[no-untyped-def]
             names.append(name)
@@ -66,7 +65,7 @@ def test_error_is_within_the_budget(
         transposed=True, dtype=dtype,
     )  # type: ignore[arg-type]  # fmt: skip
     assert_right(factor, inputs, causal)
-    assert taken == ["plain_attention" if factor == "none" else "lean_attention"]
+    assert taken == ["plain_attention" if factor == "none" else "cpu_attention"]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -97,7 +96,7 @@ def test_chunks_change_nothing(
     factor: str, causal: bool, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of one head, of some heads, of some sequences, of everything; the last one is smaller."""
-    monkeypatch.setattr(lean, "ENTRIES_PER_THREAD", entries)
+    monkeypatch.setattr(cpu_inference, "ENTRIES_PER_THREAD", entries)
     assert_right(factor, attention_inputs(5, 4, 9, 8, strength=(0.2, -1.0, 2.0, 0.0), padding="both"), causal)
 
 
@@ -115,7 +114,7 @@ def test_kept_memory_is_not_seen_from_outside() -> None:
     def attend(inputs: AttentionInputs) -> Tensor:
         return saobp.attention(inputs.query, inputs.key, inputs.value, refinement)
 
-    lean._scratch.kept = None
+    cpu_inference._scratch.kept = None
     with torch.inference_mode():
         before = attend(first)
     kept = before.clone()
@@ -191,5 +190,5 @@ def test_graphs_beyond_padding_and_causality() -> None:
     refinement = saobp.Refinement("high")
     states = inputs.query, inputs.key, inputs.value, refinement, inputs.strength, FactorGraph(visible)
     expected = reference_attention(*states).output
-    torch.testing.assert_close(lean.lean_attention(*states), expected)
+    torch.testing.assert_close(cpu_inference.cpu_attention(*states), expected)
     assert (expected[:, :, 5] == 0).all()
