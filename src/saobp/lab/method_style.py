@@ -46,6 +46,7 @@ STYLES = {
     "softmax-plus-one": MethodStyle("#80cdc1", "2"),
     "gate": MethodStyle("#762a83", "3"),
     "qk-norm": MethodStyle("#bf812d", "4"),
+    "sigma-reparam": MethodStyle("#543005", "4"),
     "sinkhorn": MethodStyle("#9ecae1", "8"),
     "sinkhorn-3": MethodStyle("#08519c", "8"),
     "strict": MethodStyle("#e69f00", "d"),

@@ -59,6 +59,7 @@ METHODS = {
         Method("softmax-plus-one", "Softmax plus one", "softmax-plus-one"),
         Method("gate", "Gated heads", "gate"),
         Method("qk-norm", "QK-norm", "qk-norm"),
+        Method("sigma-reparam", "Sigma-Reparam", "sigma-reparam"),
         Method("sinkhorn", "Sinkhorn, one iteration", "sinkhorn"),
         Method("sinkhorn-3", "Sinkhorn, three iterations", "sinkhorn-3"),
         Method("strict", "High, strict", "high:{strength},future=strict", tier=0),
