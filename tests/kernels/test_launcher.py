@@ -218,7 +218,7 @@ def test_a_series_is_served_on_its_gpu(machine: Driver, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("apart", [4, 16])
-def test_pieces_of_a_buffer_do_not_overlap(apart: int) -> None:
+def test_slices_of_a_buffer_do_not_overlap(apart: int) -> None:
     wanted = {
         "odd": ((3, 1), torch.float16), "none": ((0,), torch.float32),
         "map": ((2, 3), torch.float32), "last": ((5,), torch.bfloat16),

@@ -102,10 +102,9 @@ class KernelFamily:
 
     def _run_forward(self, saves: bool, flat: tuple[Any, ...]) -> tuple[Tensor, ...]:
         tensors, numbers, query = flat[:TENSORS], flat[TENSORS:], flat[0]
-        key = (saves, *layout(tensors), *numbers)
-        plan, shape, strides, kept, scratch = cached(
-            self.plans, key, self._new_forward, saves, tensors, numbers
-        )
+        key = (saves, layout(tensors), numbers)
+        found = self.plans.get(key) or cached(self.plans, key, self._new_forward, saves, tensors, numbers)
+        plan, shape, strides, kept, scratch = found
         out = query.new_empty_strided(shape, strides)
         saved = [query.new_empty(size, dtype=dtype) for size, dtype in kept]
         buffers = () if scratch is None else (query.new_empty(scratch, dtype=torch.uint8),)
@@ -122,8 +121,10 @@ class KernelFamily:
     def _backward(self, grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tensors, saved, numbers = flat[:TENSORS], flat[TENSORS:-6], flat[-6:]
         query, out = flat[0], saved[0]
-        key = (grad.stride(), grad.dtype, out.stride(), *layout(tensors), *numbers)
-        found = cached(self.plans, key, self._new_backward, tensors, numbers, grad, out)
+        key = (grad.stride(), grad.dtype, out.stride(), layout(tensors), numbers)
+        found = self.plans.get(key) or cached(
+            self.plans, key, self._new_backward, tensors, numbers, grad, out
+        )
         plan, shape, strides, keys_dtype, rows, scratch = found
         dq = query.new_empty_strided(shape, strides)
         dk, dv = [query.new_empty_strided(shape, strides, dtype=keys_dtype) for _ in range(2)]
