@@ -191,6 +191,14 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path: Path, mo
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-3, 1e-2, 2e-3]
 
 
+@pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"averaged_share": 0.5}])
+def test_a_divided_model_has_no_whole_matrices(changes: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match="which FSDP divides"):
+        train_small(small_recipe(**changes), tmp_path)
+
+
 def test_hidden_matrices_are_found_in_every_family() -> None:
     for family, per_layer in (("bert", 6), ("gpt2", 4), ("modernbert", 4), ("llama", 7)):
         model = build_model(family, "tiny", vocabulary=60, length=16)

@@ -66,6 +66,10 @@ def pretrain(
     one writes.
     """
     sharded = sharding_asked_for(recipe.regularizer)
+    if sharded and (recipe.optimizer == "muon" or recipe.averaged_share):
+        raise ValueError(
+            "optimizer=muon and averaged_share need whole matrices, which FSDP divides: leave --use_fsdp out"
+        )
     stores: Mapping[str, TokenStore] = getattr(train, "stores", {})
     for store in stores.values():
         store.check_tokenizer(tokenizer)
