@@ -14,7 +14,11 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab.arena import method_of, settings_of, title_of, write_arena
+from saobp.lab.experiment_plan import ExperimentPlan
+from saobp.lab.experiments import choose_experiments
+from saobp.lab.scales import get_scale
 from saobp.lab.statistics import pairs_needed
+from saobp.lab.tabulate import tabulate
 from saobp.training.recipes import named_recipe
 
 
@@ -103,6 +107,40 @@ def test_blimp_beside_the_runs_is_compared_in_pairs(tmp_path: Path) -> None:
             (folder / "result.json").write_text(json.dumps({"blimp": {"accuracy": accuracy}}))
     page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
     assert "| Gated heads | 63.17 ± 0.58 (3) | +1.50 [+1.50, +1.50] | gain |" in page
+
+
+def test_reproduce_plans_the_arena_on_the_recipe_modern() -> None:
+    plan = ExperimentPlan(choose_experiments("arena"), get_scale("mini"))
+    runs = {run.name: run.recipe for run in plan.pretrain_runs()}
+    assert len(runs) == 8 * (15 + 11)
+    assert {recipe.name for recipe in runs.values()} == {"modern"}
+    assert "llama-mini-high-key-bias-learned-seed7" in runs
+    assert "modernbert-mini-high-learned+gate-seed42" in runs
+    assert "arena" not in {experiment.name for experiment in choose_experiments("all")}
+
+
+def test_reproduce_writes_the_page_of_the_arena(tmp_path: Path) -> None:
+    plan = ExperimentPlan(choose_experiments("arena"), get_scale("mini"), seeds=3)
+    for run in plan.pretrain_runs():
+        loss = 3.0 + 0.01 * run.seed % 3 - (0.02 if run.method.key == "learned" else 0.0)
+        folder = run.folder(tmp_path / "runs")
+        folder.mkdir(parents=True)
+        result = {
+            "eval_loss": loss,
+            "eval_perplexity": math.exp(loss),
+            "parameters": 11,
+            "tokens_per_second": 1.0,
+        }
+        for name, content in (
+            ("recipe", {"kind": "pretrain", **run.recipe.to_dict()}),
+            ("record", {"status": "finished", "commit": "abc"}),
+            ("result", result),
+        ):
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    tabulate(plan, tmp_path / "runs", tmp_path / "results")
+    page = (tmp_path / "results" / "arena" / "mini.md").read_text()
+    assert "-2.0 %" in page
+    assert (tmp_path / "results" / "arena" / "mini-forest.svg").exists()
 
 
 def test_nothing_to_compare_is_said_in_a_sentence(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ MINI = get_scale("mini")
 def test_every_experiment_has_a_page_and_known_methods() -> None:
     assert set(PAGES) == set(EXPERIMENTS)
     for experiment in EXPERIMENTS.values():
-        assert {*experiment.bert, *experiment.gpt2} <= set(METHODS)
+        trained = *experiment.bert, *experiment.gpt2, *experiment.modernbert, *experiment.llama
+        assert set(trained) <= set(METHODS)
 
 
 def test_runs_are_named_after_their_recipe() -> None:
@@ -86,7 +87,10 @@ def test_only_and_seeds_select() -> None:
     [
         (lambda: choose_experiments("gtd,nothing"), "unknown target 'nothing'"),
         (lambda: get_scale("huge"), "unknown scale 'huge'"),
-        (lambda: ExperimentPlan(choose_experiments("gtd"), MINI, 9).pretrain_runs(), "1 to 5 seeds, not 9"),
+        (
+            lambda: ExperimentPlan(choose_experiments("gtd"), MINI, 99).pretrain_runs(),
+            "1 to 12 seeds, not 99",
+        ),
         (lambda: paper_table("none"), "the paper has no table 'none'"),
     ],
 )

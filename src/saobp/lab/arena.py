@@ -180,15 +180,15 @@ def _page(settings: Sequence[Setting], records: Sequence[Mapping[str, Any]]) -> 
     yield "![Paired differences from Original with intervals](../forest.svg)"
     for setting in settings:
         yield f"## {setting.title}"
-        yield markdown_table(_HEADERS, list(_rows(setting)))
+        yield markdown_table(HEADERS, list(rows(setting)))
         if setting.blimp:
             yield _blimp(setting)
-        yield _power(setting)
+        yield power(setting)
         yield f"Recipe: `{json.dumps(setting.recipe)}`."
     yield made_on(records)
 
 
-_HEADERS = (
+HEADERS = (
     "method",
     "perplexity",
     "difference [95 % interval]",
@@ -199,7 +199,7 @@ _HEADERS = (
 )
 
 
-def _rows(setting: Setting) -> Iterable[list[str]]:
+def rows(setting: Setting) -> Iterable[list[str]]:
     gains = setting.gains()
     plain = setting.results.get(ORIGINAL, [{}])[0].get("parameters", 0)
     for method in [ORIGINAL, *gains]:
@@ -228,14 +228,14 @@ def _rows(setting: Setting) -> Iterable[list[str]]:
 
 def _blimp(setting: Setting) -> str:
     """Accuracies on BLiMP and their paired differences from Original, in points of a hundred."""
-    rows = []
+    lines = []
     for method in [method for method in (ORIGINAL, *setting.gains()) if method in setting.blimp]:
         own = spread(setting.blimp[method].values())
         base = setting.blimp.get(ORIGINAL, {})
         gain = None if method == ORIGINAL else paired_gain(setting.blimp[method], base)
         verdict = "" if gain is None else verdict_in_words(gain, own)
-        rows.append([title_of(method), in_words(own, 2), gain_in_words(gain, 2), verdict])
-    return markdown_table(("method", "BLiMP, %", "difference [95 % interval]", "verdict"), rows)
+        lines.append([title_of(method), in_words(own, 2), gain_in_words(gain, 2), verdict])
+    return markdown_table(("method", "BLiMP, %", "difference [95 % interval]", "verdict"), lines)
 
 
 def per_cent(gain: Gain) -> str:
@@ -244,7 +244,7 @@ def per_cent(gain: Gain) -> str:
     return f"{gain.difference:+.1f} %{interval}"
 
 
-def _power(setting: Setting) -> str:
+def power(setting: Setting) -> str:
     """How many pairs an effect needs, by the spread of the pairs that are there."""
     found = [setting.deviation(method) for method in setting.gains()]
     known = [deviation for deviation in found if deviation]

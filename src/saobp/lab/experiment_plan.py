@@ -14,7 +14,7 @@ from saobp.lab.scales import SEEDS, Scale, first_seeds
 from saobp.runs.folder import RunError, RunFolder
 from saobp.training.recipes import PretrainRecipe
 
-FAMILIES = ("bert", "gpt2")
+FAMILIES = ("bert", "gpt2", "modernbert", "llama")
 Work = TypeVar("Work", "PretrainRun", "FinetuneRun", "Measurement")
 SMOKE_SEEDS = 2
 """Unless the command says otherwise."""

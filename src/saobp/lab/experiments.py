@@ -20,6 +20,11 @@ EVERY = (
     *("high@0.02", "high@0.05", "high@0.1", "two-steps", "three-steps", "entropy", "eigen"),
 )
 DECODERS = ("original", "paper", "strict")
+CAUSAL_RIVALS = (
+    *("original", "learned", "key-bias", "temperature", "sink", "softmax-plus-one", "gate", "qk-norm"),
+    *("sigma-reparam", "learned-gate", "learned-qk-norm"),
+)
+RIVALS = (*CAUSAL_RIVALS, "sinkhorn", "sinkhorn-3", "entropy", "eigen")
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Experiment:
     """One table, figure or question.
 
     asks:      what the paper shows there, or the question
-    bert, gpt2: methods that are trained in each family
+    bert, gpt2, modernbert, llama: methods that are trained in each family
     measures:  taken of every trained model (see ``saobp.lab.measurements``)
     tasks:     that the BERT models are fine-tuned on
     seeds:     how many, unless the command says otherwise
@@ -36,11 +41,13 @@ class Experiment:
     """
 
     name: str
-    kind: Literal["table", "figure", "question"]
+    kind: Literal["table", "figure", "question", "arena"]
     title: str
     asks: str
     bert: tuple[str, ...] = ()
     gpt2: tuple[str, ...] = ()
+    modernbert: tuple[str, ...] = ()
+    llama: tuple[str, ...] = ()
     measures: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     seeds: int = 3
@@ -228,14 +235,26 @@ EXPERIMENTS = {
             "One, two and three steps of belief propagation at the same strength.",
             bert=("original", "high", "two-steps", "three-steps"),
         ),
+        Experiment(
+            "arena",
+            "arena",
+            "Which way of attention is better?",
+            "Every rival against Original on the recipe modern, encoder and strict decoder.",
+            modernbert=RIVALS,
+            llama=CAUSAL_RIVALS,
+            seeds=8,
+        ),
     )
 }
 
 
 def choose_experiments(names: str) -> list[Experiment]:
-    """Targets joined by commas; ``all``, ``tables``, ``figures`` or ``questions`` for groups of them."""
+    """Targets joined by commas; ``all``, ``tables``, ``figures`` or ``questions`` for groups of them.
+
+    The arena, which has as many runs as all others, is in no group.
+    """
     groups = {
-        "all": list(EXPERIMENTS),
+        "all": [name for name, one in EXPERIMENTS.items() if one.kind != "arena"],
         "tables": [name for name, one in EXPERIMENTS.items() if one.kind == "table"],
         "figures": [name for name, one in EXPERIMENTS.items() if one.kind == "figure"],
         "questions": [name for name, one in EXPERIMENTS.items() if one.kind == "question"],

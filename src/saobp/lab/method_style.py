@@ -47,6 +47,8 @@ STYLES = {
     "gate": MethodStyle("#762a83", "3"),
     "qk-norm": MethodStyle("#bf812d", "4"),
     "sigma-reparam": MethodStyle("#543005", "4"),
+    "learned-gate": MethodStyle("#c2a5cf", "3"),
+    "learned-qk-norm": MethodStyle("#dfc27d", "4"),
     "sinkhorn": MethodStyle("#9ecae1", "8"),
     "sinkhorn-3": MethodStyle("#08519c", "8"),
     "strict": MethodStyle("#e69f00", "d"),

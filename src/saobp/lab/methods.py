@@ -60,6 +60,8 @@ METHODS = {
         Method("gate", "Gated heads", "gate"),
         Method("qk-norm", "QK-norm", "qk-norm"),
         Method("sigma-reparam", "Sigma-Reparam", "sigma-reparam"),
+        Method("learned-gate", "High, learned strengths + Gated heads", "high:learned+gate", tier=2),
+        Method("learned-qk-norm", "High, learned strengths + QK-norm", "high:learned+qk-norm", tier=2),
         Method("sinkhorn", "Sinkhorn, one iteration", "sinkhorn"),
         Method("sinkhorn-3", "Sinkhorn, three iterations", "sinkhorn-3"),
         Method("strict", "High, strict", "high:{strength},future=strict", tier=0),

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from saobp.lab.experiment_plan import ExperimentPlan, FinetuneRun, Measurement, PretrainRun, check_same
+from saobp.lab.experiment_plan import (
+    FAMILIES,
+    ExperimentPlan,
+    FinetuneRun,
+    Measurement,
+    PretrainRun,
+    check_same,
+)
 from saobp.lab.experiments import Experiment
 from saobp.runs.folder import RunFolder
 from saobp.runs.json_files import read_json, read_object
@@ -142,7 +149,7 @@ class Results:
     def records(self) -> list[dict[str, Any]]:
         """The record of every run behind the experiment's page."""
         found = []
-        for family in ("bert", "gpt2"):
+        for family in FAMILIES:
             for other_corpus in (None, *self.experiment.corpora):
                 for model in self.models(family, other_corpus):
                     run = self.run(model)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from saobp.lab.methods import METHODS
 from saobp.training.recipes import PretrainRecipe, named_recipe, with_steps
 
-SEEDS = (42, 1, 2, 3, 4)
+SEEDS = (42, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 """In the order in which they are used; pairs of runs share the seed and with it the order of the texts."""
 CORPUS = "wikipedia_en,gutenberg_books,imdb_reviews"
 """Stand-ins for WikiText-103, BookCorpus and OpenWebText, each read once in an epoch."""
@@ -40,9 +40,10 @@ class Scale:
     positions: int = 5_000
 
     def recipe_of(self, family: str, method: str, seed: int, corpus: str | None = None) -> PretrainRecipe:
-        """The recipe of one run."""
-        steps = self.steps or named_recipe(self.recipe, family, "mini").steps
-        recipe = with_steps(named_recipe(self.recipe, family, self.size), steps)
+        """The recipe of one run: the scale's, or ``modern`` for families that it is made for."""
+        name = "modern" if self.recipe == "fast" and family in ("modernbert", "llama") else self.recipe
+        steps = self.steps or named_recipe(name, family, "mini").steps
+        recipe = with_steps(named_recipe(name, family, self.size), steps)
         saving = min(CHECKPOINT_STEPS, recipe.steps // 2) // recipe.log_steps * recipe.log_steps
         chosen = METHODS[method]
         return replace(

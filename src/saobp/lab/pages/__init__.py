@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from saobp.lab.pages import arena
 from saobp.lab.pages import open_questions as questions
 from saobp.lab.pages import paper_figures as figures
 from saobp.lab.pages import paper_tables as tables
@@ -30,4 +31,5 @@ PAGES: dict[str, Callable[[Results, Page], None]] = {
     "strengths": questions.strengths,
     "learned": questions.learned,
     "steps": questions.steps,
+    "arena": arena.arena,
 }

@@ -1,0 +1,18 @@
+"""The page of the arena at one scale; ``saobp arena`` writes one of all runs that there are."""
+
+from __future__ import annotations
+
+from saobp.lab.arena import HEADERS, forest, power, rows, settings_of
+from saobp.lab.result_page import Page
+from saobp.lab.results import Results
+
+
+def arena(results: Results, page: Page) -> None:
+    settings = [setting for setting in settings_of(results.records()) if setting.gains()]
+    if not settings:
+        return
+    page.figure("forest", forest(settings), "Paired differences from Original with their 95 % intervals.")
+    for setting in settings:
+        page.say(f"## {setting.title}")
+        page.table(HEADERS, list(rows(setting)))
+        page.say(power(setting))
