@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from saobp.cli import app
 from saobp.commands import quickstart
 from saobp.metrics.diagnosis.loading import load_model
-from saobp.quickstart import prose, story
+from saobp.quickstart import pipeline, prose
 from saobp.report import MissingPlotlyError
 
 TEXTS = [
@@ -30,9 +30,9 @@ TEXTS = [
 @pytest.fixture
 def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prose, "read_prose", lambda progress: progress(1, 1) or TEXTS)
-    monkeypatch.setattr(story, "VOCABULARY", 150)
-    monkeypatch.setattr(story, "FEWEST_STEPS", 2)
-    monkeypatch.setattr(story, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(pipeline, "VOCABULARY", 150)
+    monkeypatch.setattr(pipeline, "FEWEST_STEPS", 2)
+    monkeypatch.setattr(pipeline, "TRIAL_SECONDS", 0.0)
 
 
 def run(out: Path, **options: object) -> tuple[Path, str]:
@@ -106,10 +106,10 @@ def test_folders_of_others_are_not_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few_texts")
 def test_a_slow_machine_takes_fewer_steps(tmp_path: Path) -> None:
-    recipe = story.recipe_of(1000)
-    texts = story.prepare(TEXTS, tmp_path / "text", recipe.length, lambda *_: None)
-    assert story.fitting_steps(recipe, texts, seconds=1e9) == 1000
-    assert story.fitting_steps(recipe, texts, seconds=1e-9) == story.FEWEST_STEPS
+    recipe = pipeline.recipe_of(1000)
+    texts = pipeline.prepare(TEXTS, tmp_path / "text", recipe.length, lambda *_: None)
+    assert pipeline.fitting_steps(recipe, texts, seconds=1e9) == 1000
+    assert pipeline.fitting_steps(recipe, texts, seconds=1e-9) == pipeline.FEWEST_STEPS
     assert set(texts.held_out) < set(TEXTS)
     assert 5 <= len(texts.held_out) <= 20
 
@@ -129,7 +129,7 @@ def test_without_plotly_there_are_runs_but_no_page(tmp_path: Path, monkeypatch: 
     def missing(*_: object) -> None:
         raise MissingPlotlyError
 
-    monkeypatch.setattr(story, "write_page", missing)
+    monkeypatch.setattr(pipeline, "write_page", missing)
     page, printed = run(tmp_path / "out")
     assert page is None
     assert "the page needs plotly" in printed

@@ -11,7 +11,7 @@ import pytest
 from saobp.metrics.diagnosis.example_model import example_model
 from saobp.report import PAGE_BYTES, explorer_data, read_runs, write_explorer, write_report
 from saobp.report.curves import read_curves
-from saobp.report.page_size import MOMENTS, POINTS, fitted, thinned
+from saobp.report.page_size import POINTS, SNAPSHOTS, fitted, thinned
 from saobp.testing.fake_runs import make_run
 from saobp.testing.pages import figure, page_of, words_of
 from saobp.testing.tiny_models import tiny_model
@@ -53,7 +53,7 @@ def test_many_long_runs_share_the_room(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=7_000, layers=12, heads=12, measured=80)
     (run,) = read_runs([folder])
     (alone,) = thinned([run])
-    assert len(alone.health) == MOMENTS
+    assert len(alone.health) == SNAPSHOTS
     assert (alone.health[0], alone.health[-1]) == (run.health[0], run.health[-1])
     assert len(alone.curves["loss"][0].values) <= POINTS
     page = write_report([folder] * 16, tmp_path / "page.html")

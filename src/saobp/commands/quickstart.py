@@ -62,7 +62,7 @@ def run(
 ) -> Path | None:
     """Read, tokenise, train twice, diagnose and write; returns the page, or None where plotly is missing."""
     from saobp.commands.diagnose import show as show_heads
-    from saobp.quickstart import prose, story
+    from saobp.quickstart import pipeline, prose
     from saobp.refinement import Refinement
     from saobp.report.plotly_bundle import MissingPlotlyError
     from saobp.training.pretrain import pretrain
@@ -78,13 +78,13 @@ def run(
     with staged(out) as new:
         with ProgressBars(console) as bars:
             paragraphs = prose.read_prose(bars.add("reading Python's documentation"))
-            recipe = story.recipe_of(steps)
+            recipe = pipeline.recipe_of(steps)
             bar = bars.add("learning a vocabulary, tokenising")
-            texts = story.prepare(paragraphs, new / "text", recipe.length, bar)
-        sentences = story.choose_sentences(texts.tokenizer, texts.held_out, sentence)
+            texts = pipeline.prepare(paragraphs, new / "text", recipe.length, bar)
+        sentences = pipeline.choose_sentences(texts.tokenizer, texts.held_out, sentence)
         refined = replace(recipe, refinement=asked)
-        fitting = story.fitting_steps(refined, texts, seconds)
-        recipes = {"plain": story.recipe_of(fitting)}
+        fitting = pipeline.fitting_steps(refined, texts, seconds)
+        recipes = {"plain": pipeline.recipe_of(fitting)}
         recipes[asked.factor] = replace(recipes["plain"], refinement=asked)
         runs = {name: new / name for name in recipes}
         results: dict[str, Result] = {}
@@ -101,10 +101,12 @@ def run(
                 say=lambda line: console.print(Text(line), soft_wrap=True),
             )
         with ProgressBars(console) as bars:
-            diagnoses = story.look(runs, texts, sentences, recipe.length, bars.add("diagnosing both"))
+            diagnoses = pipeline.diagnose_runs(
+                runs, texts, sentences, recipe.length, bars.add("diagnosing both")
+            )
         has_page = True
         try:
-            story.write_page(runs, results, diagnoses, texts, asked, sentences[0], new / "index.html")
+            pipeline.write_page(runs, results, diagnoses, texts, asked, sentences[0], new / "index.html")
         except MissingPlotlyError as problem:
             has_page = False
             console.print(Text(str(problem)), soft_wrap=True)
@@ -134,7 +136,7 @@ def staged(out: Path) -> Iterator[Path]:
 
 def show_numbers(console: Console, results: dict[str, Result], diagnoses: Sequence[Diagnosis]) -> None:
     """Print the means of both runs."""
-    from saobp.quickstart.story import numbers
+    from saobp.quickstart.pipeline import numbers
 
     table = Table(title="held-out text, means over heads", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")

@@ -27,18 +27,18 @@ def fit(axes: Axes, side: Side, methods: Iterable[Sequence[float]]) -> None:
     everything = [value for values in methods for value in values]
     beyond = far_beyond(methods)
     if beyond is not None:
-        others = [value for place, values in enumerate(methods) if place != beyond for value in values]
+        others = [value for index, values in enumerate(methods) if index != beyond for value in values]
         _break(axes, side, others, methods[beyond])
     elif everything and min(everything) > 0 and max(everything) >= SEVERAL_SIZES * min(everything):
         logarithmic(axes, side)
 
 
 def far_beyond(methods: Sequence[Sequence[float]]) -> int | None:
-    """Place of the one method whose values are all far above those of several others."""
+    """Index of the one method whose values are all far above those of several others."""
     if len(methods) < FEWEST:
         return None
-    highest = max(range(len(methods)), key=lambda place: max(methods[place]))
-    others = [value for place, values in enumerate(methods) if place != highest for value in values]
+    highest = max(range(len(methods)), key=lambda index: max(methods[index]))
+    others = [value for index, values in enumerate(methods) if index != highest for value in values]
     gap = min(methods[highest]) - max(others)
     is_far = gap > FAR * (max(others) - min(others)) and min(methods[highest]) >= TIMES * max(others)
     return highest if is_far else None
@@ -58,8 +58,8 @@ def _break(axes: Axes, side: Side, near: Sequence[float], far: Sequence[float]) 
     ends = [end for part in (near, far) for end in _padded(part)]
     first, last = ends[1] - ends[0], ends[3] - ends[2]
     known = [ends[0] - first, *ends, ends[3] + last]
-    places = [PLACES[0] - PLACES[1], *PLACES, 2 * PLACES[3] - PLACES[2]]
-    functions = (lambda x: np.interp(x, known, places), lambda y: np.interp(y, places, known))
+    indices = [PLACES[0] - PLACES[1], *PLACES, 2 * PLACES[3] - PLACES[2]]
+    functions = (lambda x: np.interp(x, known, indices), lambda y: np.interp(y, indices, known))
     (axes.set_xscale if side == "x" else axes.set_yscale)("function", functions=functions)
     axes.set(**{f"{side}lim": (ends[0], ends[3])})
     ticks = [

@@ -59,14 +59,14 @@ def dots(
     keys = _all_of(measures)
     columns = 2 if len(measures) in (2, 4) else 3
     figure, axes = panels(len(measures), columns, size=(3.9, max(1.7, 0.3 * len(keys) + 0.9)))
-    for place, (axis, (measure, methods)) in enumerate(zip(axes, measures.items(), strict=True)):
+    for index, (axis, (measure, methods)) in enumerate(zip(axes, measures.items(), strict=True)):
         crosses = (paper or {}).get(measure, {})
         rows = [methods.get(key, {}) for key in keys]
         _join_pairs(axis, rows)
         for row, (key, values) in enumerate(zip(keys, rows, strict=True)):
             _row(axis, row, key, list(values.values()), crosses.get(key))
         axis.set_yticks(range(len(keys)), [METHODS[key].title for key in keys], fontsize=8)
-        if place % columns:
+        if index % columns:
             axis.tick_params(axis="y", labelleft=False, length=0)
         axis.set_ylim(len(keys) - 0.5, -0.5)
         theirs = [[crosses[key]] if key in crosses else [] for key in keys]

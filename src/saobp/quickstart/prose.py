@@ -26,10 +26,10 @@ def read_prose(progress: Callable[[int, int], object] = lambda *_: None) -> list
     )
     for text in (*topics.values(), *compiled_docstrings()):
         found |= dict.fromkeys(paragraphs(text))
-    for place, source in enumerate(sources, 1):
+    for index, source in enumerate(sources, 1):
         for text in docstrings(source):
             found |= dict.fromkeys(paragraphs(text))
-        progress(place, len(sources))
+        progress(index, len(sources))
     shuffled = list(found)
     random.Random(0).shuffle(shuffled)
     return shuffled

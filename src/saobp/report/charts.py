@@ -82,11 +82,11 @@ def _rank(name: str) -> int:
 
 
 def _quantity(name: str, runs: Sequence[Run]) -> Figure:
-    lines = [(place, run, series) for place, run in enumerate(runs) for series in run.curves.get(name, [])]
+    lines = [(index, run, series) for index, run in enumerate(runs) for series in run.curves.get(name, [])]
     title = NAMES.get(name) or _capital(name.replace("eval_", "validation ", 1).replace("_", " "))
     traces = [
-        _line(run, place, series.axes.get("step", []), series.values, series.of)
-        for place, run, series in lines
+        _line(run, index, series.axes.get("step", []), series.values, series.of)
+        for index, run, series in lines
     ]
     return {
         **_figure(f"curve-{name}", title, traces, _layout("step")),
@@ -101,17 +101,17 @@ def _places(series: Curve, axis: str) -> list[float | None]:
 
 def _means(runs: Sequence[Run]) -> list[Figure]:
     """How the mean over all heads goes, for runs that were measured more than once."""
-    measured = [(place, run) for place, run in enumerate(runs) if len(run.health) > 1]
+    measured = [(index, run) for index, run in enumerate(runs) if len(run.health) > 1]
     figures = []
     for name in dict.fromkeys(name for _, run in measured for name in run.health[0].statistics):
         traces = [
             _line(
                 run,
-                place,
-                [moment.step for moment in run.health],
-                [_mean(_cells(moment, name)) for moment in run.health],
+                index,
+                [snapshot.step for snapshot in run.health],
+                [_mean(_cells(snapshot, name)) for snapshot in run.health],
             )
-            for place, run in measured
+            for index, run in measured
         ]
         title = f"{_capital(title_of(name))}, mean of all heads"
         figures.append(_figure(f"mean-{name}", title, traces, _layout("step", healthy=name == "gtd")))
@@ -119,13 +119,13 @@ def _means(runs: Sequence[Run]) -> list[Figure]:
 
 
 def head_figures(runs: Sequence[Run]) -> dict[str, Any]:
-    """For the section of heads: scales and layer curves by statistic, and the grids of every moment."""
-    measured = [(place, run) for place, run in enumerate(runs) if run.health]
+    """For the section of heads: scales and layer curves by statistic, and the grids of every snapshot."""
+    measured = [(index, run) for index, run in enumerate(runs) if run.health]
     names = list(dict.fromkeys(name for _, run in measured for name in run.health[0].statistics))
-    if any(moment.strengths for _, run in measured for moment in run.health):
+    if any(snapshot.strengths for _, run in measured for snapshot in run.health):
         names.append(STRENGTHS)
     return {
-        "steps": sorted({moment.step or 0 for _, run in measured for moment in run.health}),
+        "steps": sorted({snapshot.step or 0 for _, run in measured for snapshot in run.health}),
         "titles": {name: title_of(name) for name in names},
         "scales": {name: _scale_of(name, [run for _, run in measured]) for name in names},
         "layers": {name: _layer_figure(name, measured) for name in names} if _depth(measured) > 1 else None,
@@ -133,11 +133,11 @@ def head_figures(runs: Sequence[Run]) -> dict[str, Any]:
         "runs": [
             {
                 "name": run.name,
-                "place": place,
+                "place": index,
                 "layout": map_layout(run.health[-1].verdicts),
-                "moments": [moment.to_dict() for moment in run.health],
+                "moments": [snapshot.to_dict() for snapshot in run.health],
             }
-            for place, run in measured
+            for index, run in measured
         ],
     }
 
@@ -145,14 +145,14 @@ def head_figures(runs: Sequence[Run]) -> dict[str, Any]:
 def _layer_figure(statistic: str, runs: Sequence[tuple[int, Run]]) -> Figure:
     """Without values, which depend on the chosen step."""
     title = f"{_capital(title_of(statistic))} by layer, mean of its heads"
-    traces = [_line(run, place, [], []) for place, run in runs]
+    traces = [_line(run, index, [], []) for index, run in runs]
     return _figure("layers", title, traces, _layout("layer", healthy=statistic == "gtd", layers=_depth(runs)))
 
 
 def _across_figure(runs: Sequence[tuple[int, Run]]) -> Figure | None:
     if not any(len(run.health[-1].across) > 1 for _, run in runs):
         return None
-    traces = [_line(run, place, [], []) for place, run in runs]
+    traces = [_line(run, index, [], []) for index, run in runs]
     return _figure(
         "across", TITLES["cross_layer_gtd"], traces, _layout("layer", healthy=True, layers=_depth(runs))
     )
@@ -163,9 +163,9 @@ def _depth(runs: Sequence[tuple[int, Run]]) -> int:
 
 
 def _line(
-    run: Run, place: int, x: Sequence[float | None], y: Sequence[float | None], of: str = ""
+    run: Run, index: int, x: Sequence[float | None], y: Sequence[float | None], of: str = ""
 ) -> dict[str, Any]:
-    """A curve of the run at a place of the page; ``of`` names one of its seeds, whose curves are fainter."""
+    """A curve of the run at this index on the page; ``of`` names one of its seeds, drawn fainter."""
     graphs = _graph_objects()
     name = f"{run.name}, {of}" if of else run.name
     return graphs.Scatter(
@@ -175,12 +175,12 @@ def _line(
         mode="lines+markers" if len(y) <= DOTS_UP_TO else "lines",
         line={
             "width": 1.2 if of else 1.8,
-            "dash": DASHES[(place // COLOURS_OF_RUNS + run.dash) % len(DASHES)],
+            "dash": DASHES[(index // COLOURS_OF_RUNS + run.dash) % len(DASHES)],
         },
         marker={"size": 5},
         opacity=0.8 if of else 1,
         connectgaps=True,
-        meta={"run": place % COLOURS_OF_RUNS, "place": place, "name": name},
+        meta={"run": index % COLOURS_OF_RUNS, "place": index, "name": name},
     ).to_plotly_json()
 
 
@@ -227,10 +227,12 @@ def gtd_scale() -> dict[str, Any]:
 
 
 def _scale_of(statistic: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """One scale for all runs and moments, so that maps can be compared."""
+    """One scale for all runs and snapshots, so that maps can be compared."""
     if statistic == "gtd":
         return gtd_scale()
-    values = [v for run in runs for moment in run.health for v in _cells(moment, statistic) if v is not None]
+    values = [
+        v for run in runs for snapshot in run.health for v in _cells(snapshot, statistic) if v is not None
+    ]
     most = max((abs(value) for value in values), default=0.0) or 1.0
     if statistic == STRENGTHS:
         ticks = [(-most, f"low {most:.2g}"), (0.0, "0"), (most, f"high {most:.2g}")]
@@ -238,7 +240,7 @@ def _scale_of(statistic: str, runs: Sequence[Run]) -> dict[str, Any]:
     ticks = [(0.0, "0"), (most, shown(most, 2))]
     if statistic == "sink_mass" and most > SINK_FROM:
         ticks.insert(1, (SINK_FROM, f"{SINK_FROM:g}<br>sink above"))
-    largest = max((moment.largest_entropy or 0.0 for run in runs for moment in run.health), default=0.0)
+    largest = max((snapshot.largest_entropy or 0.0 for run in runs for snapshot in run.health), default=0.0)
     if statistic == "attention_entropy" and 0 < COLLAPSED_BELOW * largest < most:
         limit = COLLAPSED_BELOW * largest
         ticks.insert(1, (limit, f"{shown(limit, 2)}<br>localised below"))
@@ -303,7 +305,7 @@ def map_layout(rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 
 def last_values(figure: Figure) -> list[tuple[int, str, str]]:
-    """Place, name and last value of each line, to be read below the chart; a dash if it is no number."""
+    """Index, name and last value of each line, to be read below the chart; a dash if it is no number."""
     ends = [(trace["meta"], trace["y"]) for trace in figure["data"]]
     return [(meta["place"], meta["name"], shown(values[-1])) for meta, values in ends if values]
 
@@ -312,8 +314,8 @@ def _figure(name: str, title: str, traces: list[dict[str, Any]], layout: dict[st
     return {"id": name, "title": title, "data": traces, "layout": layout}
 
 
-def _cells(moment: Snapshot, statistic: str) -> list[float | None]:
-    grid = moment.strengths if statistic == STRENGTHS else moment.statistics.get(statistic)
+def _cells(snapshot: Snapshot, statistic: str) -> list[float | None]:
+    grid = snapshot.strengths if statistic == STRENGTHS else snapshot.statistics.get(statistic)
     return [value for row in grid or [] for value in row]
 
 

@@ -30,8 +30,8 @@ class Curve:
         if len(self.values) <= most:
             return self
         kept = _extremes(self.values, most)
-        axes = {name: [values[place] for place in kept] for name, values in self.axes.items()}
-        return Curve(self.of, axes, [self.values[place] for place in kept], len(self.values))
+        axes = {name: [values[index] for index in kept] for name, values in self.axes.items()}
+        return Curve(self.of, axes, [self.values[index] for index in kept], len(self.values))
 
 
 def read_curves(lines: Sequence[dict[str, Any]], of: str = "") -> dict[str, list[Curve]]:
@@ -41,12 +41,12 @@ def read_curves(lines: Sequence[dict[str, Any]], of: str = "") -> dict[str, list
     they take those of the last line before.
     """
     points: dict[str, list[tuple[dict[str, float | None], float | None]]] = {}
-    place: dict[str, float | None] = dict.fromkeys(AXES)
+    index: dict[str, float | None] = dict.fromkeys(AXES)
     for line in lines:
-        place = {name: number(line[name]) if name in line else place[name] for name in AXES}
+        index = {name: number(line[name]) if name in line else index[name] for name in AXES}
         for name, value in line.items():
             if name not in NOT_DRAWN and _is_numeric(value):
-                points.setdefault(name, []).append((place, number(value)))
+                points.setdefault(name, []).append((index, number(value)))
     return {
         name: [_series(of, found)]
         for name, found in points.items()
@@ -64,18 +64,18 @@ def joined(curves: Iterable[dict[str, list[Curve]]]) -> dict[str, list[Curve]]:
 
 
 def _series(of: str, points: list[tuple[dict[str, float | None], float | None]]) -> Curve:
-    axes = {name: [place[name] for place, _ in points] for name in AXES}
+    axes = {name: [index[name] for index, _ in points] for name in AXES}
     there = {name: values for name, values in axes.items() if any(value is not None for value in values)}
     return Curve(of, there, [value for _, value in points])
 
 
 def _extremes(values: Sequence[float | None], most: int) -> list[int]:
-    """Places of each stretch's lowest and highest value, so that no spike is lost; both ends stay."""
+    """Indices of each stretch's lowest and highest value, so that no spike is lost; both ends stay."""
     stretches = max(1, most // 2 - 1)
     kept = {0, len(values) - 1}
     for stretch in range(stretches):
         start, stop = stretch * len(values) // stretches, (stretch + 1) * len(values) // stretches
-        finite = [(value, place) for place in range(start, stop) if (value := values[place]) is not None]
+        finite = [(value, index) for index in range(start, stop) if (value := values[index]) is not None]
         kept |= {min(finite)[1], max(finite)[1]} if finite else {start}
     return sorted(kept)
 

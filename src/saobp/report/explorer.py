@@ -47,13 +47,13 @@ def explorer_data(
     limit = longest_text(model)
     room = max_tokens if limit is None else min(max_tokens, limit)
     looks, left_out = [], []
-    for place, sentence in enumerate(sentences, 1):
+    for index, sentence in enumerate(sentences, 1):
         ids, tokens, cut = encode_sentence(tokenizer, sentence, room)
         if len(tokens) < 2:
-            left_out.append(f"Sentence {place} has fewer than two tokens and is not shown.")
+            left_out.append(f"Sentence {index} has fewer than two tokens and is not shown.")
             continue
         if cut:
-            left_out.append(f"Sentence {place} is cut to its first {len(tokens)} tokens.")
+            left_out.append(f"Sentence {index} is cut to its first {len(tokens)} tokens.")
         looks.append((sentence[:TEXT_CHARACTERS], tokens, _layers_of(model, ids)))
     if not looks:
         raise ValueError("there is no sentence of at least two tokens to look at")
@@ -130,10 +130,10 @@ def encode_sentence(
     fast = bool(getattr(tokenizer, "is_fast", False))
     encoded = tokenizer(short, truncation=True, max_length=room, return_offsets_mapping=fast)
     ids = list(encoded["input_ids"])
-    places = encoded["offset_mapping"] if fast else [(0, 0)] * len(ids)
+    indices = encoded["offset_mapping"] if fast else [(0, 0)] * len(ids)
     names = tokenizer.convert_ids_to_tokens(ids)
     tokens = [
-        _readable(str(name), short[start:end]) for name, (start, end) in zip(names, places, strict=True)
+        _readable(str(name), short[start:end]) for name, (start, end) in zip(names, indices, strict=True)
     ]
     return torch.tensor([ids]), tokens, cut
 

@@ -147,8 +147,8 @@ def explored(explorer: dict[str, Any], run: str) -> dict[str, Any]:
 
 def _own_colours(runs: Sequence[Run]) -> str:
     """Style for runs that come with colours, beside that of the page."""
-    own = [(place, run.colours) for place, run in enumerate(runs) if run.colours is not None]
-    light, dark = ("".join(f"--run-{place}: {pair[side]}; " for place, pair in own) for side in (0, 1))
+    own = [(index, run.colours) for index, run in enumerate(runs) if run.colours is not None]
+    light, dark = ("".join(f"--run-{index}: {pair[side]}; " for index, pair in own) for side in (0, 1))
     if not own:
         return ""
     return (

@@ -13,21 +13,21 @@ from saobp.report.run_view import Run
 
 POINTS, ALL_POINTS = 600, 40_000
 """Most points of one curve, about what a screen can tell apart, and of all curves of a page together."""
-MOMENTS, ALL_CELLS = 60, 180_000
-"""Most moments of training at which all heads are shown, and most numbers in all of their maps together."""
+SNAPSHOTS, ALL_CELLS = 60, 180_000
+"""Most snapshots of training at which all heads are shown, and most numbers in all of their maps together."""
 
 
 def thinned(runs: Sequence[Run]) -> list[Run]:
-    """The runs with as many points and moments as a page can hold; the last moment always stays."""
+    """The runs with as many points and snapshots as a page can hold; the last one always stays."""
     curves = sum(len(series) for run in runs for series in run.curves.values())
     points = max(24, min(POINTS, ALL_POINTS // max(1, curves)))
     cells = sum(run.health[-1].cells for run in runs if run.health)
-    moments = max(2, min(MOMENTS, ALL_CELLS // max(1, cells)))
+    snapshots = max(2, min(SNAPSHOTS, ALL_CELLS // max(1, cells)))
     return [
         replace(
             run,
             curves={name: [one.thin(points) for one in series] for name, series in run.curves.items()},
-            health=_spread(run.health, moments),
+            health=_spread(run.health, snapshots),
         )
         for run in runs
     ]
@@ -36,7 +36,7 @@ def thinned(runs: Sequence[Run]) -> list[Run]:
 def _spread(entries: list[Any], most: int) -> list[Any]:
     if len(entries) <= most:
         return entries
-    return [entries[round(place * (len(entries) - 1) / (most - 1))] for place in range(most)]
+    return [entries[round(index * (len(entries) - 1) / (most - 1))] for index in range(most)]
 
 
 def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:
         first = explorer["sentences"][0]
         layers = len(first["scores"])
         count = max(1, int(layers * room / sizes[0]))
-        chosen = {round(place * (layers - 1) / max(1, count - 1)) for place in range(count)}
+        chosen = {round(index * (layers - 1) / max(1, count - 1)) for index in range(count)}
         scores = [own if layer in chosen else [None] * len(own) for layer, own in enumerate(first["scores"])]
         sentences = [{**first, "scores": _trimmed(scores, room)}]
         heads = sum(head is not None for own in sentences[0]["scores"] for head in own)

@@ -38,7 +38,7 @@ class Run:
     curves:   by quantity, one series per seed
     facts, recipe, result: name and value, in the order of the page
     problems: sentences on what is missing or cannot be read
-    colours:  of its curves on a light and on a dark ground; by default those of its place on the page
+    colours:  of its curves on a light and on a dark ground; by default those of its index on the page
     dash:     which of the dashes its curves have, beside another run of the same colour
     """
 
@@ -159,7 +159,9 @@ def _facts(recipe: dict[str, Any], record: dict[str, Any]) -> Facts:
             facts.append(("regularizer", recipe["regularizer"]))
     for name in ("status", "seed", "started", "finished", "seconds"):
         if record.get(name) is not None:
-            facts.append((name, _moment(record[name]) if name in ("started", "finished") else record[name]))
+            facts.append(
+                (name, _date_text(record[name]) if name in ("started", "finished") else record[name])
+            )
     environment = record.get("environment")
     if isinstance(environment, dict):
         facts += [(str(name), value) for name, value in environment.items() if value is not None]
@@ -172,7 +174,7 @@ def _facts(recipe: dict[str, Any], record: dict[str, Any]) -> Facts:
     return facts
 
 
-def _moment(value: Any) -> Any:
+def _date_text(value: Any) -> Any:
     """``2026-01-31 12:00:05 UTC`` instead of the form that files hold."""
     try:
         when = datetime.fromisoformat(value)
@@ -224,4 +226,4 @@ def _told_apart(runs: Sequence[Run], folders: Sequence[Path]) -> list[str]:
         names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
         if len(set(names)) == len(names):
             return names
-    return [f"{run.name} ({place})" for place, run in enumerate(runs, 1)]
+    return [f"{run.name} ({index})" for index, run in enumerate(runs, 1)]

@@ -1,4 +1,4 @@
-"""The health of all heads at one moment, read from a run or a diagnosis."""
+"""The health of all heads at one step, read from a run or a diagnosis."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Snapshot:
         return self.heads * (1 + len(self.statistics) + len(self.errors) + (self.strengths is not None))
 
     def to_dict(self) -> dict[str, Any]:
-        """For the page: rounded to what can be seen, verdicts by place, strengths among the values."""
+        """For the page: rounded to what can be seen, verdicts by index, strengths among the values."""
         grids = {**self.statistics, **({} if self.strengths is None else {"strengths": self.strengths})}
         return {
             "step": self.step,
@@ -114,21 +114,21 @@ def diagnosed(record: dict[str, Any]) -> Snapshot | None:
     if not isinstance(heads, list) or not all(isinstance(head, dict) for head in heads) or not heads:
         return None
     try:
-        places = [(int(head["layer"]), int(head["head"])) for head in heads]
-        widths = [0] * (1 + max(layer for layer, _ in places))
-        for layer, head_place in places:
+        indices = [(int(head["layer"]), int(head["head"])) for head in heads]
+        widths = [0] * (1 + max(layer for layer, _ in indices))
+        for layer, head_place in indices:
             widths[layer] = max(widths[layer], 1 + head_place)
         names = {int(head["layer"]): str(head["name"]) for head in heads}
         words: list[list[Verdict]] = [["undefined"] * width for width in widths]
         known = [name.removesuffix("_error") for name in heads[0] if name.endswith("_error")]
         grids: dict[str, Grid] = {name: [[None] * width for width in widths] for name in known}
         errors: dict[str, Grid] = {name: [[None] * width for width in widths] for name in known}
-        for (layer, place), head in zip(places, heads, strict=True):
+        for (layer, index), head in zip(indices, heads, strict=True):
             if head["verdict"] in VERDICTS:
-                words[layer][place] = head["verdict"]
+                words[layer][index] = head["verdict"]
             for name in known:
-                grids[name][layer][place] = number(head.get(name))
-                errors[name][layer][place] = number(head.get(f"{name}_error"))
+                grids[name][layer][index] = number(head.get(name))
+                errors[name][layer][index] = number(head.get(f"{name}_error"))
     except (KeyError, TypeError, ValueError, IndexError):
         return None
     crossed = record.get(CROSS_LAYER)

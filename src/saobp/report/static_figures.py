@@ -63,13 +63,13 @@ def training_curves(runs: Sequence[Run]) -> Figure:
     figure = Figure(figsize=(4.2 * columns, 2.9 * rows), layout="constrained")
     panels = numpy.atleast_1d(figure.subplots(rows, columns)).flatten()
     for panel, name in zip(panels, names, strict=False):
-        for place, run in enumerate(runs):
+        for index, run in enumerate(runs):
             for number, series in enumerate(run.curves.get(name, [])):
                 values = [numpy.nan if value is None else value for value in series.values]
                 panel.plot(
                     numpy.array(series.axes["step"], dtype=float),
                     values,
-                    color=COLOURS[place % len(COLOURS)],
+                    color=COLOURS[index % len(COLOURS)],
                     linewidth=1.3 if not series.of else 0.9,
                     marker="o" if len(values) <= 16 else None,
                     markersize=3,

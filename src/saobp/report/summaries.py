@@ -60,8 +60,8 @@ def _training_words(run: Run) -> list[str]:
 
 def _course(series: Curve) -> str:
     """How a curve with at least one number went; one that ends without numbers has failed."""
-    there = [place for place, value in enumerate(series.values) if value is not None]
-    first, last = (series.values[place] for place in (there[0], there[-1]))
+    there = [index for index, value in enumerate(series.values) if value is not None]
+    first, last = (series.values[index] for index in (there[0], there[-1]))
     words = f"went from {first:.2f} to {last:.2f}" if len(there) > 1 else f"was {first:.2f}"
     if there[-1] == len(series.values) - 1:
         return words
@@ -75,23 +75,23 @@ def _head_words(last: Snapshot) -> list[str]:
     opening = f"{when}{healthy} of {last.heads} heads {'is' if healthy == 1 else 'are'} healthy."
     words = [opening[0].upper() + opening[1:]]
     for kind in ("localised", "sink", "diffuse", "borderline", "undefined"):
-        places = [
+        indices = [
             (layer, head)
             for layer, row in enumerate(last.verdicts)
             for head, word in enumerate(row)
             if word == kind
         ]
-        if places:
-            words.append(f"{len(places)} {kind} ({_named(places)}): {MEANINGS[kind]}.")
+        if indices:
+            words.append(f"{len(indices)} {kind} ({_named(indices)}): {MEANINGS[kind]}.")
     return words
 
 
-def _named(places: Sequence[tuple[int, int]]) -> str:
+def _named(indices: Sequence[tuple[int, int]]) -> str:
     """``layer 0 heads 1, 2; layer 3 head 0``, or of many the layers that have most of them."""
     layers: dict[int, list[int]] = {}
-    for layer, head in places:
+    for layer, head in indices:
         layers.setdefault(layer, []).append(head)
-    if len(places) > PLACES_NAMED:
+    if len(indices) > PLACES_NAMED:
         fullest = sorted(sorted(layers), key=lambda layer: -len(layers[layer]))[:LAYERS_NAMED]
         return "most in " + ", ".join(f"layer {layer} ({len(layers[layer])})" for layer in fullest)
     return "; ".join(

@@ -50,7 +50,7 @@ def _readable(name: str) -> str:
 
 
 def head_table(run: Run) -> PageTable:
-    """Every head of a run at the last moment it was measured, with standard errors where they are known."""
+    """Every head of a run at the last step it was measured, with standard errors where they are known."""
     last = run.health[-1]
     grids = {**last.statistics, **({} if last.strengths is None else {STRENGTHS: last.strengths})}
 

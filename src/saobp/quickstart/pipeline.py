@@ -74,7 +74,7 @@ def prepare(texts: Sequence[str], folder: Path, length: int, progress: Progress)
         Blocks({"python": store}, length=length, split=split, held_out=HELD_OUT, prefix=prefix_of(tokenizer))
         for split in ("train", "validation")
     )
-    held_out = [texts[place] for place in held_out_documents(store, HELD_OUT)]
+    held_out = [texts[index] for index in held_out_documents(store, HELD_OUT)]
     return QuickstartTexts(tokenizer, train, validation, held_out, sum(map(len, texts)))
 
 
@@ -131,7 +131,7 @@ def choose_sentences(
     return [one for _, one in fitting[:SENTENCES]] or [texts[0][:100]]
 
 
-def look(
+def diagnose_runs(
     runs: dict[str, Path],
     texts: QuickstartTexts,
     sentences: Sequence[str],
@@ -140,7 +140,7 @@ def look(
 ) -> list[Diagnosis]:
     """Diagnose the model of each run on held-out text, and leave its scores for the page's explorer."""
     found = []
-    for place, (name, folder) in enumerate(runs.items(), 1):
+    for index, (name, folder) in enumerate(runs.items(), 1):
         model, tokenizer = load_model(str(folder / "model"))
         model.eval()
         paragraphs = texts.held_out[:64]
@@ -148,7 +148,7 @@ def look(
             diagnose(model, tokenizer, paragraphs, subject=name, statistics=STATISTICS, length=length)
         )
         write_explorer(explorer_data(model, tokenizer, sentences, subject=name), folder)
-        progress(place, len(runs))
+        progress(index, len(runs))
     return found
 
 
