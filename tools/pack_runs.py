@@ -36,8 +36,8 @@ from safetensors.torch import load_file, save_file
 
 from saobp.lab.experiment_plan import matches
 from saobp.runs.layout import MODEL, RESULT, SEED
-from saobp.runs.manifest import MANIFEST, folder_with_manifest
 from saobp.storage.atomic import is_unfinished, unfinished
+from saobp.storage.manifest import MANIFEST, folder_with_manifest
 
 WEIGHTS = "model.safetensors"
 SMALL_FILES = "runs"

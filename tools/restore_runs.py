@@ -19,8 +19,8 @@ from saobp.lab import choose_experiments, get_scale
 from saobp.lab.experiment_plan import ExperimentPlan, FinetuneRun, PretrainRun
 from saobp.lab.results import RESTORED, recorded_runs
 from saobp.runs.folder import RunError
-from saobp.runs.json_files import write_json
 from saobp.runs.layout import RECIPE, RECORD, RESULT, seed_folder
+from saobp.storage.json_files import write_json
 from saobp.training.finetune.run import summarise
 
 PAGE_FIELDS = ("run", "kind", "result", "recipe")

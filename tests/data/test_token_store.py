@@ -13,9 +13,16 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from saobp.data import TokenStore, open_corpus, prepare_corpora, prepare_tokens, train_vocabulary
-from saobp.data import parallel_encoding as encoding
+from saobp.data import (
+    TokenStore,
+    open_corpus,
+    parallel_encoding,
+    prepare_corpora,
+    prepare_tokens,
+    train_vocabulary,
+)
 from saobp.data.corpora import FileCorpus
+from saobp.data.tokenizer_store import trained_tokenizer
 from saobp.testing.tiny_training import forked
 
 PARAGRAPHS = [
@@ -50,7 +57,7 @@ def test_a_store_holds_every_document_and_its_separator(
     processes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(encoding, "CHARACTERS_AT_ONCE", 700)
+    monkeypatch.setattr(parallel_encoding, "CHARACTERS_AT_ONCE", 700)
     told: list[tuple[int, int]] = []
     corpus = open_corpus(texts)
     store = prepare_tokens(
@@ -206,3 +213,48 @@ def test_killed_and_concurrent_preparation(
     documents = expected(tokenizer)
     assert TokenStore.open(store).tokens.tolist() == [token for document in documents for token in document]
     assert not list(tmp_path.glob(".unfinished-*"))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"\x93NUMPY",
+        b"\x93NUMPY\x01\x00v\x00{'descr': (((",
+        b"\x93NUMPY\x01\x00\x06\x00'\\xff'\n",
+        b"PK\x03\x04" + bytes(50),
+    ],
+)
+def test_damaged_documents_are_named_in_one_sentence(tmp_path: Path, header: bytes) -> None:
+    """Whatever numpy makes of the header."""
+    (tmp_path / "text.txt").write_text("A fox sees a dog. " * 9)
+    words = train_vocabulary(["A fox sees a dog."], 40)
+    folder = prepare_tokens(open_corpus(tmp_path / "text.txt"), words, tmp_path / "store").folder
+    (folder / "documents.npy").write_bytes(header)
+    with pytest.raises(
+        ValueError, match=r"documents\.npy cannot be read .*; delete .* and prepare it again"
+    ) as raised:
+        TokenStore.open(folder)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("dtype", 3.5), ("dtype", "<u9"), ("tokens", "many"), ("documents", None)]
+)
+def test_a_field_of_a_store_that_is_wrong_is_named(tmp_path: Path, field: str, value: object) -> None:
+    (tmp_path / "text.txt").write_text("A fox sees a dog. " * 9)
+    words = train_vocabulary(["A fox sees a dog."], 40)
+    folder = prepare_tokens(open_corpus(tmp_path / "text.txt"), words, tmp_path / "store").folder
+    metadata = json.loads((folder / "store.json").read_text())
+    (folder / "store.json").write_text(json.dumps({**metadata, field: value}))
+    with pytest.raises(ValueError, match=r"store\.json does not describe a token store"):
+        TokenStore.open(folder)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"3", b"{", b"\xff"])
+def test_a_damaged_origin_of_a_vocabulary_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "text.txt").write_text("A fox sees a dog. " * 9)
+    trained_tokenizer(tmp_path, "bert", 40, [str(tmp_path / "text.txt")])
+    (tmp_path / "tokenizer-bert-40" / "learned_from.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"learned_from\.json (holds no JSON object|is not JSON)"):
+        trained_tokenizer(tmp_path, "bert", 40, [str(tmp_path / "text.txt")])

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from saobp.runs import json_files
 from saobp.runs.folder import FinishedRunError, RunError, RunFolder
 from saobp.runs.layout import LOCK
-from saobp.runs.manifest import MANIFEST
+from saobp.storage import json_files
+from saobp.storage.manifest import MANIFEST
 
 RECIPE = {"size": "tiny", "betas": (0.9, 0.98), "refinement": None}
 

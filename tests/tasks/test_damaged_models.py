@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.data.tasks import load_task
-from saobp.runs.manifest import write_manifest
-from saobp.training.checkpoints import check_manifest
+from saobp.storage.manifest import check_manifest, write_manifest
 from saobp.training.evaluation.run import load_language_model
 from saobp.training.finetune import finetune, recipe_for
 
@@ -21,7 +20,7 @@ def test_a_damaged_model_of_a_run_is_refused(data_dir, bert, tmp_path):
     model = tmp_path / "run" / "model"
     shutil.copytree(bert, model)
     write_manifest(model)
-    check_manifest(tmp_path / "run")
+    check_manifest(model)
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (model / "model.safetensors").write_bytes(weights)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from saobp.runs import manifest
 from saobp.runs.folder import FinishedRunError, RunError, RunFolder
+from saobp.storage import manifest
 from saobp.testing.tiny_training import forked, small_recipe, train_small
 from saobp.training import trainer
 

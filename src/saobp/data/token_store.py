@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -17,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from saobp.data.corpora import Corpus, open_corpus
 from saobp.data.parallel_encoding import encode_in_parallel, processes_for
 from saobp.data.tokenizers import separator_of, tokenizer_checksum, tokenizer_text
-from saobp.storage.atomic import NO_ROOM, reason, replacing
+from saobp.storage.atomic import NO_ROOM, first_line, reason, replacing
+from saobp.storage.json_files import read_object, write_json
 from saobp.storage.locks import exclusive
 
 TOKENS, DOCUMENTS, METADATA = "tokens.bin", "documents.npy", "store.json"
@@ -124,8 +124,11 @@ class TokenStore:
             )
         try:
             starts = self.documents
-        except (ValueError, OSError, EOFError) as problem:
-            raise ValueError(f"{self.folder / DOCUMENTS} cannot be read: {problem}") from problem
+        except Exception as problem:  # numpy parses a header as Python, with all that can go wrong in it
+            raise ValueError(
+                f"{self.folder / DOCUMENTS} cannot be read ({first_line(problem)}); delete {self.folder} and "
+                "prepare it again"
+            ) from None
         fits = starts.dtype == np.int64 and starts.shape == (said.documents + 1,)
         if not fits or starts[0] != 0 or starts[-1] != said.tokens or np.any(np.diff(starts) < 1):
             raise ValueError(
@@ -258,7 +261,7 @@ def _write(
         tokens_checksum=whole.hexdigest(),
         documents_checksum=documents_checksum,
     )
-    (folder / METADATA).write_text(json.dumps(asdict(metadata), indent=2) + "\n", encoding="utf-8")
+    write_json(folder / METADATA, asdict(metadata))
 
 
 def _read_metadata(folder: Path) -> StoreMetadata:
@@ -266,9 +269,13 @@ def _read_metadata(folder: Path) -> StoreMetadata:
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is no token store: it has no {METADATA}")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_object(file)
         if values["format"] != FORMAT:
             raise ValueError(f"its format is {values['format']}, this saobp reads {FORMAT}")
+        for field in fields(StoreMetadata):
+            if type(values[field.name]).__name__ != field.type:
+                raise ValueError(f"its {field.name} is {values[field.name]!r}, not of type {field.type}")
+        np.dtype(values["dtype"])
         return StoreMetadata(**{field.name: values[field.name] for field in fields(StoreMetadata)})
     except KeyError as problem:
         raise ValueError(f"{file} does not describe a token store: it has no {problem}") from None

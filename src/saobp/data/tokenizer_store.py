@@ -5,7 +5,6 @@ Whoever makes token stores leaves it there, so that the folder is all that train
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from saobp.data.token_store import Progress
 from saobp.data.tokenizers import load_tokenizer, save_tokenizer, train_vocabulary
 from saobp.sizes import DECODERS
 from saobp.storage.atomic import replacing
+from saobp.storage.json_files import read_object, write_json
 from saobp.storage.locks import exclusive
 
 ORIGIN = "learned_from.json"
@@ -97,9 +97,9 @@ def _write(tokenizer: PreTrainedTokenizerFast, place: Path, origin: dict[str, st
     with replacing(place) as new:
         save_tokenizer(tokenizer, new)
         if origin:
-            (new / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
+            write_json(new / ORIGIN, origin)
 
 
 def _origin(place: Path) -> dict[str, str]:
     file = place / ORIGIN
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return read_object(file) if file.exists() else {}

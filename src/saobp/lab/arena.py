@@ -24,10 +24,10 @@ from saobp.lab.result_page import gain_in_words, in_words, made_on, markdown_tab
 from saobp.lab.statistics import LEAST_PAIRS, Gain, paired_gain, pairs_needed, spread
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
-from saobp.runs.json_files import read_json, read_object, write_json
 from saobp.runs.layout import RESULT, run_folders
 from saobp.sizes import DECODERS
 from saobp.storage.atomic import write_atomically
+from saobp.storage.json_files import read_json, read_object, write_json
 
 ORIGINAL = "none"
 BLIMP = "blimp"

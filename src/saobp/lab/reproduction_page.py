@@ -10,7 +10,7 @@ from saobp.lab.result_page import ANSWERS
 from saobp.lab.statistics import UNDECIDED
 from saobp.report.page import write_report
 from saobp.report.tables import PageTable
-from saobp.runs.json_files import read_object
+from saobp.storage.json_files import read_object
 
 MOST_RUNS = 8
 """Runs that one page still tells apart by colour."""

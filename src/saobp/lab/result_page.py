@@ -16,8 +16,8 @@ from saobp.lab.figures import brief, dots, save_figure
 from saobp.lab.methods import METHODS
 from saobp.lab.scales import Scale
 from saobp.lab.statistics import Gain, Spread, Status, answer_status, claim_status, paired_gain, spread
-from saobp.runs.json_files import write_json
 from saobp.storage.atomic import write_atomically
+from saobp.storage.json_files import write_json
 
 SMOKE = (
     "**Smoke run: tiny models on made-up or little text. The numbers only show that the code runs; "

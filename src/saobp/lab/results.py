@@ -18,9 +18,9 @@ from saobp.lab.experiment_plan import (
 )
 from saobp.lab.experiments import Experiment
 from saobp.runs.folder import RunFolder
-from saobp.runs.json_files import read_json, read_object
 from saobp.runs.layout import RESULT, seed_folder
 from saobp.runs.provenance import without_folders
+from saobp.storage.json_files import read_json, read_object
 
 Values = dict[str, dict[int, float]]
 """By method, then by seed."""

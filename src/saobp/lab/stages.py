@@ -16,9 +16,9 @@ from saobp.lab.experiment_plan import FinetuneRun, Measurement, PretrainRun, che
 from saobp.lab.measurements import take
 from saobp.lab.work_queue import Say, StageResult, WorkItem, work_through
 from saobp.runs.folder import RunFolder
-from saobp.runs.json_files import write_json
 from saobp.runs.machine import commit
 from saobp.runs.provenance import command_line, environment
+from saobp.storage.json_files import write_json
 from saobp.training.finetune import finetune, recipe_for
 from saobp.training.pretrain import pretrain
 

@@ -14,8 +14,8 @@ from saobp.lab.results import RESTORED, Results, recorded_runs
 from saobp.lab.scales import SCALES
 from saobp.lab.statistics import UNDECIDED, Status
 from saobp.lab.work_queue import Say
-from saobp.runs.json_files import read_object
 from saobp.storage.atomic import write_atomically
+from saobp.storage.json_files import read_object
 
 STORY = "story.md"
 """A page that someone wrote; where it lies in a results folder, the overview opens with it."""

@@ -16,19 +16,19 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.data.tokenizers import save_tokenizer
-from saobp.runs.json_files import (
+from saobp.runs.layout import CHECKPOINTS, HEALTH, LOCK, METRICS, MODEL, RECIPE, RECORD, RESULT
+from saobp.runs.machine import commit
+from saobp.runs.provenance import command_line, environment
+from saobp.storage.atomic import clear_unfinished, fsync, is_unfinished, reason
+from saobp.storage.json_files import (
     append_line,
     keep_lines_up_to,
     read_lines,
     read_object,
     write_json,
 )
-from saobp.runs.layout import CHECKPOINTS, HEALTH, LOCK, METRICS, MODEL, RECIPE, RECORD, RESULT
-from saobp.runs.machine import commit
-from saobp.runs.manifest import damage, folder_with_manifest
-from saobp.runs.provenance import command_line, environment
-from saobp.storage.atomic import clear_unfinished, fsync, is_unfinished, reason
 from saobp.storage.locks import BaseFileLock, try_lock
+from saobp.storage.manifest import damage, folder_with_manifest
 
 KINDS = ("pretrain", "finetune", "evaluate")
 KEPT_CHECKPOINTS = 2

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from saobp.refinement import Refinement
-from saobp.runs.manifest import MANIFEST, damage
 from saobp.transformers.apply import apply, remove
 from saobp.transformers.load import checked_folder, load
 from saobp.transformers.load_errors import explained
@@ -31,17 +30,6 @@ def config_of(folder: str | Path) -> Any:
         raise FileNotFoundError(
             f"there is no model folder {str(folder)!r}, and the hub gave no model of that name"
         ) from problem
-
-
-def check_manifest(folder: str | Path) -> None:
-    """Refuse a saved model whose files are not those that its run wrote; one without a manifest is taken."""
-    path = Path(checked_folder(folder))
-    found = damage(path) if (path / MANIFEST).exists() else None
-    if found is not None:
-        raise ValueError(
-            f"the model in {path} is damaged, because {found}: restore it or train it again, or delete its "
-            f"{MANIFEST} if the change was meant"
-        )
 
 
 def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerFast:

@@ -78,7 +78,8 @@ class MaskedLM:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, share: float = 0.15) -> MaskedLM:
         if tokenizer.mask_token_id is None:
-            raise ValueError("masked language modelling needs a tokenizer with a mask token")
+            name = getattr(tokenizer, "name_or_path", "") or "this one"
+            raise ValueError(f"masked language modelling needs a tokenizer with a mask token, not {name}")
         return cls(len(tokenizer), tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)), share)
 
     def __call__(

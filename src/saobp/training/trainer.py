@@ -20,9 +20,9 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from saobp.metrics.health.health_log import HealthLog
 from saobp.metrics.health.recorder import Recorder
 from saobp.runs.folder import RunError, RunFolder
-from saobp.runs.json_files import read_json, write_json
-from saobp.runs.manifest import seal
 from saobp.storage.atomic import reason, unfinished
+from saobp.storage.json_files import read_json, write_json
+from saobp.storage.manifest import seal
 from saobp.training.averaging import WeightAverage
 from saobp.training.batches import (
     Batch,

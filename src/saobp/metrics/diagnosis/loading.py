@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 from saobp.metrics.diagnosis.example_model import example_model
 from saobp.refinement import Refinement
 from saobp.storage.atomic import first_line
+from saobp.storage.manifest import check_manifest
 from saobp.transformers import apply, load
 from saobp.transformers.load import checked_folder
 from saobp.transformers.load_errors import explained
@@ -89,6 +90,7 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
+    check_manifest(Path(place))
     with explained(place, "a model with its tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(place)
         is_refined = getattr(AutoConfig.from_pretrained(place), "saobp", None) is not None

@@ -20,8 +20,8 @@ from transformers import (
 from saobp.data.tasks import TASKS, Split, load_split
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
+from saobp.storage.manifest import check_manifest
 from saobp.training.checkpoints import (
-    check_manifest,
     config_of,
     load_model,
     load_tokenizer_of,
@@ -38,6 +38,7 @@ from saobp.training.evaluation.perplexity import (
 )
 from saobp.training.evaluation.wikitext import WikiText, read_wikitext
 from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, positions_of, race_questions
+from saobp.transformers.load import checked_folder
 
 MEASURED = ("wikitext", "race-middle", "boolq")
 """What is measured unless tasks are named."""
@@ -145,7 +146,7 @@ def load_language_model(
     folder: str | Path, refinement: Refinement | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, bool]:
     """A saved language model in float32, on a GPU if there is one; its tokenizer; whether it is a decoder."""
-    check_manifest(folder)
+    check_manifest(Path(checked_folder(folder)))
     kinds = config_of(folder).architectures or ["none"]
     is_decoder = kinds[0].endswith(("LMHeadModel", "ForCausalLM"))
     if not is_decoder and not kinds[0].endswith("ForMaskedLM"):

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast, set_seed
 from saobp.data.tasks import Task
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunError, RunFolder
-from saobp.runs.json_files import write_json
 from saobp.runs.layout import RESULT, seed_folder
+from saobp.storage.json_files import write_json
+from saobp.storage.manifest import check_manifest
 from saobp.training.checkpoints import (
-    check_manifest,
     effective_refinement,
     load_tokenizer_of,
     model_checksum,
@@ -30,6 +30,7 @@ from saobp.training.finetune.recipe import SEEDS, FinetuneRecipe, recipe_for
 from saobp.training.finetune.span import encode_spans
 from saobp.training.finetune.task_head import load_with_head
 from saobp.training.finetune.trainer import CHECKPOINT_SECONDS, TaskTrainer
+from saobp.transformers.load import checked_folder
 
 SeedProgress = Callable[[int, int, int], None]
 """Called with the seed, the step and the number of steps."""
@@ -62,7 +63,7 @@ def finetune(
     chosen = list(dict.fromkeys(seeds))
     if not chosen:
         raise ValueError("there is no seed to run: give at least one")
-    check_manifest(model)
+    check_manifest(Path(checked_folder(model)))
     folder = Path(folder)
     spec = task.spec
     asked = recipe_for(spec) if recipe is None else recipe

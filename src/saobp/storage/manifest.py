@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from saobp.runs.json_files import read_object, write_json
 from saobp.storage.atomic import put_in_place, replacing
+from saobp.storage.json_files import read_object, write_json
 
 MANIFEST = "manifest.json"
 
@@ -36,6 +36,16 @@ def write_manifest(folder: Path) -> None:
         with file.open("rb") as opened:
             sums[file.relative_to(folder).as_posix()] = hashlib.file_digest(opened, "sha256").hexdigest()
     write_json(folder / MANIFEST, sums)
+
+
+def check_manifest(folder: Path) -> None:
+    """Refuse a folder whose files are not those that were written; one without a manifest is taken."""
+    found = damage(folder) if (folder / MANIFEST).exists() else None
+    if found is not None:
+        raise ValueError(
+            f"the model in {folder} is damaged, because {found}: restore it or train it again, or delete its "
+            f"{MANIFEST} if the change was meant"
+        )
 
 
 def damage(folder: Path) -> str | None:
