@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FAMILY_NAMES = {"bert": "BERT", "gpt2": "GPT-2", "modernbert": "ModernBERT", "llama": "Llama"}
 DECODERS = ("gpt2", "llama")
 """Families that predict the next token; they share GPT-2's tokenizer. The others fill in hidden ones."""
 

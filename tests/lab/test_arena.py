@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab.arena import method_of, settings_of, title_of, write_arena
-from saobp.lab.experiment_plan import ExperimentPlan
+from saobp.lab.experiment_plan import FAMILIES, ExperimentPlan
 from saobp.lab.experiments import choose_experiments
 from saobp.lab.scales import get_scale
 from saobp.lab.statistics import pairs_needed
 from saobp.lab.tabulate import tabulate
+from saobp.sizes import FAMILY_NAMES
 from saobp.training.recipes import named_recipe
 
 
@@ -140,7 +141,12 @@ def test_reproduce_writes_the_page_of_the_arena(tmp_path: Path) -> None:
     tabulate(plan, tmp_path / "runs", tmp_path / "results")
     page = (tmp_path / "results" / "arena" / "mini.md").read_text()
     assert "-2.0 %" in page
+    assert "The question: Every rival" in page
     assert (tmp_path / "results" / "arena" / "mini-forest.svg").exists()
+
+
+def test_every_family_that_is_trained_has_a_name() -> None:
+    assert set(FAMILY_NAMES) == set(FAMILIES)
 
 
 def test_nothing_to_compare_is_said_in_a_sentence(tmp_path: Path) -> None:

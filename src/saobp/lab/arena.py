@@ -25,7 +25,7 @@ from saobp.lab.statistics import LEAST_PAIRS, Gain, paired_gain, pairs_needed, s
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
 from saobp.runs.layout import RESULT, run_folders
-from saobp.sizes import DECODERS
+from saobp.sizes import DECODERS, FAMILY_NAMES
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_json, read_object, write_json
 
@@ -62,9 +62,8 @@ class Setting:
 
     @property
     def title(self) -> str:
-        names = {"modernbert": "ModernBERT", "bert": "BERT", "gpt2": "GPT-2", "llama": "Llama"}
         tokens = self.recipe["steps"] * self.recipe["batch_size"] * self.recipe["length"]
-        family = names.get(self.recipe["family"], self.recipe["family"])
+        family = FAMILY_NAMES.get(self.recipe["family"], self.recipe["family"])
         return f"{family}-{self.recipe['size']}, length {self.recipe['length']}, {tokens / 1e6:,.0f} M tokens"
 
     def gains(self) -> dict[str, Gain]:

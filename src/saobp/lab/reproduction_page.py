@@ -10,11 +10,11 @@ from saobp.lab.result_page import ANSWERS
 from saobp.lab.statistics import UNDECIDED
 from saobp.report.page import write_report
 from saobp.report.tables import PageTable
+from saobp.sizes import FAMILY_NAMES
 from saobp.storage.json_files import read_object
 
 MOST_RUNS = 8
 """Runs that one page still tells apart by colour."""
-NAMES = {"bert": "BERT", "gpt2": "GPT-2"}
 
 
 def write_reproduction(
@@ -53,7 +53,7 @@ def write_reproduction(
             tables = undecided if is_open else decided
             tables.append(PageTable(outcome["title"], columns, rows, " ".join(notes)))
     shown = list(runs)[:MOST_RUNS]
-    title = f"Reproduction, {scale} scale, {NAMES[family]}"
+    title = f"Reproduction, {scale} scale, {FAMILY_NAMES[family]}"
     if len(runs) > MOST_RUNS:
         title += f": the first {MOST_RUNS} of {len(runs)} runs"
     styles = _styles([runs[run] for run in shown])

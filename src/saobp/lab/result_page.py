@@ -190,7 +190,7 @@ class Page:
         for file, figure in self.figures.items():
             save_figure(figure, folder / file)
         head = [f"# {self.experiment.title} ({name})", *([SMOKE] if name == "smoke" else [])]
-        asks = "The question" if self.experiment.kind == "question" else "The paper"
+        asks = "The question" if self.experiment.kind in ("question", "arena") else "The paper"
         head += [f"{asks}: {self.experiment.asks}", *self._claim_table()]
         tail = [_missing(missing)] if missing else []
         tail += [made_on(records), f"The record of every run: [{name}-runs.json]({name}-runs.json)."]
