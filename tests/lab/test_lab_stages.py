@@ -192,13 +192,16 @@ def test_the_command_from_nothing_to_a_page(tmp_path: Path) -> None:
 
 
 def test_what_failed_leaves_the_rest_going_and_an_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Path, folders: tuple[Path, DataSources], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise ValueError("the texts are gone")
 
+    for name in ("bert-tiny-original-seed42", "bert-tiny-high-0.2-seed42"):
+        shutil.copytree(trained / name, tmp_path / name)
     monkeypatch.setattr("saobp.lab.stages.take", broken)
-    line = ["reproduce", "sparsity", "--seeds", "1", "--runs", str(tmp_path)]
+    line = ["reproduce", "sparsity", "--seeds", "1", "--stage", "measure,tabulate", "--corpus", "made-up"]
+    line += ["--runs", str(tmp_path), "--out", str(tmp_path / "out"), "--data-dir", str(folders[1].data_dir)]
     failed = CliRunner().invoke(app, line)
     assert failed.exit_code == 1
     assert "measured-squad failed: the texts are gone" in failed.output

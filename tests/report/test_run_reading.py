@@ -257,12 +257,13 @@ def test_refinements_in_words() -> None:
 
 @pytest.mark.parametrize("form", ["svg", "pdf", "png"])
 def test_figures_for_papers(tmp_path: Path, form: str) -> None:
-    runs = [make_run(tmp_path / name, steps=100, layers=2, heads=2) for name in ("one", "two", "three")]
+    names = ("one", "two", "three") if form == "svg" else ("one",)
+    runs = [make_run(tmp_path / name, steps=100, layers=2, heads=2) for name in names]
     out = tmp_path / "figures"
     shown = CliRunner().invoke(app, ["report", *map(str, runs), "--format", form, "--out", str(out)])
     assert shown.exit_code == 0, shown.output
-    names = {"curves", "gtd", "indirect_entropy", "attention_entropy", "sink_mass", "layers"}
-    assert {path.name for path in out.iterdir()} == {f"{name}.{form}" for name in names}
+    figures = {"curves", "gtd", "indirect_entropy", "attention_entropy", "sink_mass", "layers"}
+    assert {path.name for path in out.iterdir()} == {f"{name}.{form}" for name in figures}
     start = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}[form]
     assert all(path.read_bytes().startswith(start) for path in out.iterdir())
     if form == "svg":
