@@ -37,6 +37,7 @@ def pretrain_all(
         def is_done() -> bool:
             if run.is_finished:
                 check_same(run, model.recipe)
+                run.clean_up()
             return run.is_finished
 
         return WorkItem(model.name, is_done, lambda: _pretrain(model, run, sources, say))

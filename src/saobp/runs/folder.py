@@ -274,7 +274,8 @@ class RunFolder:
         """Remove what a finished run no longer needs: also one that was killed before it could do so."""
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         clear_unfinished(self.path)
-        self.file(LOCK).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.file(LOCK).unlink()
 
     def fail(self, seconds: float | None = None) -> None:
         """Note that the run stopped before its end; it can be resumed."""

@@ -61,15 +61,15 @@ def loss_as_forward(
     regularizer: Any = None,
     sharded: bool = False,
 ) -> Iterator[PreTrainedModel]:
-    """Meanwhile ``model(input_ids=..., seeds=...)`` is the loss of the objective.
+    """Context in which ``model(input_ids=..., seeds=...)`` is the loss of the objective.
 
     The model itself then is what Trainer wraps, shards, saves and restores, and the loss, masks and head at
     chosen places included, is one graph inside the wrapper. A regularizer's penalty is a part of it while
     training; held-out losses stay comparable without it. Without gradients nothing is compiled: evaluations
     are rare, and compiling takes longer. Sharded weights come and go layer by layer, so nothing is compiled
     and no rounded copy is made of them: bfloat16 is then PyTorch's autocast.
-    What a regularizer learns is meanwhile a part of the model: optimised, shared between processes, in
-    checkpoints. Queries, keys and values are meanwhile one product, unless weights are sharded or layers are
+    What a regularizer learns is then a part of the model: optimised, shared between processes, in
+    checkpoints. Queries, keys and values are one product, unless weights are sharded or layers are
     computed again in the backward pass, where memory matters more.
     """
     autocast = sharded and precision == "bf16"

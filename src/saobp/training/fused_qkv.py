@@ -21,7 +21,7 @@ ROLES = ("query", "key", "value")
 
 @contextmanager
 def fused_projections(model: nn.Module) -> Iterator[None]:
-    """Meanwhile every attention that has plain ``query``, ``key`` and ``value`` layers multiplies once."""
+    """Context in which attentions with plain ``query``, ``key`` and ``value`` layers multiply once."""
     with ExitStack() as stack:
         for layers in [found for module in model.modules() if (found := fusable(module))]:
             product = FusedProduct(layers)

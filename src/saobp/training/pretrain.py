@@ -146,7 +146,7 @@ def pretrain(
 
 @contextmanager
 def tensor_core_products(device: torch.device) -> Iterator[None]:
-    """Meanwhile a GPU multiplies float32 by its tensor cores. The whole process does, so it is put back."""
+    """Context in which a GPU multiplies float32 by its tensor cores; the global setting is restored."""
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")

@@ -74,7 +74,7 @@ def gather_weights(accelerator: Accelerator, model: PreTrainedModel) -> dict[str
 
 @contextmanager
 def _embeddings_unnamed(model: PreTrainedModel) -> Iterator[None]:
-    """Meanwhile the model does not tell which modules are its embeddings.
+    """Context in which the model does not tell which modules are its embeddings.
 
     Accelerate would make them a group of their own and so part BERT's head from the bias that it shares.
     """

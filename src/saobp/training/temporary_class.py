@@ -17,7 +17,7 @@ from torch import nn
 
 @contextmanager
 def temporary_class(module: nn.Module, mixin: type, **attributes: Any) -> Iterator[None]:
-    """Meanwhile the module's class derives from ``mixin`` and its own, and it has the attributes.
+    """Context in which the module's class derives from ``mixin`` and its own, with the attributes set.
 
     Afterwards it has its class again, unless FSDP has made one of its own from it; so a mixin without its
     attributes must behave like the module's own class.
