@@ -1,0 +1,36 @@
+"""Every command refuses in one sentence on stderr, with exit code 1 and nothing on stdout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from saobp.cli import app
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["report", "{missing}"],
+        ["explore", "{missing}", "--no-browser"],
+        ["diagnose", "{missing}", "--text", "{text}"],
+        ["diagnose", "--example", "--text", "{missing}"],
+        ["tokenize", "{missing}", "--out", "{missing}/tokens"],
+        ["pretrain", "--corpus", "{missing}", "--out", "{missing}/run"],
+        ["finetune", "--model", "{missing}", "--task", "rte"],
+        ["evaluate", "{missing}"],
+        ["reproduce", "nothing"],
+        ["quickstart", "--refinement", "none"],
+    ],
+    ids=lambda line: " ".join(line[:2]),
+)
+def test_errors_go_to_stderr(tmp_path: Path, line: list[str]) -> None:
+    (tmp_path / "text.txt").write_text("A few words.")
+    given = {"missing": tmp_path / "missing", "text": tmp_path / "text.txt"}
+    said = CliRunner().invoke(app, [part.format(**given) for part in line])
+    assert said.exit_code == 1, said.output
+    assert said.stdout == ""
+    assert 0 < len(said.stderr.strip().splitlines()) <= 2
+    assert "Traceback" not in said.stderr
