@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import saobp
 from saobp import Refinement
+from saobp.arguments import BoundedStrength
 from saobp.kernels.bidirectional import launch
 from saobp.kernels.causal import launch as causal_launch
 from saobp.kernels.fused import FAMILIES
@@ -45,7 +46,7 @@ def varied(dtype: torch.dtype = torch.float16) -> dict[str, dict[str, Any]]:
         "batch": {name: tensor[:1] for name, tensor in states.items()},
         "length": {name: tensor[:, :, :9] for name, tensor in states.items()},
         "head size": {name: tensor[..., :12] for name, tensor in states.items()},
-        "strengths": {**states, "strength": strength, "strongest": 0.4},
+        "strengths": {**states, "strength": BoundedStrength(strength, 0.4)},
         "strengths in half precision": {**states, "strength": strength.half()},
         "strengths of one entry": {**states, "strength": torch.tensor(0.3, device=DEVICE).expand(2)},
         "padding": {**states, "padding_mask": mask},
