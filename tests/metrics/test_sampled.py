@@ -12,8 +12,8 @@ from saobp import Refinement, metrics
 from saobp.metrics.attention_inputs import AttentionInputs
 from saobp.metrics.operators.plain import ROW_STEPS, PlainOperator
 from saobp.metrics.operators.select import operator_for
-from saobp.metrics.query_key_statistics import STATES_HELD, SUMS_HELD, _even_parts
-from saobp.metrics.sampling.estimate import balanced_signs, draw_rows, exactly
+from saobp.metrics.query_key_statistics import STATES_HELD, SUMS_HELD, _even_slices
+from saobp.metrics.sampling.estimate import balanced_signs, draw_rows, exact_estimate
 from saobp.metrics.sampling.estimators import SAMPLED, Sampling
 
 REFINEMENTS = {
@@ -362,7 +362,7 @@ def test_heads_need_no_more_memory_than_they_are_given(dtype: torch.dtype, causa
 
 @pytest.mark.parametrize(("count", "largest", "sizes"), [(16, 6, [5, 5, 6]), (5, 9, [5]), (0, 3, [])])
 def test_heads_are_divided_evenly(count: int, largest: int, sizes: list[int]) -> None:
-    assert [part.stop - part.start for part in _even_parts(count, largest)] == sizes
+    assert [part.stop - part.start for part in _even_slices(count, largest)] == sizes
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_bad_input_gets_a_clear_sentence(change: dict, words: str) -> None:
     with pytest.raises(ValueError, match="at least 2 probes"):
         Sampling(probes=1)
     with pytest.raises(ValueError, match="confidence"):
-        exactly(torch.zeros(1)).interval(1.5)
+        exact_estimate(torch.zeros(1)).interval(1.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         metrics.measure(torch.randn(1, 2, 1, 4), torch.randn(1, 1, 1, 4), method="sampled")

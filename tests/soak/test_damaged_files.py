@@ -24,10 +24,11 @@ from test_random_kills import timeless
 from saobp.cli import app
 from saobp.commands.errors import in_words
 from saobp.data.tasks import load_task
-from saobp.testing.tiny_tasks import save_tiny_bert, write_tasks
+from saobp.lab.synthetic_tasks import write_tasks
+from saobp.testing.tiny_tasks import save_tiny_bert
 from saobp.testing.tiny_training import forked, prose, small_recipe, train_small
 from saobp.training import trainer
-from saobp.training.dataset import find_texts
+from saobp.training.dataset import find_pretraining_data
 from saobp.training.finetune import finetune, recipe_for
 from saobp.training.finetune.trainer import TaskTrainer
 
@@ -83,7 +84,9 @@ def readers(root: Path) -> list[Reader]:
         command("report", str(folder), "--out", str(folder.with_name("page.html")))
 
     def tokens(folder: Path) -> Any:
-        found = find_texts("bert", str(root / "corpus.txt"), length=16, seed=0, tokens=folder, vocabulary=60)
+        found = find_pretraining_data(
+            "bert", str(root / "corpus.txt"), length=16, seed=0, tokens=folder, vocabulary=60
+        )
         rows = found.train.at(range(len(found.train)))["input_ids"]
         return hashlib.sha256(rows.numpy().tobytes()).hexdigest()
 

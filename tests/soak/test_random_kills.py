@@ -21,7 +21,8 @@ from tally import Soak
 
 from saobp.cli import app
 from saobp.data.tasks import load_task
-from saobp.testing.tiny_tasks import save_tiny_bert, write_tasks
+from saobp.lab.synthetic_tasks import write_tasks
+from saobp.testing.tiny_tasks import save_tiny_bert
 from saobp.testing.tiny_training import forked, small_recipe, train_small
 from saobp.training.finetune import finetune, recipe_for
 

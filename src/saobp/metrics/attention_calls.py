@@ -1,4 +1,4 @@
-"""From an attention call of a model, as it is watched, to heads that can be measured."""
+"""Attention inputs from a captured attention call of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS_AT_ONCE = 1024
 def inputs_of(
     call: AttentionCall, texts: int | None = None, *, linear: bool = False
 ) -> AttentionInputs | None:
-    """The heads of one call, for its first ``texts`` texts; None where rows and keys are different tokens.
+    """Inputs of one call for its first ``texts`` texts; None for cross-attention and cached decoding.
 
     ``linear`` looks for a causal or full mask inside a 4-D one, which keeps the sampled method on fused
     kernels.
@@ -23,7 +23,7 @@ def inputs_of(
     length = call.query.shape[-2]
     if length != call.key.shape[-2] or _is_cross_attention(call):
         return None
-    _refuse_unknown(call)
+    _check_options(call)
     refinement, strength = call.refinement()
     query, key = call.query.detach()[:texts], call.key.detach()[:texts]
     mask = call.mask
@@ -45,7 +45,7 @@ def inputs_of(
     if not bool(real.all()):
         padding = real.any(1).expand(len(query), -1)
     causal = False
-    kind = _kind_of(visible, padding) if linear and bias is None else None
+    kind = _mask_kind(visible, padding) if linear and bias is None else None
     if kind is not None:
         causal = kind == "causal"
     return AttentionInputs(
@@ -58,36 +58,36 @@ def inputs_of(
         padding,
         visible=visible if kind is None else None,
         bias=bias,
-        in_order=call.is_causal,
+        causal_messages=call.is_causal,
     )
 
 
-def _kind_of(visible: Tensor, padding: Tensor | None) -> str | None:
+def _mask_kind(visible: Tensor, padding: Tensor | None) -> str | None:
     """``causal`` or ``full`` if that, with padding, is all that the mask says about real rows."""
     length = visible.shape[-1]
     keys = torch.arange(length, device=visible.device)
     fits = {"full": True, "causal": True}
-    for places in keys.split(ROWS_AT_ONCE):
-        seen = visible[:, :, places]
+    for positions in keys.split(ROWS_AT_ONCE):
+        seen = visible[:, :, positions]
         for kind in fits:
-            hoped = (keys <= places[:, None])[None, None] if kind == "causal" else torch.ones_like(seen)
+            expected = (keys <= positions[:, None])[None, None] if kind == "causal" else torch.ones_like(seen)
             if padding is not None:
-                hoped = hoped & padding[:, None, None, :]
-            differs = seen != hoped
+                expected = expected & padding[:, None, None, :]
+            differs = seen != expected
             if padding is not None:
-                differs = differs & padding[:, None, places, None]
+                differs = differs & padding[:, None, positions, None]
             fits[kind] = fits[kind] and not bool(differs.any())
     return next((kind for kind, fit in fits.items() if fit), None)
 
 
 def _is_cross_attention(call: AttentionCall) -> bool:
-    """Whether keys come from another text, which equal lengths do not rule out."""
+    """Whether keys come from another sequence; equal lengths do not rule that out."""
     own = call.name.rpartition(".")[2].lower()
     named = any(word in own for word in ("cross", "encoder_attn", "encdecattention"))
     return named or ".crossattention" in call.name or bool(getattr(call.module, "is_cross_attention", False))
 
 
-def _refuse_unknown(call: AttentionCall) -> None:
+def _check_options(call: AttentionCall) -> None:
     for name, value in call.options.items():
         if name in KNOWN_ARGUMENTS or value is None or value is False:
             continue

@@ -1,4 +1,4 @@
-"""What the attention of some heads is computed from: queries, keys, masks and the refinement."""
+"""Inputs of attention: queries, keys, masks and the refinement of some heads."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from saobp.refinement import Refinement
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """The attention of some heads, before it is formed.
+    """Queries, keys, mask and refinement of some heads, from which their attention maps follow.
 
     query ``[batch, heads, length, dim]``, key ``[batch, heads or fewer, length, dim]``, strength ``[heads]``,
-    padding_mask ``[batch, length]``, True for real tokens. With a window a row sees fewer than so many keys
-    back (and forward, if not causal). For masks of other shapes, visible (bool) and bias (added to scores)
-    are ``[batch or 1, heads or 1, length, length]``; a row may then still hear earlier rows alone (in_order).
+    padding_mask ``[batch, length]``, True for real tokens. ``window`` is that of sliding-window attention.
+    For masks of other shapes, visible (bool) and bias (added to scores) are
+    ``[batch or 1, heads or 1, length, length]``; ``causal_messages`` then says whether rows receive the
+    messages of earlier rows alone.
     """
 
     query: Tensor
@@ -37,30 +38,30 @@ class AttentionInputs:
     window: int | None = None
     visible: Tensor | None = None
     bias: Tensor | None = None
-    in_order: bool | None = None
+    causal_messages: bool | None = None
 
-    def hears_in_order(self) -> bool:
-        """Whether a row hears earlier rows alone; causal attention decides unless ``in_order`` is given."""
+    def has_causal_messages(self) -> bool:
+        """Whether rows receive messages of earlier rows alone; by default as the attention is causal."""
         return self.refinement.future == "strict" and (
-            self.causal if self.in_order is None else self.in_order
+            self.causal if self.causal_messages is None else self.causal_messages
         )
 
-    def some(self, items: slice, heads: slice) -> AttentionInputs:
-        """The given texts and heads, with keys shared out to the query heads."""
+    def select(self, items: slice, heads: slice) -> AttentionInputs:
+        """The given texts and heads, with shared keys repeated for their query heads."""
         groups = self.query.shape[1] // self.key.shape[1]
-        places = torch.arange(heads.start, heads.stop, device=self.key.device) // groups
+        positions = torch.arange(heads.start, heads.stop, device=self.key.device) // groups
         return replace(
             self,
             query=self.query[items, heads],
-            key=self.key[items][:, places] if groups > 1 else self.key[items, heads],
+            key=self.key[items][:, positions] if groups > 1 else self.key[items, heads],
             strength=self.strength[heads],
             padding_mask=None if self.padding_mask is None else self.padding_mask[items],
-            visible=_some_of_mask(self.visible, items, heads),
-            bias=_some_of_mask(self.bias, items, heads),
+            visible=_mask_slice(self.visible, items, heads),
+            bias=_mask_slice(self.bias, items, heads),
         )
 
-    def with_words(self) -> AttentionInputs:
-        """Without the texts that are padding and nothing else, as fill up a last batch."""
+    def without_empty_texts(self) -> AttentionInputs:
+        """Without texts that are all padding, as in a filled-up last batch."""
         if self.padding_mask is None:
             return self
         kept = self.padding_mask.any(-1).nonzero()[:, 0]
@@ -75,15 +76,15 @@ class AttentionInputs:
             bias=self.bias if self.bias is None or len(self.bias) == 1 else self.bias[kept],
         )
 
-    def text(self, item: int) -> AttentionInputs:
-        """One text freed of its padding; keys stay shared."""
+    def unpadded_text(self, item: int) -> AttentionInputs:
+        """One text without its padding; grouped keys stay grouped."""
         items, heads = slice(item, item + 1), slice(0, self.query.shape[1])
         one = replace(
             self,
             query=self.query[items],
             key=self.key[items],
-            visible=_some_of_mask(self.visible, items, heads),
-            bias=_some_of_mask(self.bias, items, heads),
+            visible=_mask_slice(self.visible, items, heads),
+            bias=_mask_slice(self.bias, items, heads),
         )
         if self.padding_mask is None:
             return one
@@ -101,24 +102,24 @@ class AttentionInputs:
         """The mask of a single text."""
         visible = None if self.visible is None else self.visible[0]
         bias = None if self.bias is None else self.bias[0]
-        return Mask(self.causal, self.window, visible, bias, self.hears_in_order())
+        return Mask(self.causal, self.window, visible, bias, self.has_causal_messages())
 
     def scores(self) -> tuple[Tensor, FactorGraph]:
-        """Scores before any refinement, ``[batch, heads, length, length]``, and who sees and hears whom."""
+        """Scores before any refinement, ``[batch, heads, length, length]``, and the factor graph."""
         precision = torch.promote_types(self.query.dtype, torch.float32)
         scores = self.query.to(precision) @ self.key.to(precision).transpose(-1, -2) * self.scale
         if self.bias is not None:
             scores = scores + self.bias
         length = scores.shape[-1]
         graph = build_graph(length, length, self.refinement, self.padding_mask, self.causal, scores.device)
-        graph = replace(graph, causal=self.hears_in_order())
-        for seen in (self.visible, self._near(length)):
+        graph = replace(graph, causal=self.has_causal_messages())
+        for seen in (self.visible, self._within_window(length)):
             if seen is not None:
                 graph = replace(graph, visible=seen if graph.visible is None else seen & graph.visible)
         return scores, graph
 
     def maps(self) -> Maps:
-        """The maps themselves, ``[batch, heads, length, length]``."""
+        """Refined attention maps, ``[batch, heads, length, length]``."""
         scores, graph = self.scores()
         rows = propagate(
             scores,
@@ -130,14 +131,14 @@ class AttentionInputs:
         ).rows
         return unchecked_maps(rows, self.padding_mask)
 
-    def _near(self, length: int) -> Tensor | None:
+    def _within_window(self, length: int) -> Tensor | None:
         if self.window is None:
             return None
-        places = torch.arange(length, device=self.query.device)
-        return (places[:, None] - places).abs() < self.window
+        positions = torch.arange(length, device=self.query.device)
+        return (positions[:, None] - positions).abs() < self.window
 
 
-def _some_of_mask(mask: Tensor | None, items: slice, heads: slice) -> Tensor | None:
+def _mask_slice(mask: Tensor | None, items: slice, heads: slice) -> Tensor | None:
     if mask is None:
         return None
     mask = mask[items] if mask.shape[0] > 1 else mask

@@ -21,7 +21,7 @@ from saobp.metrics.functional.gtd import BETA, HOPS, check_path, gtd_of, indirec
 from saobp.metrics.functional.maps import Maps
 from saobp.metrics.functional.token_graph import betweenness_of, clustering_of
 from saobp.metrics.operators.select import operator_for
-from saobp.metrics.sampling.estimate import Estimate, exactly
+from saobp.metrics.sampling.estimate import Estimate, exact_estimate
 from saobp.metrics.sampling.estimators import SAMPLED, Draws, Sampling, estimate, observe
 from saobp.propagation.beliefs import without_autocast
 from saobp.refinement import Refinement
@@ -134,7 +134,7 @@ def _exact(heads: AttentionInputs, wanted: tuple[str, ...], beta: float, hops: i
     if heads.query.dtype == torch.float64:
         values = {name: value.double() for name, value in values.items()}
     for items, some in _blocks(batch, count, MAPS_HELD * 4 * length**2):
-        maps = heads.some(items, some).maps()
+        maps = heads.select(items, some).maps()
         needs_paths = "gtd" in wanted or "indirect_entropy" in wanted
         paths = indirect_paths(maps.rows, beta, hops) if needs_paths else None
         for name in wanted:
@@ -145,7 +145,7 @@ def _exact(heads: AttentionInputs, wanted: tuple[str, ...], beta: float, hops: i
             else:
                 value = _WITHOUT_PATHS[name](maps)
             values[name][items, some] = value
-    return {name: exactly(value) for name, value in values.items()}
+    return {name: exact_estimate(value) for name, value in values.items()}
 
 
 def _sampled(
@@ -154,14 +154,14 @@ def _sampled(
     generator = torch.Generator(heads.query.device).manual_seed(sampling.seed)
     texts = []
     for item in range(len(heads.query)):
-        text = heads.text(item)
+        text = heads.unpadded_text(item)
         tokens, dim = text.query.shape[-2:]
         draws, parts = Draws.of(tokens, sampling, generator, text.causal), []
-        kind = _computable(text.query[:0]).dtype
+        kind = _at_least_bfloat16_range(text.query[:0]).dtype
         held = STATES_HELD * kind.itemsize + SUMS_HELD * max(4, kind.itemsize)
         for _, some in _blocks(1, text.query.shape[1], held * tokens * max(sampling.probes, dim)):
-            part = text.some(slice(0, 1), some)
-            query, key = _computable(part.query[0]), _computable(part.key[0])
+            part = text.select(slice(0, 1), some)
+            query, key = _at_least_bfloat16_range(part.query[0]), _at_least_bfloat16_range(part.key[0])
             operator = operator_for(query, key, part.refinement, part.strength, part.mask(), scale=part.scale)
             parts.append(observe(operator, query, wanted, beta, hops, draws))
         seen = {name: torch.cat([part[name] for part in parts]) for name in wanted}
@@ -169,7 +169,7 @@ def _sampled(
     return {name: Estimate.joined([text[name] for text in texts], torch.stack) for name in wanted}
 
 
-def _computable(states: Tensor) -> Tensor:
+def _at_least_bfloat16_range(states: Tensor) -> Tensor:
     """States in a type with the range of single precision: half precision would lose small weights."""
     return states.float() if states.dtype == torch.float16 else states
 
@@ -177,12 +177,12 @@ def _computable(states: Tensor) -> Tensor:
 def _blocks(batch: int, heads: int, bytes_per_head: int) -> Iterator[tuple[slice, slice]]:
     """Texts and heads that fit into the working memory together, in blocks of nearly one size."""
     room = max(1, WORKING_BYTES // max(bytes_per_head, 1))
-    for items in _even_parts(batch, max(1, room // heads)):
-        for some in _even_parts(heads, room):
+    for items in _even_slices(batch, max(1, room // heads)):
+        for some in _even_slices(heads, room):
             yield items, some
 
 
-def _even_parts(count: int, largest: int) -> list[slice]:
+def _even_slices(count: int, largest: int) -> list[slice]:
     """As few parts of ``count`` things as ``largest`` allows, whose sizes differ by at most one."""
     parts = -(-count // largest)
     edges = [count * part // max(parts, 1) for part in range(parts + 1)]

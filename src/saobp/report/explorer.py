@@ -155,7 +155,7 @@ def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
         if heads is None or heads.query.shape[-2] != ids.shape[1]:
             return
         count = heads.query.shape[1]
-        scores, graph = heads.some(slice(0, 1), slice(0, count)).scores()
+        scores, graph = heads.select(slice(0, 1), slice(0, count)).scores()
         rows = torch.log_softmax(graph.hidden(scores.double()), -1)[0].cpu().numpy()
         refined = heads.refinement.factor != "none"
         strengths = heads.strength.double().clamp(-MAX_STRENGTH, MAX_STRENGTH).tolist()
@@ -164,7 +164,7 @@ def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
         found.append(
             {
                 "name": call.name,
-                "in_order": heads.hears_in_order(),
+                "in_order": heads.has_causal_messages(),
                 "refinement": _plain(heads.refinement.to_dict()) if refined else None,
                 "strengths": [round(strength, 6) for strength in strengths] if refined else None,
                 "heads": [encode_head(one) for one in rows],

@@ -1,4 +1,4 @@
-"""A model whose heads are known: what each must look like to an instrument is clear beforehand."""
+"""A model with planted heads, whose statistics are known beforehand: the example of ``saobp diagnose``."""
 
 from __future__ import annotations
 

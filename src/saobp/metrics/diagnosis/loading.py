@@ -64,7 +64,7 @@ def read_texts(path: Path, limit: int) -> list[str]:
     parts = whole.replace("\r\n", "\n").split("\n\n")
     if len([part for part in parts if part.strip()]) < 2:
         parts = whole.splitlines()
-    return _kept(parts, limit, f"{str(path)!r}")
+    return _non_empty(parts, limit, f"{str(path)!r}")
 
 
 def dataset_texts(name: str, split: str, column: str | None, limit: int) -> list[str]:
@@ -82,7 +82,7 @@ def dataset_texts(name: str, split: str, column: str | None, limit: int) -> list
     if column not in strings:
         known = ", ".join(strings) or "none"
         raise ValueError(f"dataset {name!r} has no column of text called {column!r}: it has {known}")
-    return _kept([row[column] for row in rows], limit, f"column {column!r} of {name!r}")
+    return _non_empty([row[column] for row in rows], limit, f"column {column!r} of {name!r}")
 
 
 def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -98,7 +98,7 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     return model, tokenizer
 
 
-def _kept(texts: Iterable[str], limit: int, where: str) -> list[str]:
+def _non_empty(texts: Iterable[str], limit: int, where: str) -> list[str]:
     kept = [text.strip() for text in texts if text.strip()]
     if not kept:
         raise ValueError(f"{where} holds no text")

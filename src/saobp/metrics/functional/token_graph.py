@@ -54,13 +54,13 @@ def betweenness(
 
 def clustering_of(maps: Maps, tau: float = TAU, nodes: int = NODES, seed: int = 0) -> Tensor:
     weights, sizes = token_graphs(maps, tau, nodes, seed)
-    return _in_pieces(clustering_of_graphs, weights, sizes, maps.rows.shape[:-2])
+    return _in_chunks(clustering_of_graphs, weights, sizes, maps.rows.shape[:-2])
 
 
 def betweenness_of(maps: Maps, tau: float = TAU, nodes: int = NODES, seed: int = 0) -> Tensor:
     with torch.no_grad():
         weights, sizes = token_graphs(maps, tau, nodes, seed)
-        return _in_pieces(betweenness_of_graphs, weights, sizes, maps.rows.shape[:-2])
+        return _in_chunks(betweenness_of_graphs, weights, sizes, maps.rows.shape[:-2])
 
 
 def clustering_of_graphs(weights: Tensor, sizes: Tensor) -> Tensor:
@@ -105,20 +105,20 @@ def token_graphs(maps: Maps, tau: float, nodes: int, seed: int) -> tuple[Tensor,
     rows, length = maps.rows, maps.rows.shape[-1]
     batch = rows.shape[0] if rows.ndim > 2 else 1
     flat = rows.reshape(batch, -1, length, length)
-    picked = _picked_tokens(maps, batch, nodes, seed).to(rows.device)
-    taken = picked >= 0
-    places = picked.clamp(min=0)
-    index = places[:, None, :, None].expand(-1, flat.shape[1], -1, length)
+    sampled = _sampled_tokens(maps, batch, nodes, seed).to(rows.device)
+    taken = sampled >= 0
+    positions = sampled.clamp(min=0)
+    index = positions[:, None, :, None].expand(-1, flat.shape[1], -1, length)
     small = flat.gather(-2, index)
-    small = small.gather(-1, places[:, None, None, :].expand(-1, flat.shape[1], places.shape[1], -1))
+    small = small.gather(-1, positions[:, None, None, :].expand(-1, flat.shape[1], positions.shape[1], -1))
     weights = (small + small.transpose(-1, -2)) / 2
-    off_diagonal = ~torch.eye(places.shape[1], dtype=torch.bool, device=rows.device)
+    off_diagonal = ~torch.eye(positions.shape[1], dtype=torch.bool, device=rows.device)
     keep = (weights > tau) & off_diagonal & (taken[:, None, :, None] & taken[:, None, None, :])
     sizes = taken.sum(-1).to(rows.dtype)[:, None].expand(-1, flat.shape[1])
     return torch.where(keep, weights, 0.0).flatten(0, 1), sizes.reshape(-1)
 
 
-def _picked_tokens(maps: Maps, batch: int, nodes: int, seed: int) -> Tensor:
+def _sampled_tokens(maps: Maps, batch: int, nodes: int, seed: int) -> Tensor:
     """Places of the drawn tokens in ascending order, ``[batch, nodes]``; -1 fills up short texts."""
     length = maps.rows.shape[-1]
     if maps.real is None:
@@ -128,14 +128,14 @@ def _picked_tokens(maps: Maps, batch: int, nodes: int, seed: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(draws, batch_first=True, padding_value=-1)
 
 
-def _draw(places: Tensor, nodes: int, seed: int) -> Tensor:
-    if len(places) <= nodes:
-        return places
-    chosen = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))[:nodes]
-    return places[chosen.sort().values]
+def _draw(positions: Tensor, nodes: int, seed: int) -> Tensor:
+    if len(positions) <= nodes:
+        return positions
+    chosen = torch.randperm(len(positions), generator=torch.Generator().manual_seed(seed))[:nodes]
+    return positions[chosen.sort().values]
 
 
-def _in_pieces(
+def _in_chunks(
     statistic: Callable[[Tensor, Tensor], Tensor], weights: Tensor, sizes: Tensor, shape: torch.Size
 ) -> Tensor:
     pieces = zip(weights.split(GRAPHS_AT_ONCE), sizes.split(GRAPHS_AT_ONCE), strict=True)

@@ -45,7 +45,7 @@ class HeadHealth:
         }
 
 
-class Totals:
+class RunningSums:
     """Sums over texts for one layer: value, square, squared error ``[3, statistics, heads]``, and context."""
 
     def __init__(self, statistics: int, heads: int, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class Health:
 
     def __init__(self, statistics: tuple[str, ...]) -> None:
         self.statistics = statistics
-        self.layers: dict[str, Totals] = {}
+        self.layers: dict[str, RunningSums] = {}
         self.forwards = 0
         self.skipped: set[str] = set()
 
@@ -82,7 +82,7 @@ class Health:
     ) -> None:
         results = [found[statistic] for statistic in self.statistics]
         if name not in self.layers:
-            self.layers[name] = Totals(len(results), results[0].value.shape[-1], results[0].value.device)
+            self.layers[name] = RunningSums(len(results), results[0].value.shape[-1], results[0].value.device)
         self.layers[name].add(results, largest_entropy, across)
 
     def reset(self) -> None:

@@ -61,7 +61,7 @@ class HealthLog:
         self._healthy: set[tuple[str, int]] = set()
 
     def __call__(self, health: Health, step: int) -> None:
-        """Sum over processes, log, warn, and start afresh; all processes of a run must call it together."""
+        """Sum over processes, log, warn, and reset; all processes of a run must call it together."""
         if not health:
             return
         total = health.reduced()

@@ -1,4 +1,4 @@
-"""Watch the attention of a model while it runs, without keeping any map."""
+"""Measures the attention of a model while it runs; no map is kept."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from saobp.metrics.attention_inputs import AttentionInputs
 from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_share
 from saobp.metrics.health.head_health import CROSS_LAYER, Health
 from saobp.metrics.query_key_statistics import checked_statistics, measure_heads
-from saobp.metrics.sampling.estimate import exactly
+from saobp.metrics.sampling.estimate import exact_estimate
 from saobp.metrics.sampling.estimators import SAMPLED, Sampling
 from saobp.propagation.beliefs import without_autocast
 from saobp.transformers.apply import attention_modules
 from saobp.transformers.capture import AttentionCall, watch
 
 EXACT_UP_TO = 1024
-"""Texts up to this many tokens are measured exactly by method ``auto``."""
+"""Texts up to this many tokens are measured exact_estimate by method ``auto``."""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def probe(
     recorder = Recorder(model, statistics, method, texts, beta, hops, sampling)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a whole number of at least 1, not {every!r}")
-    forwards = Forwards(recorder.measuring, every)
+    forwards = ForwardHooks(recorder.measuring, every)
     with forwards.of(model):
         yield recorder.health
     if not forwards.seen:
@@ -60,7 +60,7 @@ def probe(
 
 
 class Recorder:
-    """Turns attention calls into running statistics while ``measuring()``."""
+    """Accumulates statistics of a model's attention calls inside ``measuring()``."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Recorder:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure whatever the model computes meanwhile; compiled parts run eagerly."""
+        """Measure every forward inside this context; compiled parts run eagerly."""
         self._calls.clear()
         self._below.clear()
         self.health.forwards += 1
@@ -106,9 +106,9 @@ class Recorder:
             if heads is None:
                 self.health.skipped.add(call.name)
                 return
-            heads = heads.with_words()
+            heads = heads.without_empty_texts()
             if not len(heads.query):  # known to the layer all the same, so that processes reduce alike
-                nothing = exactly(heads.query.new_zeros(heads.query.shape[:2], dtype=torch.float32))
+                nothing = exact_estimate(heads.query.new_zeros(heads.query.shape[:2], dtype=torch.float32))
                 found = dict.fromkeys(self.statistics, nothing)
                 self.health.add(self._layer(call.name), found, _largest_entropies(heads))
                 return
@@ -146,7 +146,7 @@ class Recorder:
         batch, count = heads.query.shape[:2]
         rows: Tensor | None = None
         for head in range(count):
-            one = heads.some(slice(0, batch), slice(head, head + 1)).maps().rows[:, 0]
+            one = heads.select(slice(0, batch), slice(head, head + 1)).maps().rows[:, 0]
             rows = one if rows is None else rows + one
         assert rows is not None
         rows, path, paths = rows / count, rows / count, torch.zeros_like(rows)
@@ -170,12 +170,12 @@ def _largest_entropies(heads: AttentionInputs) -> Tensor:
         tokens = torch.full((batch,), float(length), device=heads.query.device)
     else:
         tokens = heads.padding_mask.sum(-1).float()
-    if heads.causal or heads.in_order:
+    if heads.causal or heads.causal_messages:
         return torch.lgamma(tokens + 1) / tokens
     return tokens.log()
 
 
-class Forwards:
+class ForwardHooks:
     """Enters ``measuring`` around each ``every``-th call of a model."""
 
     def __init__(self, measuring: Callable[[], AbstractContextManager[None]], every: int) -> None:

@@ -50,12 +50,12 @@ class FusedOperator:
             query[0], key[0], refinement, strength, Mask(), scale=scale, heard=heard
         )
 
-    def rows(self, places: Tensor) -> Tensor:
-        return torch.cat([self.single_rows.rows(some) for some in places.split(ROWS_AT_ONCE)], 1)
+    def rows(self, positions: Tensor) -> Tensor:
+        return torch.cat([self.single_rows.rows(some) for some in positions.split(ROWS_AT_ONCE)], 1)
 
     def sweep(self, forward: Tensor | None, backward: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        output = None if forward is None else self._by_width(forward, self._spread)
-        return output, None if backward is None else self._by_width(backward, self._gather)
+        output = None if forward is None else self._by_width(forward, self._forward_product)
+        return output, None if backward is None else self._by_width(backward, self._transposed_product)
 
     def _by_width(self, states: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         """The kernels take values as wide as keys: pad, and go in pieces."""
@@ -67,18 +67,18 @@ class FusedOperator:
             parts.append(product(padded[None].contiguous())[0, ..., : part.shape[-1]])
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
-    def _spread(self, values: Tensor) -> Tensor:
+    def _forward_product(self, values: Tensor) -> Tensor:
         from saobp.kernels.bidirectional.launch import run_output
 
         out = run_output(self.spec, *self.states, values, self.strength, self.saved)
         self.rows_known = True
         return out
 
-    def _gather(self, states: Tensor) -> Tensor:
+    def _transposed_product(self, states: Tensor) -> Tensor:
         from saobp.kernels.bidirectional.launch import run_value_gradient
 
         if not self.rows_known:
-            self._spread(torch.zeros_like(states))
+            self._forward_product(torch.zeros_like(states))
         return run_value_gradient(self.spec, states, *self.states, self.strength, self.saved)
 
 

@@ -14,20 +14,20 @@ from torch import Tensor
 from torch.nn import functional
 
 TILE_BYTES = 32 * 2**20
-"""Size of the largest piece of a map that is in memory at a time."""
+"""Size of the largest tile of a map that is in memory at a time."""
 EARLY = 64
 """Rows at the start of a causal map that are computed directly."""
 ROW_STEPS = {"cuda": 128}
-"""Lengths that kernels like are multiples of this, by type of device; others take any."""
+"""Sequence lengths are padded to a multiple of this where kernels are faster then, by type of device."""
 
 
 class AttentionOperator(Protocol):
-    """Maps ``[heads, tokens, tokens]`` seen only through products."""
+    """A linear operator: maps ``[heads, tokens, tokens]`` through their products alone."""
 
     causal: bool
 
-    def rows(self, places: Tensor) -> Tensor:
-        """Exact rows at ``places [rows]``: ``[heads, rows, tokens]`` in at least single precision."""
+    def rows(self, positions: Tensor) -> Tensor:
+        """Exact rows at ``positions [rows]``: ``[heads, rows, tokens]`` in at least single precision."""
 
     def sweep(self, forward: Tensor | None, backward: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """``A @ forward`` and ``A^T @ backward``, both ``[heads, tokens, channels]``; None is left out."""
@@ -39,12 +39,12 @@ class PlainOperator:
     A^T X is attention with queries and keys exchanged and each row of X divided by its own normaliser. The
     kernel's normalisation is undone by an anchor: one more key whose score is known, with a value channel of
     its own, so that every row reports the anchor's share. The rows' normalisers, as log-sum-exp, come from an
-    anchor in the first forward product. Heads with scores too far apart for that take a longer way, where the
-    anchor's score or the normaliser is a further coordinate of the states.
+    anchor in the first forward product. Heads whose scores are too far apart for that carry the anchor's
+    score or the normaliser as one more dimension of queries and keys.
 
-    Tokens and anchor together are brought to a length that kernels like: under a causal mask by rows at the
-    end, which no one sees, otherwise by more anchors. The first rows of a causal map, which see so little
-    that an anchor would take nearly all, are computed directly.
+    Tokens and anchor together are padded to a length that suits the kernels: under a causal mask by rows at
+    the end, which nothing attends to, otherwise by more anchors. The first rows of a causal map, of which an
+    anchor would take nearly all, are computed directly.
     """
 
     def __init__(self, query: Tensor, key: Tensor, *, causal: bool, scale: float) -> None:
@@ -56,12 +56,12 @@ class PlainOperator:
         self._length = -(-(tokens + 1) // step) * step
         self._anchors = 1 if causal else self._length - tokens
         self._partition: Tensor | None = None
-        self._turned: tuple[Tensor, Tensor] | None = None
+        self._swapped: tuple[Tensor, Tensor] | None = None
         self._weights: Tensor | None = None
         self._unit: Tensor | float = 1 / self._anchors
 
-    def rows(self, places: Tensor) -> Tensor:
-        return score_rows(self.query[:, places], self.key, places, self.causal, self.scale).softmax(-1)
+    def rows(self, positions: Tensor) -> Tensor:
+        return score_rows(self.query[:, positions], self.key, positions, self.causal, self.scale).softmax(-1)
 
     def sweep(self, forward: Tensor | None, backward: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         output = None
@@ -79,14 +79,14 @@ class PlainOperator:
         output, share = self._anchored(values)
         partition = self._log_sum_exp(share, early)
         taken, low, high = torch.stack([share.amax(), *partition.aminmax()]).tolist()
-        tame = taken < 0.9 and low > -50 and high < 60 and high - low < 50
-        if not tame:
+        in_range = taken < 0.9 and low > -50 and high < 60 and high - low < 50
+        if not in_range:
             bound = self._lower_bounds().to(self.query.dtype)
             output, share = self._anchored(values, bound)
             partition = self._log_sum_exp(share, early, bound.to(share.dtype) * self.scale)
-            self._repair(partition, share)
+            self._recompute_underflown(partition, share)
         self._partition = partition
-        if tame:
+        if in_range:
             lowest = partition.amin(-1, keepdim=True)
             self._weights = self._in_order((lowest - partition).exp_()[..., None])
             self._unit = lowest.exp_() / self._anchors
@@ -105,34 +105,34 @@ class PlainOperator:
         """
         dim, channels = self.query.shape[-1], values.shape[-1]
         width = _full_width(dim + (bound is not None), channels + 1)
-        asking, speaking = self._asking(self.query, width), self._speaking(self.key, width)
+        queries, keys_and_anchors = self._query_rows(self.query, width), self._key_rows(self.key, width)
         if bound is not None:
-            self._real_rows(asking)[..., dim] = bound
-            speaking[:, : self._anchors, dim] = 1.0
-        told = self._speaking(values, width)
-        told[:, : self._anchors, channels] = 1.0
-        output = self._real_rows(_fused(asking, speaking, told, self.causal, self.scale))
+            self._real_rows(queries)[..., dim] = bound
+            keys_and_anchors[:, : self._anchors, dim] = 1.0
+        values_and_share = self._key_rows(values, width)
+        values_and_share[:, : self._anchors, channels] = 1.0
+        output = self._real_rows(_fused(queries, keys_and_anchors, values_and_share, self.causal, self.scale))
         share = output[..., channels].to(self.precision, copy=True)
         if self.causal:
-            share[:, :EARLY] = 0.5  # known directly, so they say nothing about the others
+            share[:, :EARLY] = 0.5  # computed directly, so they must not decide about the others
         return output[..., :channels], share
 
-    def _asking(self, states: Tensor, width: int) -> Tensor:
-        """States as queries of the kernel; a causal mask wants as many rows as there are keys."""
-        return self._speaking(states, width) if self.causal else _widened(states, width)
+    def _query_rows(self, states: Tensor, width: int) -> Tensor:
+        """Queries for the kernel; under a causal mask as many rows as there are keys."""
+        return self._key_rows(states, width) if self.causal else _widened(states, width)
 
-    def _speaking(self, states: Tensor, width: int) -> Tensor:
+    def _key_rows(self, states: Tensor, width: int) -> Tensor:
         """States behind the anchors' rows, in zeros ``[heads, length, width]``."""
-        room = states.new_zeros(len(states), self._length, width)
-        self._behind_anchors(room)[..., : states.shape[-1]] = states
-        return room
+        padded = states.new_zeros(len(states), self._length, width)
+        self._after_anchors(padded)[..., : states.shape[-1]] = states
+        return padded
 
-    def _behind_anchors(self, states: Tensor) -> Tensor:
+    def _after_anchors(self, states: Tensor) -> Tensor:
         return states[:, self._anchors : self._anchors + self.query.shape[1]]
 
     def _real_rows(self, states: Tensor) -> Tensor:
-        """What belongs to the tokens among the kernel's queries or its output."""
-        return self._behind_anchors(states) if self.causal else states
+        """Rows of real tokens among the kernel's queries or its output."""
+        return self._after_anchors(states) if self.causal else states
 
     def _early_scores(self) -> Tensor | None:
         """Scores of the first rows of a causal map, ``[heads, EARLY or fewer, the same]``."""
@@ -161,47 +161,47 @@ class PlainOperator:
         crowd = math.log(tokens / self._anchors)
         return (self.query * keys.mean(1, keepdim=True)).sum(-1) + crowd / self.scale
 
-    def _repair(self, partition: Tensor, share: Tensor) -> None:
+    def _recompute_underflown(self, partition: Tensor, share: Tensor) -> None:
         """Compute rows directly where the anchors' share has underflown."""
         lost = (share <= torch.finfo(self.query.dtype).tiny * 16).any(0).nonzero()[:, 0]
         step = max(1, TILE_BYTES // (4 * self.key.shape[0] * self.key.shape[1]))
-        for places in lost.split(step):
-            scores = score_rows(self.query[:, places], self.key, places, self.causal, self.scale)
-            partition[:, places] = scores.logsumexp(-1)
+        for positions in lost.split(step):
+            scores = score_rows(self.query[:, positions], self.key, positions, self.causal, self.scale)
+            partition[:, positions] = scores.logsumexp(-1)
 
     def _backward(self, states: Tensor) -> Tensor:
         channels = states.shape[-1]
-        asking, speaking = self._exchanged(channels)
-        told = speaking.new_zeros(*speaking.shape[:2], asking.shape[-1])
-        told[:, : self._anchors, channels] = 1.0
-        place = self._behind_anchors(told)[..., :channels]
+        queries, keys_and_anchors = self._swapped_states(channels)
+        values_and_share = keys_and_anchors.new_zeros(*keys_and_anchors.shape[:2], queries.shape[-1])
+        values_and_share[:, : self._anchors, channels] = 1.0
+        place = self._after_anchors(values_and_share)[..., :channels]
         states = self._in_order(states)
         if self._weights is None:
             place.copy_(states)
         else:
             torch.mul(states, self._weights, out=place)
         del states
-        output = self._real_rows(_fused(asking, speaking, told, self.causal, self.scale))
-        del told, place
+        output = self._real_rows(_fused(queries, keys_and_anchors, values_and_share, self.causal, self.scale))
+        del values_and_share, place
         share = output[..., channels].to(self.precision) * self._unit
         return self._in_order(output[..., :channels].div_(share[..., None]))
 
-    def _exchanged(self, channels: int) -> tuple[Tensor, Tensor]:
-        """Keys as queries and queries as keys, kept for the next product of the same width."""
+    def _swapped_states(self, channels: int) -> tuple[Tensor, Tensor]:
+        """Keys as queries and queries as keys, cached for the next product of the same width."""
         assert self._partition is not None
         parts = []
         if self._weights is None:
             parts = _split(-self._partition / self.scale, self.query.dtype)
         dim = self.query.shape[-1]
         width = _full_width(dim + len(parts), channels + 1)
-        if self._turned is None or self._turned[0].shape[-1] != width:
-            asking = self._asking(self._in_order(self.key), width)
-            speaking = self._speaking(self._in_order(self.query), width)
+        if self._swapped is None or self._swapped[0].shape[-1] != width:
+            queries = self._query_rows(self._in_order(self.key), width)
+            keys_and_anchors = self._key_rows(self._in_order(self.query), width)
             for place, part in enumerate(parts, dim):
-                self._real_rows(asking)[..., place] = 1.0
-                self._behind_anchors(speaking)[..., place] = self._in_order(part)
-            self._turned = asking, speaking
-        return self._turned
+                self._real_rows(queries)[..., place] = 1.0
+                self._after_anchors(keys_and_anchors)[..., place] = self._in_order(part)
+            self._swapped = queries, keys_and_anchors
+        return self._swapped
 
     def _in_order(self, states: Tensor) -> Tensor:
         """``[heads, tokens, ...]`` in the order in which the transposed map is causal: from the end."""
@@ -214,20 +214,20 @@ class SimilarityOperator:
     def __init__(self, plain: PlainOperator) -> None:
         self.plain, self.causal = plain, False
         ones = plain.query.new_ones(*plain.query.shape[:2], 1)
-        self.total = self._alike(ones)
+        self.total = self._similarity_product(ones)
 
-    def rows(self, places: Tensor) -> Tensor:
-        rows = self.plain.rows(places)
+    def rows(self, positions: Tensor) -> Tensor:
+        rows = self.plain.rows(positions)
         alike, _ = self.plain.sweep(rows.transpose(-1, -2).to(self.plain.query.dtype), None)
         assert alike is not None
         alike = alike.to(rows.dtype).transpose(-1, -2)
         return alike / alike.sum(-1, keepdim=True)
 
     def sweep(self, forward: Tensor | None, backward: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        output = None if forward is None else self._alike(forward) / self.total
-        return output, None if backward is None else self._alike(backward / self.total)
+        output = None if forward is None else self._similarity_product(forward) / self.total
+        return output, None if backward is None else self._similarity_product(backward / self.total)
 
-    def _alike(self, states: Tensor) -> Tensor:
+    def _similarity_product(self, states: Tensor) -> Tensor:
         _, gathered = self.plain.sweep(None, states)
         assert gathered is not None
         spread, _ = self.plain.sweep(gathered, None)
@@ -235,12 +235,12 @@ class SimilarityOperator:
         return spread
 
 
-def score_rows(query: Tensor, key: Tensor, places: Tensor, causal: bool, scale: float) -> Tensor:
-    """Scores of the queries at ``places``, hidden keys at minus infinity: ``[heads, places, tokens]``."""
+def score_rows(query: Tensor, key: Tensor, positions: Tensor, causal: bool, scale: float) -> Tensor:
+    """Scores of the queries at ``positions``, masked keys at -inf: ``[heads, positions, tokens]``."""
     precision = torch.promote_types(query.dtype, torch.float32)
     scores = (query.to(precision) * scale) @ key.to(precision).transpose(-1, -2)
     if causal:
-        hidden = torch.arange(key.shape[1], device=key.device) > places[:, None]
+        hidden = torch.arange(key.shape[1], device=key.device) > positions[:, None]
         scores.masked_fill_(hidden, float("-inf"))
     return scores
 

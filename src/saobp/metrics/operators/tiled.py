@@ -1,4 +1,4 @@
-"""Refined or oddly masked attention as an operator: pieces of the map are recomputed, used and dropped."""
+"""Attention under any refinement and mask as an operator: tiles are recomputed for each product."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TEMPORARIES = 6
 
 
 @dataclass(frozen=True)
-class PieceOfGraph(FactorGraph):
-    """Some of the rows of a graph in which everyone hears everyone; ``past`` is the sum over all rows."""
+class RowBlockGraph(FactorGraph):
+    """Some rows of a graph in which every row receives all messages; ``past`` is the sum over all rows."""
 
     def heard(self, messages: Tensor, *, own: bool = False) -> Tensor:
         assert self.past is not None
@@ -30,7 +30,7 @@ class PieceOfGraph(FactorGraph):
 
 @dataclass(frozen=True)
 class Mask:
-    """What the rows of one text see, and whether they hear earlier rows alone.
+    """The mask of one text, and whether its rows receive messages of earlier rows alone.
 
     visible and bias are ``[heads or 1, tokens, tokens]``; None says nothing.
     """
@@ -39,17 +39,17 @@ class Mask:
     window: int | None = None
     visible: Tensor | None = None
     bias: Tensor | None = None
-    in_order: bool = False
+    causal_messages: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether fused kernels know this mask."""
         return self.window is None and self.visible is None and self.bias is None
 
-    def rows(self, places: Tensor, tokens: int) -> Tensor | None:
-        """Visible keys of the rows at ``places``, broadcastable to ``[heads, places, tokens]``."""
-        seen = None if self.visible is None else self.visible[:, places]
-        distance = places[:, None] - torch.arange(tokens, device=places.device)
+    def rows(self, positions: Tensor, tokens: int) -> Tensor | None:
+        """Visible keys of the rows at ``positions``, broadcastable to ``[heads, positions, tokens]``."""
+        seen = None if self.visible is None else self.visible[:, positions]
+        distance = positions[:, None] - torch.arange(tokens, device=positions.device)
         if self.causal:
             seen = distance >= 0 if seen is None else seen & (distance >= 0)
         if self.window is not None:
@@ -61,8 +61,8 @@ class Mask:
 class TiledOperator:
     """Rows under any mask, refined by a factor whose messages depend on one row each, or not at all.
 
-    Without an order among rows the summed messages per key are found first, in one sweep per step. With
-    strict causality they grow from row to row, so every sweep goes through the text in order.
+    Without causality the messages are summed per key first, in one sweep per step. With strict causality the
+    sums grow from row to row, so every sweep goes through the text in order.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TiledOperator:
         factor = get_factor(refinement.factor)
         self.precision = torch.promote_types(query.dtype, torch.float32)
         self.strength = head_strength(strength, query.new_empty(0, dtype=self.precision))
-        if factor is not None and not speaks_row_by_row(factor, self.strength, key.shape[1]):
+        if factor is not None and not messages_are_rowwise(factor, self.strength, key.shape[1]):
             raise ValueError(
                 f"the sampled method cannot take {refinement.factor!r} apart row by row"
                 f"{' under this mask' if refinement.factor == 'elemmul' else ''}: use method='exact'"
@@ -91,18 +91,18 @@ class TiledOperator:
         self.query, self.key, self.mask, self.scale = query, key, mask, scale
         self.causal = mask.causal
         self.factor, self.refinement = factor, refinement
-        self.in_order = factor is not None and mask.in_order
+        self.causal_messages = factor is not None and mask.causal_messages
         self.heard = heard
-        if factor is not None and not self.in_order and heard is None:
-            self._listen()
+        if factor is not None and not self.causal_messages and heard is None:
+            self._sum_messages()
 
-    def rows(self, places: Tensor) -> Tensor:
-        if not self.in_order:
-            return self._beliefs(places).rows
-        found = self.query.new_empty(len(self.query), len(places), self.key.shape[1], dtype=self.precision)
+    def rows(self, positions: Tensor) -> Tensor:
+        if not self.causal_messages:
+            return self._beliefs(positions).rows
+        found = self.query.new_empty(len(self.query), len(positions), self.key.shape[1], dtype=self.precision)
         for tile, rows in self._tiles():
-            here = ((places >= tile[0]) & (places <= tile[-1])).nonzero()[:, 0]
-            found[:, here] = rows[:, places[here] - tile[0]]
+            here = ((positions >= tile[0]) & (positions <= tile[-1])).nonzero()[:, 0]
+            found[:, here] = rows[:, positions[here] - tile[0]]
         return found
 
     def sweep(self, forward: Tensor | None, backward: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -117,8 +117,8 @@ class TiledOperator:
 
     def _tiles(self) -> Iterator[tuple[Tensor, Tensor]]:
         past = None
-        for tile in self._places():
-            if not self.in_order:
+        for tile in self._row_blocks():
+            if not self.causal_messages:
                 yield tile, self._beliefs(tile).rows
                 continue
             graph = FactorGraph(self._visible(tile), causal=True)
@@ -134,44 +134,44 @@ class TiledOperator:
             )
             yield tile, rows
 
-    def _listen(self) -> None:
+    def _sum_messages(self) -> None:
         """Sum the messages of all rows, ``[steps, heads, tokens]``; each step builds on the one before."""
         heads, tokens = self.key.shape[:2]
         self.heard = self.query.new_zeros(self.refinement.steps, heads, tokens, dtype=self.precision)
         for step in range(self.refinement.steps):
             total = torch.zeros_like(self.heard[step])
-            for places in self._places():
-                messages = self._beliefs(places, keep_messages=True).messages
+            for positions in self._row_blocks():
+                messages = self._beliefs(positions, keep_messages=True).messages
                 assert messages is not None
                 total += messages[step]
             self.heard[step] = total
 
-    def _beliefs(self, places: Tensor, keep_messages: bool = False) -> Beliefs:
+    def _beliefs(self, positions: Tensor, keep_messages: bool = False) -> Beliefs:
         return propagate(
-            self._scores(places),
+            self._scores(positions),
             self.factor,
             self.strength,
-            PieceOfGraph(self._visible(places)),
+            RowBlockGraph(self._visible(positions)),
             steps=self.refinement.steps,
             damping=self.refinement.damping,
             past=self.heard,
             keep_messages=keep_messages,
         )
 
-    def _scores(self, places: Tensor) -> Tensor:
-        scores = score_rows(self.query[:, places], self.key, places, False, self.scale)
-        return scores if self.mask.bias is None else scores + self.mask.bias[:, places]
+    def _scores(self, positions: Tensor) -> Tensor:
+        scores = score_rows(self.query[:, positions], self.key, positions, False, self.scale)
+        return scores if self.mask.bias is None else scores + self.mask.bias[:, positions]
 
-    def _visible(self, places: Tensor) -> Tensor | None:
-        return self.mask.rows(places, self.key.shape[1])
+    def _visible(self, positions: Tensor) -> Tensor | None:
+        return self.mask.rows(positions, self.key.shape[1])
 
-    def _places(self) -> tuple[Tensor, ...]:
+    def _row_blocks(self) -> tuple[Tensor, ...]:
         heads, tokens = self.key.shape[:2]
         step = max(1, TILE_BYTES // (TEMPORARIES * heads * tokens * self.precision.itemsize))
         return torch.arange(tokens, device=self.key.device).split(step)
 
 
-def speaks_row_by_row(factor: Factor, strength: Tensor, tokens: int) -> bool:
+def messages_are_rowwise(factor: Factor, strength: Tensor, tokens: int) -> bool:
     """Whether a row's messages are the same without the other rows; strength ``[heads, 1, 1]``."""
     beliefs = torch.linspace(-1, 1, 2 * tokens, dtype=strength.dtype, device=strength.device)
     beliefs = beliefs.view(2, tokens).sin().softmax(-1).expand(len(strength), -1, -1)

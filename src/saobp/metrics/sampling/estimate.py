@@ -1,4 +1,4 @@
-"""A value with its standard error, and the two ways in which the sampled method comes by one."""
+"""A value with its standard error, and its two estimators: a ratio of norms and a stratified mean."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Estimate(NamedTuple):
         return cls(*(join(list(field)) for field in zip(*parts, strict=True)))
 
 
-def exactly(value: Tensor) -> Estimate:
+def exact_estimate(value: Tensor) -> Estimate:
     return Estimate(value, torch.zeros_like(value), torch.full_like(value, float("inf")))
 
 
-def share_of(indirect: Tensor, direct: Tensor) -> Estimate:
+def ratio_estimate(indirect: Tensor, direct: Tensor) -> Estimate:
     """``indirect / (direct + indirect)`` from independent unbiased pairs along the last dimension.
 
     The error follows from the linearised ratio, so what both norms have in common does not count.
@@ -52,27 +52,27 @@ def share_of(indirect: Tensor, direct: Tensor) -> Estimate:
 
 
 class Strata(NamedTuple):
-    """Two rows drawn from each of several stretches of a text, or all rows of a short one.
+    """A stratified sample: two rows from each of several stretches of a text, or all rows of a short one.
 
-    places ``[rows]``; weights and left ``[strata]`` (a stretch's share of the text, and the part of it that
-    was not drawn) belong to consecutive pairs of places. Without weights every row was taken.
+    positions ``[rows]``; weights and left ``[strata]`` (a stratum's share of the text, and the share of its
+    rows that was not drawn) belong to consecutive pairs of positions. Without weights every row was taken.
     """
 
-    places: Tensor
+    positions: Tensor
     weights: Tensor | None = None
     left: Tensor | None = None
 
     def mean(self, values: Tensor) -> Estimate:
-        """Mean over all rows of the text, from ``values [..., rows]`` at the drawn places."""
+        """Mean over all rows of the text, from ``values [..., rows]`` at the drawn positions."""
         if self.weights is None or self.left is None:
-            return exactly(values.mean(-1))
+            return exact_estimate(values.mean(-1))
         pairs = values.unflatten(-1, (-1, 2))
         mean = (self.weights * pairs.mean(-1)).sum(-1)
         variances = self.weights**2 * self.left * (pairs[..., 0] - pairs[..., 1]).square() / 4
-        return Estimate(mean, variances.sum(-1).sqrt(), _degrees_of_sum(variances))
+        return Estimate(mean, variances.sum(-1).sqrt(), _degrees_of_freedom(variances))
 
 
-def _degrees_of_sum(variances: Tensor) -> Tensor:
+def _degrees_of_freedom(variances: Tensor) -> Tensor:
     """Degrees of freedom of a sum of variances along the last dimension, each from one pair.
 
     Satterthwaite's rule, freed of the bias that comes from squaring estimates of one degree of freedom each.
@@ -100,8 +100,8 @@ def draw_rows(tokens: int, rows: int, generator: torch.Generator, *, causal: boo
     first = torch.minimum((draws[0] * size).long(), size - 1)
     second = torch.minimum((draws[1] * (size - 1)).long(), size - 2)
     second = second + (second >= first)
-    places = torch.stack([start + first, start + second], -1).flatten()
-    return Strata(places, size / tokens, 1 - 2 / size)
+    positions = torch.stack([start + first, start + second], -1).flatten()
+    return Strata(positions, size / tokens, 1 - 2 / size)
 
 
 def balanced_signs(tokens: int, probes: int, generator: torch.Generator) -> tuple[Tensor, float]:

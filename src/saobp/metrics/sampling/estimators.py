@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from saobp.metrics.operators.plain import AttentionOperator
-from saobp.metrics.sampling.estimate import Estimate, Strata, balanced_signs, draw_rows, exactly, share_of
+from saobp.metrics.sampling.estimate import (
+    Estimate,
+    Strata,
+    balanced_signs,
+    draw_rows,
+    exact_estimate,
+    ratio_estimate,
+)
 
 SAMPLED = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
 
@@ -72,10 +79,10 @@ def observe(
         forward = draws.signs.to(states.dtype).expand(heads, -1, -1)
         norms = RunningNorms(draws.signs_scale, beta, hops)
     if "attention_entropy" in wanted or "indirect_entropy" in wanted:
-        direct = operator.rows(draws.rows.places)
+        direct = operator.rows(draws.rows.positions)
         if "attention_entropy" in wanted:
             seen["attention_entropy"] = torch.special.entr(direct).sum(-1)
-    followed = len(draws.rows.places) if "indirect_entropy" in wanted else 0
+    followed = len(draws.rows.positions) if "indirect_entropy" in wanted else 0
     if followed or "sink_mass" in wanted:
         backward = states.new_ones(heads, tokens, followed + ("sink_mass" in wanted))
         if direct is not None:
@@ -112,9 +119,9 @@ def estimate(name: str, seen: Tensor, draws: Draws, dtype: torch.dtype) -> Estim
     Its error is no smaller than what that type and long sums can resolve.
     """
     if name == "gtd":
-        result = share_of(*seen.unbind(1))
+        result = ratio_estimate(*seen.unbind(1))
     elif name == "sink_mass":
-        result = exactly(seen)
+        result = exact_estimate(seen)
     else:
         result = draws.rows.mean(seen)
     summed = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * len(draws.signs) ** 0.5
