@@ -400,7 +400,7 @@ def test_the_operator_of_weak_strengths_is_sound() -> None:
 @pytest.mark.usefixtures("weak_way")
 def test_heads_of_either_sign() -> None:
     """A bound on strengths does not tell their sign; parabolas made for the other sign are less exact."""
-    inputs = collapsed_inputs(attention_inputs(1, 2, 250, 16, device=DEVICE), 12.0)
+    inputs = collapsed_inputs(attention_inputs(1, 2, 150, 16, device=DEVICE), 12.0)
     query, key, value, _ = inputs.leaves()
     results = []
     for backend in ("fused", "reference"):

@@ -298,8 +298,8 @@ def test_balanced_signs_span_everything_but_the_constant(tokens: int) -> None:
 def test_rows_are_drawn_once_each_and_weighted_by_their_stretch() -> None:
     for tokens in (9, 64, 65, 1000):
         drawn = draw_rows(tokens, 64, torch.Generator().manual_seed(1))
-        assert len(set(drawn.places.tolist())) == len(drawn.places) == min(tokens, 64)
-        assert float(drawn.mean(torch.ones(len(drawn.places))).value) == pytest.approx(1)
+        assert len(set(drawn.positions.tolist())) == len(drawn.positions) == min(tokens, 64)
+        assert float(drawn.mean(torch.ones(len(drawn.positions))).value) == pytest.approx(1)
 
 
 def test_memory_is_linear_in_length() -> None:
