@@ -241,11 +241,11 @@ def test_small_working_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     ("length", "causal", "refinement", "draws"),
     [
         (301, False, Refinement("none"), 60),
-        (1024, True, Refinement("none"), 20),
+        (640, True, Refinement("none"), 20),
         (300, True, Refinement("high", 0.5), 30),
         (256, False, Refinement("high", 0.2), 30),
     ],
-    ids=["odd", "causal 1024", "strict high", "high"],
+    ids=["odd", "causal", "strict high", "high"],
 )
 def test_error_bars_cover_the_exact_value_as_often_as_they_claim(
     length: int, causal: bool, refinement: Refinement, draws: int
