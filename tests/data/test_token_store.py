@@ -122,6 +122,9 @@ def test_damage_is_named_and_repaired(
     np.save(folder / "documents.npy", np.array([0, 5, 2]))
     with pytest.raises(ValueError, match=r"documents.npy does not hold 60 rising starts"):
         TokenStore.open(folder)
+    (folder / "documents.npy").write_bytes(b"\x93NUMPY\x01\x00\x10\x00{'descr': '<i8', " + bytes(64))
+    with pytest.raises(ValueError, match=r"documents.npy cannot be read"):
+        TokenStore.open(folder)
     (folder / "documents.npy").write_bytes(b"rubbish")
     with pytest.raises(ValueError, match=r"documents.npy cannot be read"):
         TokenStore.open(folder)

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -185,8 +186,7 @@ def outcome(reader: Reader, folder: Path) -> tuple[str, Any]:
 
     def read() -> None:
         with log.open("w") as file:
-            for stream in (1, 2):
-                os.dup2(file.fileno(), stream)
+            sys.stdout = sys.stderr = file
             try:
                 found = ["numbers", reader.numbers(folder)]
             except RefusedError:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,8 +112,7 @@ def ran_to_the_end(work: Work, folder: Path, log: Path) -> float:
 
 def quietly(work: Work, folder: Path, log: Path) -> None:
     with log.open("w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+        sys.stdout = sys.stderr = file
         work.start(folder)
 
 
