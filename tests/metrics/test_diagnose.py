@@ -18,6 +18,7 @@ import saobp
 from saobp.cli import app
 from saobp.metrics.diagnosis.example_model import example_model, planted_model
 from saobp.metrics.diagnosis.loading import load_model
+from saobp.storage.manifest import write_manifest
 from saobp.testing.tiny_models import tiny_model
 from saobp.testing.tiny_tasks import save_tiny_bert
 
@@ -214,3 +215,14 @@ def test_a_refined_model_of_the_hub_is_measured_as_refined(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     model, _ = load_model("someone/refined")
     assert model.config._attn_implementation == "saobp"
+
+
+def test_a_damaged_model_of_a_run_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(folders["bert"], model)
+    write_manifest(model)
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"layer_norm_eps": 1e-12', '"layer_norm_eps": 1e-02'))
+    shown = run(model, "--text", folders["bert"] / "config.json", "--out", tmp_path / "out")
+    assert shown.exit_code == 1
+    assert "config.json is not what was written" in " ".join(shown.output.split())
