@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import transformers
+from transformers.utils import logging
 from transformers_source import SOURCE, ModelTester, mixins, refined
 
 from saobp.testing.tiny_models import DECODERS, FAMILIES, tiny_model
@@ -61,6 +62,8 @@ def test_case(family: str, common: type, generation: type) -> type:
                 if self._testMethodName.startswith(name):
                     self.skipTest(f"cannot apply: {reason}")
             self.model_tester = ModelTester(lambda: tiny_model(family))
+            logging.set_verbosity_warning()  # which some tests read
+            self.addCleanup(logging.set_verbosity_error)
             context = refined(self.all_model_classes)
             context.__enter__()
             self.addCleanup(context.__exit__, None, None, None)

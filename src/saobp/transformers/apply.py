@@ -23,6 +23,7 @@ from saobp.transformers.layer_refinement import (
     add_cache_hook,
     attached,
     is_causal_call,
+    reject_cross_attention,
     remove_cache_hook,
     strength_parameters,
 )
@@ -148,6 +149,8 @@ def build(modules: Modules, refinement: Refinement) -> list[LayerRefinement]:
     factor = get_factor(refinement.factor)
     if refinement.is_learned and (factor is None or not factor.has_strength):
         raise ValueError(f"factor {refinement.factor!r} has no strength that could be learned")
+    for _, module in modules:
+        reject_cross_attention(module)
     return [
         LayerRefinement(
             refinement,

@@ -17,9 +17,10 @@ from saobp.transformers.cache import MessageCacheLayer
 from saobp.transformers.cached_attention import Prefill, cached_attention
 from saobp.transformers.layer_refinement import (
     ATTACHED,
-    MESSAGES,
+    LayerRefinement,
     is_causal_call,
     own_layer,
+    reject_cross_attention,
     variants_of,
 )
 from saobp.transformers.masks import graph_of
@@ -81,11 +82,14 @@ def saobp_attention(
     """
     reject(module, kwargs)
     query, key, value = under_autocast(query, key, value)
-    variants = variants_of(module)
-    query, key, value = varied_states(module, query, key, value)
-    refinement, strength, messages = own_refinement(module, query)
+    own, sink = own_layer(module), None
+    variants = variants_of(own)
+    if variants:
+        query, key, value = varied_states(module, query, key, value)
+        sink = sink_of(variants)
+    refinement, strength, messages = own_refinement(module, own, query)
     if messages is not None:
-        setattr(module, MESSAGES, None)
+        module.saobp_messages = None  # type: ignore[assignment]
     causal = is_causal_call(module, is_causal)
     queries, keys = query.shape[-2], key.shape[-2]
     _check_lengths(refinement, queries, keys, causal, messages)
@@ -97,7 +101,6 @@ def saobp_attention(
     wants_rows = rows_wanted(kwargs)
     states = query, key, value
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
-    sink = sink_of(variants)
     why = why_whole_map(attention_mask, (queries, keys), sliding_window, messages, sink, wants_rows)
     if why is None:
         if messages is not None:
@@ -106,7 +109,7 @@ def saobp_attention(
                 messages.flush()
         options |= {"is_causal": causal, "strength": BoundedStrength(strength, refinement.strongest)}
         rows = None
-        if are_sequences(attention_mask):
+        if attention_mask is not None and are_sequences(attention_mask):
             longest = kwargs.get("max_length_q")
             output = attention_of_sequences(*states, refinement, attention_mask, lengths, longest, options)
         else:
@@ -121,8 +124,7 @@ def saobp_attention(
                 output, rows, _ = reference_attention(*call, bias=bias, **options)
             else:
                 output, rows = cached_attention(*call, messages, bias=bias, wants_rows=wants_rows, **options)
-    if variants:
-        own: Any = own_layer(module)
+    if variants and own is not None:
         for variant in variants:
             output = variant.output(output, own.inputs)
         own.inputs = None
@@ -131,7 +133,7 @@ def saobp_attention(
 
 def varied_states(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> States:
     """Query, key and value as variants of the module's attention change them."""
-    for variant in variants_of(module):
+    for variant in variants_of(own_layer(module)):
         query, key, value = variant.states(query, key, value, partial(projection_weights, module))
     return query, key, value
 
@@ -160,7 +162,7 @@ def why_whole_map(
         return "its mask says more than padding or packed sequences"
     if window is not None and window < keys:
         return f"its sliding window of {window} is shorter than the {keys} tokens"
-    if are_sequences(mask) and torch.compiler.is_compiling():
+    if mask is not None and are_sequences(mask) and torch.compiler.is_compiling():
         return "a compiled call cannot read where packed sequences begin"
     return None
 
@@ -178,14 +180,17 @@ def rows_wanted(kwargs: dict[str, Any]) -> bool:
     return collected is not None and "attentions" in collected
 
 
-def own_refinement(module: nn.Module, query: Tensor) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
+def own_refinement(
+    module: nn.Module, own: LayerRefinement | None, query: Tensor
+) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
     """The module's refinement, strengths ``[heads]`` and the cache layer that its hook found for the call."""
-    own = own_layer(module)
-    if own is not None:
+    if own is None:
+        reject_cross_attention(module)
+    else:
         if own.heads != query.shape[1]:
             name = type(module).__name__
             raise ValueError(f"{name} was expected to have {own.heads} heads but has {query.shape[1]}")
-        return own.of_rows, own(), getattr(module, MESSAGES, None)
+        return own.of_rows, own(), module.saobp_messages  # type: ignore[return-value]
     written = getattr(getattr(module, "config", None), ATTACHED, None)
     if written is None:
         raise ValueError(
@@ -207,11 +212,6 @@ def own_refinement(module: nn.Module, query: Tensor) -> tuple[Refinement, Tensor
 
 def reject(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse an argument that changes attention in a way the refinement knows nothing of."""
-    if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
-        raise ValueError(
-            f"{type(module).__name__} is cross-attention, whose rows and keys are different tokens: "
-            "saobp refines self-attention only"
-        )
     for name, value in kwargs.items():
         if name in KNOWN_ARGUMENTS or value is None or value is False:
             continue
@@ -224,8 +224,10 @@ def reject(module: nn.Module, kwargs: dict[str, Any]) -> None:
 def _check_lengths(
     refinement: Refinement, queries: int, keys: int, causal: bool, messages: MessageCacheLayer | None
 ) -> None:
+    if queries == keys or messages is not None:
+        return
     factor = get_factor(refinement.factor)
-    if queries == keys or factor is None or not factor.remembers or messages is not None:
+    if factor is None or not factor.remembers:
         return
     if causal and not isinstance(factor, Similarity):
         raise ValueError(

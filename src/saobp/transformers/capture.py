@@ -24,7 +24,13 @@ from saobp.transformers.attention_function import (
     why_whole_map,
 )
 from saobp.transformers.cache import MessageCacheLayer
-from saobp.transformers.layer_refinement import IMPLEMENTATION, is_causal_call, variants_of
+from saobp.transformers.layer_refinement import (
+    IMPLEMENTATION,
+    is_causal_call,
+    own_layer,
+    reject_cross_attention,
+    variants_of,
+)
 from saobp.transformers.masks import View, graph_of, in_window, padded_view, read_mask
 from saobp.transformers.packed_sequences import (
     are_sequences,
@@ -86,6 +92,7 @@ class AttentionCall:
 
     def rows(self) -> Tensor:
         """The attention rows ``[batch, heads, queries, keys]`` before dropout, refined if the model's are."""
+        reject_cross_attention(self.module)
         reject(self.module, self.options)
         refinement, strength, messages = self._own()
         graph, bias = self.graph()
@@ -105,13 +112,14 @@ class AttentionCall:
         """Why a refined call computes its whole map in memory; None if :func:`saobp.attention` takes it."""
         _, _, messages = self._own()
         mask = self.mask if self.sequences is None else with_sequences(self.mask, self.sequences)
-        lengths, sink = (self.query.shape[-2], self.key.shape[-2]), sink_of(variants_of(self.module))
+        lengths = self.query.shape[-2], self.key.shape[-2]
+        sink = sink_of(variants_of(own_layer(self.module)))
         messages = messages if self.is_causal else None
         return why_whole_map(mask, lengths, self.sliding_window, messages, sink, rows_wanted(self.options))
 
     def _own(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
         if self.is_refined:
-            return own_refinement(self.module, self.query)
+            return own_refinement(self.module, own_layer(self.module), self.query)
         return Refinement("none"), torch.zeros(self.query.shape[1], device=self.query.device), None
 
     def _view(self) -> View:

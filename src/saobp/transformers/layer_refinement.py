@@ -22,8 +22,6 @@ PER_HEAD = ("strength_bias", "head_bias")
 """How the names of parameters end that hold one number per head."""
 ATTACHED = "saobp"
 """Name of the attached module inside an attention module, and of the field in a model's config."""
-MESSAGES = "saobp_messages"
-"""Name of the attention module's attribute that holds its cache layer during a call."""
 
 
 class LayerRefinement(nn.Module):
@@ -115,13 +113,12 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
 
 
 def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention module: finds the cache layer that the attention function, which never
-    sees the cache, reads messages from and adds to."""
-    if getattr(module, MESSAGES, None) is not None:
-        setattr(module, MESSAGES, None)
+    """Forward pre-hook of an attention module: notes the cache layer of the call as ``saobp_messages``, since
+    the attention function never sees the cache."""
+    if module.saobp_messages is not None:
+        module.saobp_messages = None  # type: ignore[assignment]
     own: Any = own_layer(module)
-    config: Any = module.config
-    implementation = config._attn_implementation
+    implementation = _implementation(module.config)
     if implementation != IMPLEMENTATION:
         warn_of_other_attention(own, implementation)
         return
@@ -148,7 +145,14 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "an empty cache, or generate with use_cache=False"
         )
     messages.check_refinement(own.text)
-    setattr(module, MESSAGES, messages)
+    module.saobp_messages = messages  # type: ignore[assignment]
+
+
+def _implementation(config: Any) -> str | None:
+    """``config._attn_implementation``, past a config's slow attribute look-up unless compiled."""
+    if torch.compiler.is_compiling():
+        return config._attn_implementation
+    return object.__getattribute__(config, "_attn_implementation_internal")
 
 
 def warn_of_other_attention(own: Any, implementation: str | None) -> None:
@@ -166,15 +170,17 @@ def warn_of_other_attention(own: Any, implementation: str | None) -> None:
 
 
 def add_cache_hook(module: nn.Module) -> None:
+    module.saobp_messages = None  # type: ignore[assignment]
     module.register_forward_pre_hook(bind_cache, with_kwargs=True)
-    if any(variant.needs_inputs for variant in variants_of(module)):
+    if any(variant.needs_inputs for variant in variants_of(own_layer(module))):
         module.register_forward_pre_hook(bind_inputs, with_kwargs=True)
 
 
-def variants_of(module: nn.Module) -> list[Variant]:
+def variants_of(own: LayerRefinement | None) -> list[Variant]:
     """What else changes the attention of a module beside its refinement."""
-    own = own_layer(module)
-    return [] if own is None else list(own.variants.values())  # type: ignore[arg-type]
+    if own is None or not own.refinement.variants:
+        return []
+    return list(own.variants.values())  # type: ignore[arg-type]
 
 
 def remove_cache_hook(module: nn.Module) -> None:
@@ -183,7 +189,16 @@ def remove_cache_hook(module: nn.Module) -> None:
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook in hooks]:
         del module._forward_pre_hooks[key]
         module._forward_pre_hooks_with_kwargs.pop(key, None)
-    module.__dict__.pop(MESSAGES, None)
+    module.__dict__.pop("saobp_messages", None)
+
+
+def reject_cross_attention(module: nn.Module) -> None:
+    """Raises for a module whose rows and keys are different tokens."""
+    if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
+        raise ValueError(
+            f"{type(module).__name__} is cross-attention, whose rows and keys are different tokens: "
+            "saobp refines self-attention only"
+        )
 
 
 def is_causal_call(module: nn.Module, is_causal: bool | None = None) -> bool:
