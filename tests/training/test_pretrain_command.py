@@ -248,7 +248,7 @@ from saobp.cli import app
 heavy = {"torch", "transformers", "numpy", "pandas"} & set(sys.modules)
 assert not heavy, heavy
 import saobp, saobp.functional
-assert [getattr(saobp, name).__name__ for name in saobp.__all__] == saobp.__all__
+assert [getattr(saobp, name).__name__.removeprefix("saobp.") for name in saobp.__all__] == saobp.__all__
 from transformers.modeling_utils import AttentionInterface
 assert "saobp" in AttentionInterface.valid_keys(AttentionInterface())
 assert not hasattr(saobp, "nothing")
