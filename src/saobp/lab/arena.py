@@ -180,6 +180,8 @@ def _page(settings: Sequence[Setting], records: Sequence[Mapping[str, Any]]) -> 
     for setting in settings:
         yield f"## {setting.title}"
         yield markdown_table(HEADERS, list(rows(setting)))
+        if len(setting.gains()) > 1:
+            yield _against_each_other(setting)
         if setting.blimp:
             yield _blimp(setting)
         yield power(setting)
@@ -194,8 +196,8 @@ HEADERS = (
     "lower in",
     "verdict",
     "parameters",
-    "tokens/s",
 )
+"""Not the time: runs may have shared their GPU with others."""
 
 
 def rows(setting: Setting) -> Iterable[list[str]]:
@@ -207,10 +209,8 @@ def rows(setting: Setting) -> Iterable[list[str]]:
         assert perplexities is not None
         own = f"{perplexities.mean:.2f} ({perplexities.seeds})"
         more = results[0].get("parameters", plain) - plain
-        speeds = [one["tokens_per_second"] for one in results if one.get("tokens_per_second")]
-        speed = f"{np.mean(speeds):,.0f}" if speeds else ""
         if method == ORIGINAL:
-            yield [title_of(method), own, "", "", "", f"{plain:,}", speed]
+            yield [title_of(method), own, "", "", "", f"{plain:,}"]
         else:
             gain = gains[method]
             verdict = verdict_in_words(gain, perplexities)
@@ -221,8 +221,22 @@ def rows(setting: Setting) -> Iterable[list[str]]:
                 setting.lower_in(method),
                 verdict,
                 f"+{more:,}",
-                speed,
             ]
+
+
+def _against_each_other(setting: Setting) -> str:
+    """Paired differences of the row's method from the column's, in per cent of perplexity."""
+    methods = list(setting.gains())
+    lines = []
+    for method in methods[:-1]:
+        own = setting.losses[method]
+        found = [paired_gain(own, setting.losses[other], higher_is_better=False) for other in methods[1:]]
+        after = methods.index(method)
+        cells = [
+            "" if n < after or gain is None else per_cent(in_per_cent(gain)) for n, gain in enumerate(found)
+        ]
+        lines.append([title_of(method), *cells])
+    return markdown_table(("less the column's", *map(title_of, methods[1:])), lines)
 
 
 def _blimp(setting: Setting) -> str:
@@ -267,7 +281,7 @@ def forest(settings: Sequence[Setting]) -> Figure:
     sides = [side for side in sides if side]
     order = Counter(method for side in sides for one in side for method in one.gains())
     methods = sorted(order, key=lambda method: _mean_gain(settings, method))
-    figure, axes = panels(len(sides), 2, size=(4.6, 0.36 * len(methods) + 1.5))
+    figure, axes = panels(len(sides), 2, size=(6.6 if len(sides) == 1 else 4.8, 0.36 * len(methods) + 1.6))
     for place, (axis, side) in enumerate(zip(axes, sides, strict=True)):
         axis.axvline(0, color="#888888", lw=1)
         for number, setting in enumerate(side):
@@ -293,7 +307,8 @@ def forest(settings: Sequence[Setting]) -> Figure:
         axis.set_title(f"{titles[place]}: {side[0].title}" if len(side) == 1 else titles[place], fontsize=9)
         axis.grid(axis="x", lw=0.4, alpha=0.5)
     figure.supxlabel(
-        "held-out perplexity against Original of the same seed, % (95 % interval; colour: zero left out)",
+        "difference of held-out perplexity from Original with the same seed, %\n"
+        "95 % intervals; in colour where they leave zero out",
         fontsize=8,
     )
     return figure
