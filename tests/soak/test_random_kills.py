@@ -11,7 +11,9 @@ import random
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from tally import Soak
 from saobp.cli import app
 from saobp.data.tasks import load_task
 from saobp.lab.synthetic_tasks import write_tasks
+from saobp.runs.folder import FinishedRunError
 from saobp.testing.tiny_tasks import save_tiny_bert
 from saobp.testing.tiny_training import forked, small_recipe, train_small
 from saobp.training.finetune import finetune, recipe_for
@@ -53,7 +56,11 @@ def works(root: Path) -> list[Work]:
     bert = save_tiny_bert(root / "bert", "high:learned")
 
     def pretrain(recipe: dict[str, Any]) -> Callable[[Path], object]:
-        return lambda folder: train_small(small_recipe(**recipe), folder, resume=folder.exists())
+        def start(folder: Path) -> None:
+            with suppress(FinishedRunError):  # killed between its last file and its end
+                train_small(small_recipe(**recipe), folder, resume=True)
+
+        return start
 
     def tune(folder: Path) -> object:
         recipe = recipe_for("cola", epochs=3, batch=8, length=32)
@@ -113,7 +120,11 @@ def ran_to_the_end(work: Work, folder: Path, log: Path) -> float:
 def quietly(work: Work, folder: Path, log: Path) -> None:
     with log.open("w") as file:
         sys.stdout = sys.stderr = file
-        work.start(folder)
+        try:
+            work.start(folder)
+        except BaseException:
+            traceback.print_exc()
+            raise
 
 
 def kill_and_resume(work: Work, folder: Path, kills: int, usual: float, draw: random.Random) -> int:
@@ -121,7 +132,7 @@ def kill_and_resume(work: Work, folder: Path, kills: int, usual: float, draw: ra
     log, done = folder.with_suffix(".log"), 0
     for _ in range(kills):
         process = forked(lambda: quietly(work, folder, log))
-        process.join(draw.uniform(0, usual))
+        process.join(draw.uniform(0, usual * draw.choice((0.3, 0.6, 1.0))))
         if process.exitcode is not None:
             assert process.exitcode == 0, f"{work.name} ended badly: {log.read_text()[-2000:]}"
             return done
