@@ -70,7 +70,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
                 )
         self._shares = self._whole if split == "validation" else self._per_epoch(weights)
         self._bounds = np.concatenate([[0], np.cumsum(self._whole)[:-1]])
-        """Number of each corpus's first block when the blocks of all are counted through."""
+        """Global index of each corpus's first block."""
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return {name: int(share) for name, share in zip(self.stores, self._shares, strict=True)}
 
     def with_seed(self, seed: int) -> Blocks:
-        """The same blocks in the order of another seed; nothing is read or verified again."""
+        """The same blocks in the order of another seed, without verifying the stores again."""
         other = copy.copy(self)
         other.seed, other._order = seed, None
         return other
@@ -106,9 +106,9 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return self.at(self.epoch * len(self) + np.asarray(indices, dtype=np.int64))
 
     def at(self, numbers: Sequence[int] | NDArray[np.int64]) -> dict[str, Tensor]:
-        """Blocks by their number in training as a whole: number // len is the epoch.
+        """Blocks by their global index in training: index // len is the epoch.
 
-        All that a resumed run needs to know is how many blocks it has seen.
+        A resumed run only needs the number of blocks it has seen.
         """
         numbers = np.asarray(numbers, dtype=np.int64)
         if numbers.size and numbers.min() < 0:
@@ -129,7 +129,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.from_numpy(out)}
 
     def _ordered(self, epoch: int) -> NDArray[np.int64]:
-        """The blocks of an epoch in order, counted through all corpora."""
+        """Global block indices of an epoch, in its order."""
         if self.split == "validation":
             epoch = 0
         if self._order is None or self._order[0] != epoch:
@@ -144,7 +144,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return self._order[1]
 
     def _draw(self, place: int, epoch: int) -> NDArray[np.int64]:
-        """A corpus's blocks of one epoch: the next ones of its endless row of shuffled passes."""
+        """A corpus's blocks of one epoch: the next ones in its sequence of shuffled passes."""
         blocks, share = int(self._whole[place]), int(self._shares[place])
         if self.split == "validation":
             return np.arange(blocks)
@@ -172,23 +172,23 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return counts.astype(np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the order of the epoch, which a worker can work out."""
+        """Without the order of the epoch, which a worker recomputes."""
         return self.__dict__ | {"_order": None}
 
 
 def identity_collate(batch: Any) -> Any:
-    """The collate function for a dataset whose batches are ready, such as :class:`Blocks`."""
+    """Collate function for a dataset that returns batches, such as :class:`Blocks`."""
     return batch
 
 
 def held_out_documents(store: TokenStore, held_out: float = HELD_OUT) -> NDArray[np.int64]:
-    """Places of the documents that :class:`Blocks` keeps for validation, in the order of the corpus."""
+    """Indices of the documents that :class:`Blocks` holds out for validation, sorted."""
     starts, _ = _kept_documents(store, "validation", held_out)
     return np.flatnonzero(np.isin(store.documents[:-1], starts))
 
 
 class _Stream:
-    """Some spans of a store, read as if they were one row of tokens."""
+    """Spans of a store, read as one concatenated sequence."""
 
     def __init__(self, store: TokenStore, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         self.store = store
@@ -201,9 +201,9 @@ class _Stream:
         self.shifts = starts - self.firsts
 
     def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
-        """Tokens ``[rows, length]`` from places of the joined row.
+        """Tokens ``[rows, length]`` from offsets of the concatenated sequence.
 
-        Rows are copied whole; only those that reach into a further span, which are few, token by token.
+        Rows within one span are sliced; the few that cross into another are gathered token by token.
         """
         span = np.searchsorted(self.firsts, starts, side="right") - 1
         last = np.searchsorted(self.firsts, starts + (length - 1), side="right") - 1
@@ -223,8 +223,8 @@ def _kept_documents(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Starts and ends of the documents of a split.
 
-    Documents are held out in a fixed shuffled order until their tokens make the share. One that would take
-    far more than that is passed over; where every one would, the end of the last document is held out.
+    Documents are held out in a fixed shuffled order until their tokens make the share. One that would
+    overshoot it by far is skipped; where every one would, the end of the last document is held out.
     """
     starts, ends = store.documents[:-1], store.documents[1:]
     wanted = held_out * store.metadata.tokens

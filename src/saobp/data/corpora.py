@@ -21,25 +21,25 @@ TITLE = re.compile(r" = [^=].* = \n?")
 """A WikiText line that opens an article; sections have more equals signs."""
 
 _READING = b"saobp corpus 1\n"
-"""Part of every checksum: changes when the same files would be read into other documents."""
+"""Format version, part of every checksum: bump it when the same files yield other documents."""
 
 
 class Corpus(ABC):
-    """Documents in a fixed order, read anew each time, never all in memory.
+    """Documents in a fixed order, streamed from the source on every iteration.
 
-    name:  what the user called it; size: about how many bytes of text it holds
+    name: as given by the user; size: approximate bytes of text
     """
 
     name: str
 
     @abstractmethod
     def documents(self) -> Iterator[str]:
-        """Every document that is not blank, checked on the way."""
+        """Every document that is not blank, validated while streaming."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """About how many bytes of text there are, for progress bars."""
+        """Approximate bytes of text, for progress bars."""
 
     @property
     @abstractmethod
@@ -49,7 +49,7 @@ class Corpus(ABC):
 
 @dataclass(frozen=True)
 class Documents:
-    """Every document of some corpora, as often as asked for and never all in memory."""
+    """Re-iterable stream over the documents of several corpora."""
 
     corpora: tuple[Corpus, ...]
 
@@ -59,7 +59,7 @@ class Documents:
 
     @property
     def size(self) -> int:
-        """About how many bytes of text there are."""
+        """Approximate bytes of text."""
         return sum(corpus.size for corpus in self.corpora)
 
 
@@ -210,7 +210,7 @@ def _parquet_documents(file: Path) -> Iterator[str]:
 
 
 def _kind(file: Path) -> str:
-    """What a file is by its name, in whatever case that is written."""
+    """File format by suffix, case-insensitive."""
     return file.suffix.lower()
 
 

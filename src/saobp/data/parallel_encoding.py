@@ -1,4 +1,4 @@
-"""Tokenise documents in several processes, in order, with a bounded number of them in memory."""
+"""Tokenise documents in several processes, in order, with bounded memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from saobp.data import word_encoder
 
 CHARACTERS_AT_ONCE = 2**20
 WORTH_A_PROCESS = 8 * 2**20
-"""Bytes of text below which another process costs more than it gives."""
+"""Bytes of text per process below which another one does not pay off."""
 
 
 @dataclass(frozen=True)
 class EncodedGroup:
-    """Some documents: their tokens without separators, how many each has, and the characters of text."""
+    """A group of documents: token ids without separators, lengths, and characters of text."""
 
     tokens: NDArray[np.uint32]
     counts: NDArray[np.int64]
@@ -34,7 +34,7 @@ class EncodedGroup:
 
 
 def processes_for(size: int, asked: int | None) -> int:
-    """How many processes tokenise ``size`` bytes: what was asked, else what cores and work allow."""
+    """Processes to tokenise ``size`` bytes: as asked, else by cores and size."""
     if asked is not None:
         if asked < 1:
             raise ValueError(f"at least 1 process must tokenise, not {asked}")
@@ -64,7 +64,7 @@ def encode_in_parallel(
 
 
 class _WorkerPool:
-    """Processes that run ``word_encoder.py``, each served by a thread of this one."""
+    """Processes that run ``word_encoder.py``, each fed by a thread of this one."""
 
     def __init__(self, processes: int, tokenizer_json: str) -> None:
         self.workers: list[subprocess.Popen[bytes]] = []

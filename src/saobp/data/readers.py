@@ -1,4 +1,4 @@
-"""Read parquet and text files piece by piece, and name the place where one is wrong."""
+"""Stream parquet and text files; errors name file, row and column."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_ROW = 2**24
 
 
 def parquet_rows(file: Path, column: str) -> Iterator[str]:
-    """The strings of one column; the first row that is none is named."""
+    """The strings of one column; raises on the first row that is not one."""
     opened = open_parquet(file, column)
     number = 0
     try:
@@ -42,7 +42,7 @@ def parquet_rows(file: Path, column: str) -> Iterator[str]:
 
 
 def open_parquet(file: Path, column: str) -> Any:
-    """A parquet file that has this column, as text, and at least one row."""
+    """Open a parquet file; raises unless it has this column, as text, and a row."""
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is empty: it has 0 bytes")
     try:
@@ -62,7 +62,7 @@ def open_parquet(file: Path, column: str) -> Any:
 
 
 def parquet_bytes(file: Path, column: str) -> int:
-    """About how many bytes of text a column holds, from the file's footer."""
+    """Approximate bytes of text of a column, from the file's footer."""
     metadata = open_parquet(file, column).metadata
     place = metadata.schema.names.index(column)
     groups = range(metadata.num_row_groups)
@@ -99,7 +99,7 @@ def _unless_blank(lines: list[str]) -> Iterator[str]:
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """The lines of a file; one that is longer than a document comes in parts."""
+    """The lines of a file; one longer than a document is split."""
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is empty: it has 0 bytes")
     number, column, rest = 1, 1, b""

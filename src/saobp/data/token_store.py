@@ -1,4 +1,4 @@
-"""A corpus as token numbers in a memory-mapped file: made once, in parallel, checked, and reused."""
+"""A corpus as token ids in a memory-mapped file: written once, in parallel, checksummed, and reused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TOKENS, DOCUMENTS, METADATA = "tokens.bin", "documents.npy", "store.json"
 FORMAT = 1
 
 Progress = Callable[[int, int], object]
-"""Told how many bytes of text are done, and about how many there are."""
+"""Progress callback: bytes of text done, approximate total."""
 
 
 @dataclass(frozen=True)
 class StoreMetadata:
-    """What ``store.json`` says; it is written last, so a store that has one is complete."""
+    """Contents of ``store.json``, which is written last: a store that has one is complete."""
 
     format: int
     dtype: str
@@ -67,7 +67,7 @@ class TokenStore:
 
     @cached_property
     def documents(self) -> NDArray[np.int64]:
-        """Where each document starts, and at last where the final one ends: ``[documents + 1]``."""
+        """Offsets of the documents, ``[documents + 1]``; the last one is the end."""
         return np.load(self.folder / DOCUMENTS, allow_pickle=False)
 
     @property
@@ -84,7 +84,7 @@ class TokenStore:
         return self.metadata.separator
 
     def verify(self) -> None:
-        """Compare the files with the checksums they were written with."""
+        """Compare the files with the recorded checksums."""
         for name, said in (
             (TOKENS, self.metadata.tokens_checksum),
             (DOCUMENTS, self.metadata.documents_checksum),
@@ -124,7 +124,7 @@ class TokenStore:
             )
         try:
             starts = self.documents
-        except Exception as problem:  # numpy parses a header as Python, with all that can go wrong in it
+        except Exception as problem:  # numpy evaluates the header as Python, which can raise anything
             raise ValueError(
                 f"{self.folder / DOCUMENTS} cannot be read ({first_line(problem)}); delete {self.folder} and "
                 "prepare it again"
@@ -137,7 +137,7 @@ class TokenStore:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only where it is: a loader's worker maps the file itself instead of being sent its contents."""
+        """Pickle the path only: a DataLoader worker maps the file itself."""
         return {"folder": self.folder, "metadata": self.metadata}
 
 
@@ -149,9 +149,9 @@ def prepare_tokens(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> TokenStore:
-    """Tokenise a corpus into ``folder``, or open what is there if corpus and tokenizer are the same.
+    """Tokenise a corpus into ``folder``, or open the existing store if corpus and tokenizer match.
 
-    ``processes`` is how many work at once (default: as many as there are cores and work). A second process
+    ``processes``: workers (default: by cores and size). A second process
     that wants the same store waits for the first.
     """
     folder = Path(folder)
@@ -184,7 +184,7 @@ def prepare_corpora(
 ) -> dict[str, TokenStore]:
     """A store for each corpus of a mixture, in a subfolder named after corpus and tokenizer.
 
-    ``progress`` is given words for what is done, and gives back what is told how far it is.
+    ``progress`` maps a description to a progress callback.
     """
     corpora = {name: open_corpus(name, data_dir) for name in names}
     mark = tokenizer_checksum(tokenizer)[:8]
@@ -201,7 +201,7 @@ def prepare_corpora(
 
 
 def folder_name(corpus: str) -> str:
-    """A corpus's name as one part of a path; a longer path is told from its namesakes by a short mark."""
+    """A corpus's name as a folder name; a path gets a short hash against collisions."""
     last = Path(corpus).name
     if last == corpus:
         return corpus
@@ -209,7 +209,7 @@ def folder_name(corpus: str) -> str:
 
 
 def _matching(folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenStore | None:
-    """What is in the folder, if it is complete and of this corpus and tokenizer."""
+    """The store in the folder, if it is complete and matches corpus and tokenizer."""
     if not (folder / METADATA).exists():
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} holds other files and no {METADATA}: name an empty or a new folder")

@@ -1,6 +1,6 @@
-"""The tokenizer that lies beside token stores: a family's own, or one learned from their texts.
+"""The tokenizer saved next to token stores: a family's own, or one trained on their texts.
 
-Whoever makes token stores leaves it there, so that the folder is all that training needs.
+It is written with the stores, so that training needs no other folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEARNED = "train:"
 
 
 def tokenizer_path(tokens: str | Path, family: str, size: int | None = None) -> Path:
-    """Where a family's tokenizer lies in a folder of token stores; with ``size``, a learned one."""
+    """Path of a family's tokenizer in a folder of token stores; with ``size``, of a trained one."""
     return Path(tokens, f"tokenizer-{tokenizer_family(family)}{'' if size is None else f'-{size}'}")
 
 
@@ -58,7 +58,7 @@ def trained_tokenizer(
     data_dir: str | Path | None = None,
     progress: Callable[[str], Progress] | None = None,
 ) -> PreTrainedTokenizerFast:
-    """A vocabulary of ``size`` learned from corpora, once; one that lies there of other texts is refused."""
+    """Train a tokenizer of ``size`` on corpora, or load it; raises if it was trained on other texts."""
     place = tokenizer_path(tokens, family, size)
     opened = {name: open_corpus(name, data_dir) for name in corpora}
     if not place.is_dir():
@@ -84,7 +84,7 @@ def trained_tokenizer(
 def save_family_tokenizer(
     tokenizer: PreTrainedTokenizerFast, tokens: str | Path, family: str
 ) -> PreTrainedTokenizerFast:
-    """Write a family's own tokenizer into a folder of token stores, unless it is there; returns what is."""
+    """Save a family's own tokenizer into a folder of token stores unless it exists; returns the saved one."""
     place = tokenizer_path(tokens, family)
     with exclusive(place):
         if not place.is_dir():
@@ -93,7 +93,7 @@ def save_family_tokenizer(
 
 
 def _write(tokenizer: PreTrainedTokenizerFast, place: Path, origin: dict[str, str]) -> None:
-    """Whole or not at all."""
+    """Atomically."""
     with replacing(place) as new:
         save_tokenizer(tokenizer, new)
         if origin:

@@ -1,4 +1,4 @@
-"""Tokenizers: BERT's and GPT-2's vocabularies, one of the user's, or one trained on a corpus."""
+"""Tokenizers: BERT's and GPT-2's, one of the user's, or one trained on a corpus."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ HUB_NAMES = {"bert": "google-bert/bert-base-uncased", "gpt2": "openai-community/
 LONGEST = {"bert": 512, "gpt2": 1024}
 KINDS = ("wordpiece", "bpe")
 ALPHABET = 1000
-"""Characters that a learned WordPiece vocabulary knows at most, the most frequent ones."""
+"""Size limit of a learned WordPiece alphabet, most frequent characters first."""
 TOLD_AT_ONCE = 2**18
-"""Characters between two words about progress."""
+"""Characters between two progress updates."""
 
 
 def load_tokenizer(name: str | Path, data_dir: str | Path | None = None) -> PreTrainedTokenizerFast:
@@ -51,7 +51,7 @@ def load_tokenizer(name: str | Path, data_dir: str | Path | None = None) -> PreT
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Write a tokenizer's files; what keeps it from being written, such as a full disk, is an OSError."""
+    """Write a tokenizer's files. Raises OSError if that fails, for instance on a full disk."""
     try:
         tokenizer.save_pretrained(folder)
     except Exception as problem:  # the tokenizers library raises nothing more specific
@@ -66,10 +66,10 @@ def train_vocabulary(
     length: int = 512,
     progress: Callable[[int, int], object] | None = None,
 ) -> PreTrainedTokenizerFast:
-    """A vocabulary of ``size`` tokens learned from texts: lower-case WordPiece as BERT's, or GPT-2's BPE.
+    """Train a tokenizer of ``size`` tokens: lower-case WordPiece as BERT's, or GPT-2's BPE.
 
     WordPiece reads texts twice, so an iterator is kept in memory; :class:`saobp.data.Documents` need not be.
-    ``progress`` is told how far it is, and of how much, where texts say their ``size``, as those do.
+    ``progress`` gets done and total, if texts have a ``size``.
     """
     if kind not in KINDS:
         raise ValueError(f"a vocabulary is one of {', '.join(KINDS)}, not {kind!r}")
@@ -108,7 +108,7 @@ def train_vocabulary(
 
 
 def _letters(texts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
-    """Normalised characters of texts that may stand inside a word, the most frequent ones, in order."""
+    """The alphabet: normalised word characters of texts, most frequent first."""
     found: Counter[str] = Counter()
     for text in texts:
         found.update(text)
@@ -135,7 +135,7 @@ def prefix_of(tokenizer: PreTrainedTokenizerFast) -> int | None:
 
 
 def tokenizer_text(tokenizer: PreTrainedTokenizerFast) -> str:
-    """The tokenizer as JSON, without truncation or padding: all that decides how text becomes tokens."""
+    """The tokenizer as JSON, without truncation or padding."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise TypeError(
@@ -150,15 +150,15 @@ def tokenizer_text(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def tokenizer_checksum(tokenizer: PreTrainedTokenizerFast) -> str:
-    """SHA-256 of what decides how text becomes tokens, and of the separator."""
+    """SHA-256 of the tokenizer's JSON and its separator."""
     text = f"{separator_of(tokenizer)}\n{tokenizer_text(tokenizer)}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class _Counted:
-    """Passes texts on, tells how far it is, and notices if there were none.
+    """Iterates over texts with progress; raises if there are none.
 
-    They are read so many ``times``. After the last of them there is still work: about a tenth of it.
+    They are read ``times`` times; training after the last pass counts as a tenth of the total.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Text to token numbers, many words at a time. Also runs as a process of its own.
+"""Fast tokenisation with a cache of words. Also runs as a worker process.
 
-As a program it imports nothing of saobp, so it starts in a fraction of a second: it reads pickled pieces of
-work from its input and writes pickled answers to its output until the input ends.
+As a program it imports nothing of saobp, so it starts in a fraction of a second: it reads pickled lists of
+texts from stdin and writes pickled tokens to stdout until the input ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_CACHED_WORDS = 1_000_000
 PARTS_AT_ONCE = 512
 
 Tokens = tuple[NDArray[np.uint32], NDArray[np.int64]]
-"""The tokens of several texts one after the other, and how many each has."""
+"""Concatenated token ids of several texts, and the number of tokens of each."""
 
 _SEVERAL_BLANKS = re.compile(r"\s{2}")
 _LONE_BLANK = re.compile(r"(?<=\S)(?=\s\S)")
@@ -37,9 +37,9 @@ _AROUND_MARKS = {
 class CachedEncoder:
     """A tokenizer with a cache of the tokens of every word it has seen.
 
-    BERT's and GPT-2's tokenizers never look across a blank between words, and most words of a text are
-    old ones: only the parts of new words go through the tokenizer, all others are looked up. The tokens
-    are exactly those of the tokenizer; one of another kind gets the whole text.
+    BERT's and GPT-2's tokenizers treat words between blanks independently, and most words recur: only parts
+    of unseen words go through the tokenizer, all others are looked up. The tokens are exactly those of the
+    tokenizer; one of another kind gets the whole text.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
@@ -63,18 +63,18 @@ class CachedEncoder:
         return _grouped(self.words.encode, map(split, texts), len(texts))
 
     def _by_parts(self, words: list[str]) -> Tokens:
-        """Words that are new: cut where the tokenizer cuts them anyway, for parts recur more than words."""
+        """Encode unseen words, split where the tokenizer splits them: parts recur more than words."""
         cut = _AROUND_MARKS[self.kind].split
         return _grouped(self.parts.encode, map(cut, words), len(words))
 
     def _joined(self, parts: list[str]) -> Tokens:
-        """Parts that are new, some at a time."""
+        """Encode unseen parts in batches."""
         groups = [parts[first : first + PARTS_AT_ONCE] for first in range(0, len(parts), PARTS_AT_ONCE)]
         tokens, counts = (np.concatenate(found) for found in zip(*map(self._as_one, groups), strict=True))
         return tokens, counts
 
     def _as_one(self, parts: list[str]) -> Tokens:
-        """The tokens of parts as of one text with a special token between: faster than each alone."""
+        """Encode parts as one text joined by a special token: faster than one by one."""
         if self.between is None:
             return self._whole(parts)
         special, text = self.between
@@ -139,7 +139,7 @@ class WordIndex(dict[str, int]):
 
 
 def kind_of(settings: dict) -> str:
-    """``bert`` or ``bytes`` for tokenizers known to look at words between blanks alone, else ``whole``."""
+    """``bert`` or ``bytes`` for tokenizers known to treat words independently, else ``whole``."""
     model, before = settings["model"], settings.get("pre_tokenizer") or {}
     normalizer = settings.get("normalizer")
     added = settings.get("added_tokens") or []
@@ -165,7 +165,7 @@ def kind_of(settings: dict) -> str:
 
 
 def _token_between(settings: dict) -> tuple[int, str] | None:
-    """A special token, number and text, that parts two words and comes from no ordinary text."""
+    """Id and text of a special token that separates words and occurs in no ordinary text."""
     for token in settings.get("added_tokens") or []:
         plain = not any(token[name] for name in ("lstrip", "rstrip", "single_word", "normalized"))
         if token["special"] and plain and token["content"] != settings["model"].get("unk_token"):
@@ -199,7 +199,7 @@ def _grouped(encode: Callable[[list[str]], Tokens], groups: Iterable[list[str]],
 
 
 def _with_room(array: NDArray, least: int) -> NDArray:
-    """The array, at least twice as long where it was too short."""
+    """The array, grown to at least twice its length if it is too short."""
     if least <= len(array):
         return array
     longer = np.empty(max(least, 2 * len(array)), dtype=array.dtype)
@@ -208,7 +208,7 @@ def _with_room(array: NDArray, least: int) -> NDArray:
 
 
 def main() -> None:
-    """Answer pieces of work, each a list of texts, until there are no more."""
+    """Encode lists of texts from stdin until it ends."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     given, answers = sys.stdin.buffer, sys.stdout.buffer
     encoder = CachedEncoder(pickle.load(given))

@@ -32,9 +32,9 @@ from saobp.storage.manifest import damage, folder_with_manifest
 
 KINDS = ("pretrain", "finetune", "evaluate")
 KEPT_CHECKPOINTS = 2
-"""One to go on from and one to fall back on."""
+"""The latest one and a fallback."""
 _LOCKS: dict[Path, BaseFileLock] = {}
-"""By the folders of the runs that this process works on."""
+"""Locks that this process holds, by run folder."""
 
 
 class RunError(ValueError):
@@ -46,7 +46,7 @@ class FinishedRunError(RunError):
 
 
 class RunFolder:
-    """One run on disk. ``start`` makes or continues one; the constructor only looks at it."""
+    """One run on disk. ``start`` creates or continues one; the constructor only opens it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -67,9 +67,9 @@ class RunFolder:
         """A new run, or with ``resume`` an unfinished one of the same recipe.
 
         recipe: every resolved field, ready for JSON; data: name to sha256; held_out: the share of the data
-        that is not trained on. Refuses with one sentence a finished run, an unfinished one without
-        ``resume``, one that another process works on, a changed recipe or changed data. A folder that was
-        never a run, or does not exist, starts afresh, also with ``resume``.
+        that is not trained on. Raises on a finished run, an unfinished one without ``resume``, one locked by
+        another process, a changed recipe or changed data. A folder that is not a run, or does not exist,
+        starts a new one, also with ``resume``.
         """
         if kind not in KINDS:
             raise ValueError(f"a run is one of {', '.join(KINDS)}, not {kind!r}")
@@ -103,7 +103,7 @@ class RunFolder:
         return run
 
     def check_free(self, resume: bool = False) -> None:
-        """Refuse a folder in which no run can begin, or with ``resume`` go on; nothing is changed."""
+        """Raise if no run can start here, or with ``resume`` continue; changes nothing."""
         if self.is_finished:
             raise FinishedRunError(
                 f"the run in {self.path} is finished; its result is in {self.file(RESULT)}: "
@@ -118,7 +118,7 @@ class RunFolder:
             raise RunError(f"{self.path} is not empty and holds no run: name another folder")
 
     def _lock(self) -> None:
-        """Keep other processes out until the run has ended, or this process has."""
+        """Lock the run until it, or this process, has ended."""
         key = self.path.resolve()
         if key in _LOCKS:
             return
@@ -135,7 +135,7 @@ class RunFolder:
             lock.release()
 
     def check_recipe(self, kind: str, recipe: Mapping[str, Any]) -> None:
-        """Refuse another recipe than the one that the run in this folder was started with."""
+        """Raise if the recipe differs from the one that the run was started with."""
         before = self.recipe
         plain = _as_json({"kind": kind, **recipe})
         changed = sorted(name for name in {*before, *plain} if before.get(name) != plain.get(name))
@@ -205,19 +205,19 @@ class RunFolder:
         append_line(self.file(HEALTH), line)
 
     def flush_logs(self) -> None:
-        """Force the logs to the disk: whatever a checkpoint follows on is there if the checkpoint is."""
+        """fsync the logs, so that a checkpoint never exists without the lines before it."""
         for path in (self.file(METRICS), self.file(HEALTH)):
             if path.exists():
                 fsync(path)
 
     def rewind(self, step: int) -> None:
-        """Forget what was logged after a step: training goes on from there."""
+        """Drop log lines after a step, from which training resumes."""
         for name in (METRICS, HEALTH):
             keep_lines_up_to(self.file(name), step)
 
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
-        """A folder to fill with the state at a step; older checkpoints but one then go."""
+        """Context with a folder for the state at a step; removes all but the two latest checkpoints."""
         with folder_with_manifest(self.checkpoint_path(step)) as folder:
             yield folder
             self.flush_logs()
@@ -227,7 +227,7 @@ class RunFolder:
         return self.checkpoints / f"step-{step:06d}"
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a checkpoint, whole or not, in order."""
+        """Steps that have a checkpoint, valid or not, in order."""
         names = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else []
         return sorted(int(path.name.removeprefix("step-")) for path in names)
 
@@ -236,7 +236,7 @@ class RunFolder:
             shutil.rmtree(self.checkpoint_path(step), ignore_errors=True)
 
     def last_good_checkpoint(self, say: Callable[[str], object] = warnings.warn) -> int | None:
-        """The latest step with a whole checkpoint, or None; ``say`` gets a sentence for each that is not."""
+        """The latest step with a valid checkpoint, or None; ``say`` gets a sentence for each damaged one."""
         for step in reversed(self.checkpoint_steps()):
             problem = damage(self.checkpoint_path(step))
             if problem is None:
@@ -263,7 +263,7 @@ class RunFolder:
             ) from None
 
     def finish(self, result: Mapping[str, Any], *, seconds: float) -> None:
-        """Write the result, last of all, and drop the checkpoints that it makes superfluous."""
+        """Write the result, last of all, and remove the checkpoints."""
         self._update_record(status="finished", finished=_now(), seconds=seconds)
         self.flush_logs()
         write_json(self.file(RESULT), result)
@@ -271,14 +271,14 @@ class RunFolder:
         self.clean_up()
 
     def clean_up(self) -> None:
-        """Remove what a finished run no longer needs: also one that was killed before it could do so."""
+        """Remove what a finished run no longer needs, if it was killed before it did so."""
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         clear_unfinished(self.path)
         with suppress(OSError):
             self.file(LOCK).unlink()
 
     def fail(self, seconds: float | None = None) -> None:
-        """Note that the run stopped before its end; it can be resumed."""
+        """Record that the run stopped early; it can be resumed."""
         known = {} if seconds is None else {"seconds": seconds}
         try:
             self._update_record(status="failed", finished=_now(), **known)
@@ -287,12 +287,12 @@ class RunFolder:
         self._unlock()
 
     def _overwrite_status(self) -> None:
-        """Mark the run as failed without a new file: a full disk has room for no other record."""
+        """Mark the run as failed by overwriting in place: a full disk has no room for a new file."""
         running, failed = b'"status": "running"', b'"status": "failed" '
         with suppress(OSError), self.file(RECORD).open("r+b") as file:
-            place = file.read().find(running)
-            if place >= 0:
-                file.seek(place)
+            offset = file.read().find(running)
+            if offset >= 0:
+                file.seek(offset)
                 file.write(failed)
 
     def _update_record(self, **changes: Any) -> None:
@@ -303,7 +303,7 @@ class RunFolder:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether something is in a folder that no run begins with."""
+    """Whether a file is neither a lock nor an unfinished file of a run."""
     return path.name != LOCK and not is_unfinished(path)
 
 
@@ -312,5 +312,5 @@ def _now() -> str:
 
 
 def _as_json(content: Mapping[str, Any]) -> dict[str, Any]:
-    """As it would be read back: tuples are lists, keys are text."""
+    """As read back from JSON: tuples are lists, keys are strings."""
     return json.loads(json.dumps(content))

@@ -1,4 +1,4 @@
-"""Names of the files and folders of a run, and where the runs of several seeds lie.
+"""Names of the files and folders of a run, and of runs of several seeds.
 
     recipe.json      kind of run and every resolved field
     record.json      status, command, commit, times, seed, data checksums, environment
@@ -36,7 +36,7 @@ def seed_folders(folder: Path) -> list[Path]:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """The folder itself, or the runs in one that only collects them, as that of several tasks does."""
+    """The folder itself if it is a run, else the runs in it."""
     if is_run(folder):
         return [folder]
     return sorted(path for path in folder.iterdir() if path.is_dir() and is_run(path)) or [folder]

@@ -1,4 +1,4 @@
-"""What a measurement was taken on."""
+"""Hardware, versions and commit of a measurement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def machine(device: str) -> dict[str, str]:
 
 
 def processor() -> str:
-    """The name of the processor, as far as the system tells it."""
+    """The name of the processor, as reported by the system."""
     details = Path("/proc/cpuinfo")
     if details.exists():
         for line in details.read_text().splitlines():
@@ -47,13 +47,13 @@ def driver() -> str:
 def commit() -> str:
     """The commit of the source tree, marked where files differ from it; the version of an installed copy.
 
-    A copy of the tree that git does not know, or knows wrongly, is told by the variable ``SAOBP_COMMIT``.
+    ``SAOBP_COMMIT`` overrides it, for a copy of the tree without its repository.
     """
     told = os.environ.get(COMMIT_VARIABLE, "").strip()
     if told:
         return told
     here = Path(__file__)
-    # Without locks: a repository that is in use elsewhere is only looked at.
+    # Without locks: the repository may be in use elsewhere.
     git = ("git", "--no-optional-locks", "-C", str(here.parent))
     is_known = _said(*git, "ls-files", here.name)  # not where it is installed inside another repository
     name = _said(*git, "rev-parse", "--short", "HEAD") if is_known else ""

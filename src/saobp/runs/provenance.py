@@ -1,4 +1,4 @@
-"""What a record says of where a run was made: command line, environment, hardware."""
+"""Provenance of a run: command line, environment, hardware."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from saobp.runs.machine import processor, version
 from saobp.runs.worker_processes import JOBS_VARIABLE
 
 _ABSOLUTE_PATH = re.compile(r"(?<![^=,])[~/][^=,]*")
-"""At the beginning of a word, of an option's value, or of a further part of a list."""
+"""At the start of a word, of an option's value, or of a list entry."""
 
 
 def environment(processes: int = 1) -> dict[str, Any]:
-    """What a run was made on; ``jobs`` is how many runs shared the machine, whose times then say little."""
+    """Hardware and versions; ``jobs`` is how many runs shared the machine, which makes timings unreliable."""
     cuda = torch.cuda.is_available()
     return {
         "python": platform.python_version(),
@@ -35,11 +35,11 @@ def environment(processes: int = 1) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command line, with the program and all folders by their last part alone."""
+    """The command line, with program and folders reduced to their names."""
     program = Path(sys.argv[0]).name
     return without_folders(["saobp" if program == "__main__.py" else program, *sys.argv[1:]])
 
 
 def without_folders(words: Iterable[str]) -> str:
-    """A command line that names no place of the machine: of every whole path only the last part."""
+    """A command line with absolute paths reduced to their last part."""
     return shlex.join(re.sub(_ABSOLUTE_PATH, lambda path: Path(path[0]).name, word) for word in words)

@@ -1,4 +1,4 @@
-"""Tolerant reading of a run's files: what cannot be read is left out, with a sentence that says so."""
+"""Tolerant reading of a run's files: unreadable parts are skipped, with a sentence for each."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 Problems = list[str]
 LARGEST = 1e100
-"""Nothing that was measured is larger, and differences of such numbers are still finite."""
+"""Bound on values: differences of such numbers are still finite."""
 
 
 def try_read_object(path: Path, problems: Problems, without: str | None = None) -> dict[str, Any]:
     """The object of a JSON file; empty, with a sentence in ``problems``, where there is none.
 
-    ``without`` says what is lacking if the file is missing; None means that it may be missing.
+    ``without`` describes the consequence of a missing file; None means that it is optional.
     """
     if not path.is_file():
         if without is not None:
@@ -35,7 +35,7 @@ def try_read_object(path: Path, problems: Problems, without: str | None = None) 
 def try_read_lines(
     path: Path, problems: Problems, without: str, is_good: Callable[[dict[str, Any]], bool]
 ) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines for which ``is_good`` holds; others are counted and left out."""
+    """The objects of a file of JSON lines for which ``is_good`` holds; others are counted and skipped."""
     if not path.is_file():
         problems.append(f"{path.name} is missing: {without}.")
         return []
@@ -55,7 +55,7 @@ def try_read_lines(
 
 
 def number(value: Any) -> float | None:
-    """A finite number that can be drawn, or None."""
+    """A finite number within ``LARGEST``, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if -LARGEST <= value <= LARGEST else None

@@ -1,7 +1,7 @@
-"""Several commands at a time on one machine.
+"""Run several commands in parallel on one machine.
 
-A small model keeps a large GPU waiting for the Python process that drives it, so some processes beside each
-other finish a list of tasks several times as fast as one.
+Small models leave a large GPU waiting for Python, so several processes finish a list of tasks several times
+as fast as one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def run_jobs(
 ) -> dict[str, int]:
     """Run named commands, at most ``jobs`` at once, in order; returns their exit codes.
 
-    What each says goes to ``logs/NAME.log``. ``done`` is called with a name and its exit code. ``variables``
-    are set in their environment, and the number of jobs, which their records then carry. An interruption ends
-    those that run and begins no other. Commands of saobp also end when this process is killed.
+    Output goes to ``logs/NAME.log``. ``done`` is called with a name and its exit code. ``variables``
+    are set in their environment, and the number of jobs, which their records then carry. An interruption
+    terminates running commands and starts no more. Commands of saobp also end when this process is killed.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, not {jobs}")

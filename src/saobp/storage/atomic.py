@@ -15,9 +15,9 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 UNFINISHED = ".unfinished-"
-"""How the name of something half written begins; it lies beside what it will become."""
+"""Name prefix of an incomplete file or folder, next to its destination."""
 REPLACED = f"{UNFINISHED}old-"
-"""How the name of a folder begins while another takes its place."""
+"""Name prefix of a folder while it is being replaced."""
 NO_ROOM = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -35,7 +35,7 @@ def is_unfinished(path: Path) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file under another name, force it to the disk, then give it its name."""
+    """Write a temporary file, fsync, then rename."""
     temporary = unfinished(path)
     try:
         with naming(path):
@@ -50,7 +50,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of the system inside say which file they are about: those of writes do not by themselves."""
+    """Context that adds the file name to OSErrors, which those of writes lack."""
     try:
         yield
     except OSError as problem:
@@ -61,7 +61,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder to write into, which takes the place of ``folder`` if nothing fails."""
+    """Context with an empty folder that replaces ``folder`` if nothing fails."""
     new = unfinished(folder)
     _remove(new)
     new.mkdir(parents=True)
@@ -74,7 +74,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def put_in_place(new: Path, folder: Path) -> None:
-    """Force a filled folder to the disk, then give it its name; a folder that had the name goes."""
+    """fsync a filled folder, then rename it; replaces an existing one."""
     for path in (*new.rglob("*"), new):
         fsync(path)
     old = folder.with_name(f"{REPLACED}{folder.name}")
@@ -92,7 +92,7 @@ def put_in_place(new: Path, folder: Path) -> None:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove what a killed process left half written; what it was about to replace gets its name back."""
+    """Remove incomplete files of a killed process; restore a folder that it was about to replace."""
     for left in folder.glob(f"{UNFINISHED}*"):
         own = left.with_name(left.name.removeprefix(REPLACED))
         if left.name.startswith(REPLACED) and not own.exists():
@@ -102,7 +102,7 @@ def clear_unfinished(folder: Path) -> None:
 
 
 def reason(problem: BaseException) -> str:
-    """Why something could not be written; libraries have their own words for want of room."""
+    """Why a write failed; normalises the libraries' messages for a full disk."""
     words, number = str(problem), getattr(problem, "errno", None)
     for code, plain in NO_ROOM.items():
         if number == code or f"os error {code}" in words:
@@ -113,7 +113,7 @@ def reason(problem: BaseException) -> str:
 
 
 def first_line(problem: BaseException) -> str:
-    """What a library says of a problem, without what follows it; its kind where it says nothing."""
+    """First line of an exception's message; its type if that is empty."""
     return str(problem).strip().partition("\n")[0] or type(problem).__name__
 
 
@@ -122,7 +122,7 @@ def _files_are_limited() -> bool:
 
 
 def fsync(path: Path) -> None:
-    """Force a file's contents, or, where the system can, the names in a folder, to the disk."""
+    """fsync a file or, where supported, a folder."""
     if os.name == "nt":
         return
     opened = os.open(path, os.O_RDONLY)

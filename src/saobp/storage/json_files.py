@@ -1,4 +1,4 @@
-"""JSON files and files of JSON lines, whose errors name the file."""
+"""JSON and JSON Lines files; errors name the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; anything else is refused."""
+    """The object of a JSON file; raises on anything else."""
     found = read_json(path)
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no JSON object but {json.dumps(found)[:40]}")
@@ -32,13 +32,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def append_line(path: Path, content: Mapping[str, Any]) -> None:
-    """Add one JSON object to a file of lines."""
+    """Append an object to a JSON Lines file."""
     with naming(path), path.open("a") as file:
         file.write(json.dumps(content) + "\n")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of lines; a last line that a kill cut short is left out."""
+    """The objects of a JSON Lines file; a truncated last line is skipped."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -59,7 +59,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines_up_to(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a torn last one."""
+    """Drop the lines of later steps, and a truncated last one."""
     if path.exists():
         kept = [json.dumps(line) for line in read_lines(path) if line.get("step", 0) <= step]
         write_atomically(path, "".join(f"{line}\n" for line in kept))

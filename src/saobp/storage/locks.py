@@ -1,4 +1,4 @@
-"""Locks between processes, held by the operating system: a killed process leaves none behind."""
+"""Locks between processes, released by the operating system when a process dies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock of a folder, which lies beside it.
+    """Hold the lock file next to a folder; waits for other processes.
 
-    In a read-only place nothing can be made, so an existing folder is read without a lock.
+    In a read-only location an existing folder is read without a lock.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.parent / f".{folder.name}.lock")
@@ -34,7 +34,7 @@ def exclusive(folder: Path) -> Iterator[None]:
 def try_lock(file: Path) -> BaseFileLock | None:
     """Lock a file without waiting: the lock, held until released, or None where another process has it.
 
-    A file system without locks keeps nobody out.
+    On a file system without locks nothing is locked.
     """
     lock = FileLock(file, thread_local=False)
     try:

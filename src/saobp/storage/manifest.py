@@ -1,4 +1,4 @@
-"""Folders with a manifest: checksums of their files, which tell whether they are as they were written."""
+"""Folders with a manifest of checksums, which detects damaged files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MANIFEST = "manifest.json"
 
 @contextmanager
 def folder_with_manifest(path: Path) -> Iterator[Path]:
-    """A folder to fill; it gets its manifest and its name only if nothing fails.
+    """Context with a folder to fill; gets its manifest and is renamed to ``path`` only if nothing fails.
 
-    A folder that had the name before is replaced.
+    Replaces an existing folder.
     """
     with replacing(path) as folder:
         yield folder
@@ -25,7 +25,7 @@ def folder_with_manifest(path: Path) -> Iterator[Path]:
 
 
 def seal(filled: Path, path: Path) -> None:
-    """Give a folder that several processes filled its manifest and its name."""
+    """Write the manifest of a folder that several processes filled, and rename it."""
     write_manifest(filled)
     put_in_place(filled, path)
 
@@ -39,7 +39,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Refuse a folder whose files are not those that were written; one without a manifest is taken."""
+    """Raise on a folder that differs from its manifest; one without a manifest passes."""
     found = damage(folder) if (folder / MANIFEST).exists() else None
     if found is not None:
         raise ValueError(
@@ -49,7 +49,7 @@ def check_manifest(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """How a folder differs from its manifest, in words that fit behind 'because'; None if it does not."""
+    """How a folder differs from its manifest, as a clause after 'because'; None if it does not."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return f"it has no {MANIFEST}"

@@ -1,4 +1,4 @@
-"""Models that are trained from nothing: BERT, GPT-2, ModernBERT and Llama in the paper's sizes."""
+"""Randomly initialised models: BERT, GPT-2, ModernBERT and Llama in the paper's sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILIES = ("bert", "gpt2", "modernbert", "llama")
 SIZES: dict[str, Size] = {"tiny": Size(2, 64, 4, 128), "micro": Size(3, 96, 4, 192), **PAPER_SIZES}
 """The paper's three, and two for tests and laptops."""
 POSITIONS = 512
-"""Positions that a model has room for at least, so that tasks with longer inputs can be learned later."""
+"""Minimum number of positions, so that models can be fine-tuned on longer inputs."""
 
 
 def build_model(
@@ -37,8 +37,8 @@ def build_model(
 ) -> PreTrainedModel:
     """A model with random weights for ``length`` tokens of a vocabulary.
 
-    dropout is that of hidden states and attention rows alike. ``multiple`` rounds the vocabulary up to a
-    multiple, because matrix products of odd widths are slow on GPUs; no text contains the extra tokens.
+    dropout is that of hidden states and attention rows alike. ``multiple`` pads the vocabulary to a multiple,
+    because odd matrix widths are slow on GPUs; the extra tokens never occur.
     ``padding`` is the tokenizer's padding token, if it has one.
     """
     shape = shape_of(family, size)
@@ -90,7 +90,7 @@ def _modernbert(
 ) -> PreTrainedModel:
     """Norms before each part and rotary positions, every layer global: learns sooner than BERT.
 
-    Initial weights are as wide as keeps the scale of what they multiply, so that heads differ early.
+    The initialisation preserves the scale of activations, so that heads differ early.
     """
     return ModernBertForMaskedLM(
         ModernBertConfig(
@@ -116,7 +116,7 @@ def _modernbert(
 
 
 def _llama(shape: Size, vocabulary: int, positions: int, dropout: float, end: int) -> PreTrainedModel:
-    """ModernBERT's counterpart as a decoder: its head is its table of embeddings, as in the other models."""
+    """ModernBERT's counterpart as a decoder, with tied embeddings as in the other models."""
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocabulary,

@@ -16,7 +16,7 @@ FILE = "average.pt"
 class WeightAverage:
     """Mean of the weights after every step from ``first`` on.
 
-    Weights are written in place, never replaced: a recorded step reads them where they were.
+    Weights are updated in place, never reassigned: a captured step has fixed addresses.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], first: int) -> None:
@@ -26,7 +26,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, step: int) -> None:
-        """Take in the weights after a step."""
+        """Add the weights after a step."""
         if step < self.first:
             return
         if not self.mean:
@@ -36,13 +36,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Make the mean the weights, for good."""
+        """Replace the weights by the mean."""
         if self.mean:
             torch._foreach_copy_(self.parameters, self.mean)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Meanwhile the weights are the mean, once there is one."""
+        """Context in which the weights are the mean, if there is one yet."""
         latest = [parameter.detach().clone() for parameter in self.parameters] if self.mean else []
         self.settle()
         try:

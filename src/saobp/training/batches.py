@@ -1,8 +1,8 @@
 """Batches for one process, from any step on.
 
-Batches are gathered some at once and copied while the device computes. Nothing in a step waits for the
-device, so the host is always some steps ahead of it, and gathers in that time. A thread beside the loop would
-be slower: each of its numpy calls waits for Python's lock, together far longer than they take.
+Batches of several steps are gathered at once and copied while the device computes. No step syncs with the
+device, so the host runs ahead and gathers in that time. A background thread would be slower: its numpy calls
+wait for the GIL far longer than they take.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from saobp.training.objectives import hidden_count, row_seeds
 from saobp.training.recipes import PretrainRecipe
 
 TOGETHER = 8
-"""Steps whose batches are gathered and copied at once: they cost a third of what each would alone."""
+"""Steps whose batches are gathered and copied at once, at a third of the cost of one by one."""
 HELD_OUT_SEED = 0x5A0BED
-"""Masks of held-out rows come from here, whatever the seed of the run: every evaluation hides the same."""
+"""Seed of held-out masks, whatever the seed of the run: every evaluation masks the same."""
 
 Batch = dict[str, Tensor]
-"""``input_ids`` ``[rows, length]``, ``seeds`` ``[rows]`` and, where the share of hidden tokens falls, their
-``counts`` ``[rows]``; of several steps with leading dimensions."""
+"""``input_ids`` ``[rows, length]``, ``seeds`` ``[rows]`` and, where the masked share decays, ``counts``
+``[rows]``; leading dimensions for several steps."""
 
 
 class TokenRows(Protocol):
-    """Rows of tokens numbered without end: :class:`saobp.data.Blocks` and whatever has its two methods."""
+    """Protocol of an infinite sequence of token rows, such as :class:`saobp.data.Blocks`."""
 
     def __len__(self) -> int: ...
 
@@ -39,7 +39,7 @@ class TokenRows(Protocol):
 
 
 class BatchShard:
-    """This process's part of every global batch, which holds the same rows however many share it."""
+    """This process's shard of every global batch, whose rows do not depend on the number of processes."""
 
     def __init__(self, recipe: PretrainRecipe, process: int, processes: int, device: torch.device) -> None:
         parts = processes * recipe.accumulation
@@ -52,18 +52,18 @@ class BatchShard:
         self.rows = recipe.batch_size // parts
 
     def batch(self, rows: TokenRows, seed: int, step: int, part: int, count: int | None = None) -> Batch:
-        """Part ``part`` of this process in the batch of a step, on its device; or ``count`` rows of it."""
+        """Micro-batch ``part`` of this process at a step, on its device; or ``count`` rows of it."""
         count = self.rows if count is None else count
         places = (part * self.processes + self.process) * count + np.arange(count)
         return self.moved(self._gathered(rows, seed, np.array(step), places))
 
     def steps(self, rows: TokenRows, seed: int, first: int, count: int) -> Batch:
-        """All parts of some steps, ``[steps, parts, rows, ...]``, in the memory of the host."""
+        """All micro-batches of some steps, ``[steps, parts, rows, ...]``, in host memory."""
         starts = (np.arange(self.recipe.accumulation) * self.processes + self.process) * self.rows
         return self._gathered(rows, seed, first + np.arange(count), starts[:, None] + np.arange(self.rows))
 
     def _gathered(self, rows: TokenRows, seed: int, steps: np.ndarray, places: np.ndarray) -> Batch:
-        """Rows at places of the batches of steps, all with all, where a GPU can copy them by itself."""
+        """Rows at the given indices of each step's batch, pinned for a GPU."""
         numbers = np.add.outer(steps * self.recipe.batch_size, places)
         ids = rows.at(numbers.reshape(-1))["input_ids"]
         seeds = np.array([row_seeds(seed, int(step), places) for step in steps.reshape(-1)])
@@ -85,14 +85,14 @@ class BatchShard:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """A copy that a GPU can fetch by itself. numpy makes it: PyTorch would wake all its threads for it."""
+    """A copy in pinned memory. Made by numpy: PyTorch would wake all its threads for it."""
     held = torch.empty_like(tensor, pin_memory=True)
     np.copyto(held.numpy(), tensor.numpy())
     return held
 
 
 class TrainingStream:
-    """Training batches without end, starting at the step that ``start`` tells when iteration begins."""
+    """Infinite training batches, starting at the step that ``start`` returns when iteration begins."""
 
     def __init__(self, rows: TokenRows, shard: BatchShard, start: Callable[[], int]) -> None:
         self.rows, self.shard, self.start = rows, shard, start
@@ -106,9 +106,9 @@ class TrainingStream:
 
 
 def held_out_batches(rows: TokenRows, shard: BatchShard) -> list[Batch]:
-    """The first held-out rows, as many whole global batches as the recipe asks for and there are.
+    """The first held-out rows, in as many whole global batches as the recipe asks for and the data has.
 
-    Where there is less than one batch, a smaller one; nothing where the processes cannot share even that.
+    One smaller batch if there is less; nothing if the processes cannot share that.
     """
     recipe = shard.recipe
     wanted = min(recipe.evaluation_rows, len(rows))

@@ -1,4 +1,4 @@
-"""Models that were saved, with tokenizer and refinement: what fine-tuning and evaluation begin with."""
+"""Load saved models with tokenizer and refinement, for fine-tuning and evaluation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config_of(folder: str | Path) -> Any:
 
 
 def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer saved beside a model."""
+    """The tokenizer saved with a model."""
     name, config = checked_folder(folder), config_of(folder)
     words = [file for pattern in VOCABULARIES for file in Path(name).glob(pattern)]
     if Path(name).is_dir() and not words:  # Transformers would make an empty tokenizer
@@ -50,7 +50,7 @@ def load_model(
 ) -> PreTrainedModel:
     """A model of a kind (an Auto class) in float32, refined as it was saved or as asked.
 
-    ``refinement`` takes the place of the checkpoint's own; the factor ``none`` takes it off.
+    ``refinement`` overrides the checkpoint's own; the factor ``none`` removes it.
     """
     name = checked_folder(folder)
     options = {"dtype": torch.float32, **options}
@@ -63,26 +63,26 @@ def load_model(
 
 
 def effective_refinement(folder: str | Path, refinement: Refinement | None) -> dict[str, Any] | None:
-    """What a checkpoint runs with: what was asked, else what it was saved with; None for plain attention."""
+    """The refinement given, else the checkpoint's own; None for plain attention."""
     if refinement is not None:
         return None if refinement.is_plain else refinement.to_dict()
     return getattr(config_of(folder), "saobp", None)
 
 
 def most_positions(folder: str | Path) -> int | None:
-    """Longest input of a checkpoint in tokens, where it says so."""
+    """Maximum input length of a checkpoint in tokens, if its config has one."""
     config = config_of(folder)
     positions = getattr(config, "max_position_embeddings", None)
     return positions if isinstance(positions, int) else None
 
 
 def model_name(model: str | Path) -> str:
-    """A name on the hub as it is, a folder by its last two parts: records name no place of a machine."""
+    """A hub name unchanged, a folder by its last two parts: records contain no absolute paths."""
     return "/".join(Path(model).absolute().parts[-2:]) if Path(model).exists() else str(model)
 
 
 def model_checksum(folder: str | Path) -> str:
-    """sha256 over the weights of a checkpoint folder; a name on the hub stands for itself."""
+    """SHA-256 over the weights of a checkpoint folder; a hub name unchanged."""
     path = Path(checked_folder(folder))
     digest = hashlib.sha256(b"" if path.is_dir() else str(folder).encode())
     names = sorted(file for file in path.glob("*") if file.suffix in (".safetensors", ".bin"))

@@ -21,16 +21,16 @@ COMPILER_SETTINGS: dict[str, Any] = {
     "combo_kernels": True,
     "combo_kernels_pointwise_only": True,
 }
-"""Settings of Inductor for a step on a GPU, beside its defaults; ones that this PyTorch lacks are left out.
+"""Inductor settings for a step on a GPU; ones that this PyTorch lacks are skipped.
 
-They decide how many kernels a step has, and between any two kernels a GPU rests: ``combo_kernels`` merges
-kernels that do not need each other, ``triton.mix_order_reduction`` off spares sums outside of its kernels.
-Together: 231 instead of 305 kernels a step of BERT-mini, 3.3 % instead of 4.3 % of rest, on an H200.
+They reduce the number of kernels, between which a GPU idles: ``combo_kernels`` merges independent kernels,
+``triton.mix_order_reduction`` off avoids separate reductions. Together: 231 instead of 305 kernels a step of
+BERT-mini, 3.3 % instead of 4.3 % idle, on an H200.
 """
 
 
 class LossModel:
-    """Mixed into a model's class by :func:`temporary_class`: forward is the loss, zero_grad walks no modules.
+    """Mixed into a model's class by :func:`temporary_class`: forward is the loss; a cheap zero_grad.
 
     learning: parameters that have gradients; None where FSDP replaces them
     """
@@ -63,14 +63,13 @@ def loss_as_forward(
 ) -> Iterator[PreTrainedModel]:
     """Context in which ``model(input_ids=..., seeds=...)`` is the loss of the objective.
 
-    The model itself then is what Trainer wraps, shards, saves and restores, and the loss, masks and head at
-    chosen places included, is one graph inside the wrapper. A regularizer's penalty is a part of it while
-    training; held-out losses stay comparable without it. Without gradients nothing is compiled: evaluations
-    are rare, and compiling takes longer. Sharded weights come and go layer by layer, so nothing is compiled
-    and no rounded copy is made of them: bfloat16 is then PyTorch's autocast.
-    What a regularizer learns is then a part of the model: optimised, shared between processes, in
-    checkpoints. Queries, keys and values are one product, unless weights are sharded or layers are
-    computed again in the backward pass, where memory matters more.
+    Trainer then wraps, shards, saves and restores the model itself, and the loss, including masking and the
+    head at masked positions, is one graph inside the wrapper. A regularizer's penalty is added in training
+    only, so held-out losses stay comparable. Evaluations are not compiled: they are rare, and compiling takes
+    longer. Sharded weights are gathered layer by layer, so nothing is compiled or cast up front: bfloat16 is
+    then autocast. A regularizer's parameters belong to the model: optimised, synchronised, in checkpoints.
+    Queries, keys and values are one product, unless weights are sharded or activations are checkpointed,
+    where memory matters more.
     """
     autocast = sharded and precision == "bf16"
     kind = next(model.parameters()).device.type
@@ -111,16 +110,15 @@ def loss_as_forward(
 
 
 def gpu_options() -> dict[str, Any] | None:
-    """What the compiler is told on a GPU."""
+    """Arguments of torch.compile on a GPU."""
     known = torch._inductor.list_options()
     return {name: value for name, value in COMPILER_SETTINGS.items() if name in known} or None
 
 
 def with_own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A copy that the compiler takes for another function.
+    """A copy with a code object of its own.
 
-    It counts what it compiled for each piece of code and gives up after a few: without this, after a few
-    models in one process.
+    Dynamo limits recompilations per code object: without this, it gives up after a few models in one process.
     """
     assert isinstance(function, FunctionType)
     return FunctionType(

@@ -1,4 +1,4 @@
-"""From what the user names to rows of tokens: raw texts, or token stores that are ready."""
+"""Pretraining data by name: raw texts, tokenised on demand, or existing token stores."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from saobp.storage.atomic import is_unfinished
 from saobp.training.objectives import MaskedLM
 
 _HUB = re.compile(r"[\w.-]+/[\w.-]+$")
-"""What a dataset on the hub is called."""
+"""Name of a dataset on the hub."""
 
 
 @dataclass(frozen=True)
 class PretrainingData:
-    """What a run reads; without a held-out share there is nothing to validate on."""
+    """Data of a run; without a held-out share there is no validation set."""
 
     train: Blocks
     validation: Blocks | None
@@ -61,11 +61,11 @@ def find_pretraining_data(
     """Rows of a mixture such as ``"wikipedia_en:0.6,gutenberg_books:0.4"``.
 
     tokens:     folder of token stores; a corpus that can be found as text is tokenised there once, another
-                must be there already. The tokenizer is left beside them, so that the folder is enough later
+                must be there already. The tokenizer is saved there too
     corpus:     empty for all stores in that folder
     tokenizer:  a name or folder; by default the one in ``tokens``, else the family's own
     vocabulary: learn one of this size from the corpus instead; ``tokenizer="train:SIZE"`` says the same
-    progress:   given words for what takes long, gives back what is told how far it is
+    progress: maps a description to a progress callback
     """
     if data_dir is not None and not Path(data_dir).is_dir():
         raise ValueError(f"the data folder {data_dir} does not exist: check --data-dir")
@@ -128,7 +128,7 @@ def find_tokenizer(
     vocabulary: int | None,
     progress: Callable[[str], Progress] | None = None,
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer asked for, or the one beside the tokens, or the family's; left beside the tokens."""
+    """The tokenizer asked for, else the saved one, else the family's; saved with the tokens."""
     if tokenizer is not None and vocabulary is not None:
         raise ValueError("give a tokenizer or the size of a vocabulary to learn, not both")
     size = vocabulary if tokenizer is None else size_to_train(tokenizer)
@@ -146,7 +146,7 @@ def find_tokenizer(
 
 
 def _check_not_learned(folder: Path, family: str) -> None:
-    """Ask for the size where the only vocabularies beside the tokens are learned ones."""
+    """Raises if only trained tokenizers are saved with the tokens: their size must be given."""
     sizes = trained_sizes(folder, family)
     if sizes:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Queries, keys and values of a layer as one matrix product, while a model is trained.
 
-Three products of one input, the roundings of their weights and their gradients are many small kernels on a
-GPU, and between any two kernels it rests. The weights stay three parameters with their names and gradients;
-only the computation of a step is fused.
+Three products of one input, the casts of their weights and their gradients are many small kernels, and a GPU
+idles between kernels. The weights stay three parameters with their names and gradients; only the
+computation of a step is fused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROLES = ("query", "key", "value")
 
 @contextmanager
 def fused_projections(model: nn.Module) -> Iterator[None]:
-    """Context in which attentions with plain ``query``, ``key`` and ``value`` layers multiply once."""
+    """Context in which ``query``, ``key`` and ``value`` layers of an attention share one matrix product."""
     with ExitStack() as stack:
         for layers in [found for module in model.modules() if (found := fusable(module))]:
             product = FusedProduct(layers)
@@ -31,7 +31,7 @@ def fused_projections(model: nn.Module) -> Iterator[None]:
 
 
 def fusable(module: nn.Module) -> tuple[nn.Linear, ...]:
-    """The three layers of an attention, if they are plain, of one width and alike in biases; else none."""
+    """The three layers of an attention, if they can be fused (plain, one width, same biases); else empty."""
     layers = [getattr(module, role, None) for role in ROLES]
     plain = [layer for layer in layers if type(layer) is nn.Linear]
     kinds = {(one.in_features, one.bias is None, one.weight.dtype, one.weight.device) for one in plain}
@@ -39,12 +39,12 @@ def fusable(module: nn.Module) -> tuple[nn.Linear, ...]:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a layer is at present part of a fused product, which rounds the weights itself."""
+    """Whether a layer is currently part of a fused product, which casts the weights itself."""
     return isinstance(module, FusedProjection)
 
 
 class FusedProduct:
-    """The product of an input with the weights of several layers, cached until the last of them has asked."""
+    """Product of an input with the weights of several layers, cached until the last layer has read it."""
 
     def __init__(self, layers: tuple[nn.Linear, ...]) -> None:
         self.layers = layers
@@ -74,9 +74,9 @@ class FusedProjection:
 
 
 def multiply(states: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
-    """Each layer's output for ``[..., width]``, by one product with weights rounded to the states' type.
+    """Each layer's output for ``[..., width]``, by one product with weights cast to the states' dtype.
 
-    Rounded after they are concatenated, so that their gradients too are made float32 at once.
+    Cast after concatenation, so that their gradients too are converted to float32 at once.
     """
     weight = torch.cat(tuple(layer.weight for layer in layers)).to(states.dtype)
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]

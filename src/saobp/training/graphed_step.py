@@ -1,7 +1,7 @@
 """Loss and gradients of a step captured as one CUDA graph, which a GPU replays as a whole.
 
-Launching hundreds of small kernels takes the host longer than BERT-mini's take the GPU. The compiler can
-capture graphs by itself, but what it then does in Python takes 2 ms a step, half of what the kernels take.
+Launching hundreds of small kernels takes longer than BERT-mini's kernels run. torch.compile can capture
+graphs by itself, but its Python overhead is 2 ms a step, half of the kernels' time.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from saobp.storage.atomic import first_line
 from saobp.training.batches import Batch
 
 WARMUP_STEPS = 3
-"""Steps before the capture, which compile and make work spaces."""
+"""Steps before the capture, which compile and allocate workspaces."""
 TOLERANCE = 0.25
-"""How far gradients may be apart, relative to their norm, where only roundings differ.
+"""Relative difference of gradients that counts as rounding.
 
 In the first steps of BERT-mini, plain, with High and ElemMul with prior, bfloat16 is 0.007 from float32."""
 
 
 class CapturedStep(NamedTuple):
-    """Where a replay finds its batch and leaves the loss and the gradients."""
+    """A captured graph with its static buffers: batch, loss and gradients."""
 
     batch: Batch
     loss: Tensor
@@ -34,10 +34,10 @@ class CapturedStep(NamedTuple):
 
 
 def capture_on_gpu(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-    """The loss of a computation and its replay; nothing is computed before that is called.
+    """Capture a computation: its static loss and the replay, which computes it.
 
-    Where it fails, PyTorch leaves the stream and the random numbers of the capture in place: dropout would
-    then fail in every later step.
+    Restores stream and random generator if the capture fails: PyTorch does not, and dropout would fail in
+    every later step.
     """
     graph = torch.cuda.CUDAGraph()
     try:
@@ -54,9 +54,9 @@ def capture_on_gpu(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], 
 
 
 def relative_difference(gradients: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> float:
-    """Norm of the difference over the norm of the right ones, all parameters together; none counts as zero.
+    """Norm of the difference over the norm of ``right``, all parameters together; None counts as zero.
 
-    Infinite where something is not a number, but 0 where the right ones are not: they tell nothing then.
+    Infinite if ``gradients`` are not finite; 0 if ``right`` are not, since nothing can be compared then.
     """
     pairs = [(one, other) for one, other in zip(gradients, right, strict=True) if one is not other]
     apart = [(0 if one is None else one) - (0 if other is None else other) for one, other in pairs]
@@ -68,14 +68,14 @@ def relative_difference(gradients: Sequence[Tensor | None], right: Sequence[Tens
 
 
 class GraphedStep:
-    """Warms up for a few steps, then captures and replays; what cannot be captured is launched as usual.
+    """Warms up for a few steps, then captures and replays; falls back to launches if the capture fails.
 
-    compute: gradients of a batch into the parameters, which have none; returns the loss. Gradients are in the
-    same place after every replay, so those of the step before are gone: they cannot be summed over steps.
+    compute: forward and backward of a batch on parameters without gradients; returns the loss. A replay
+    overwrites the gradients of the one before: they cannot be accumulated over steps.
     A batch of another shape than the captured one is not replayed.
     eager: the same without compiler and graph, if there is no dropout. Replays 1, 2, 4, 8 and so on are
-    compared with it, because wrong gradients look like a method that does not train, as they once did
-    (results/pretraining/again.md); where they are apart, eager takes over.
+    compared with it. This guards against wrong gradients of a compiled step, the suspected cause of runs that
+    did not train (results/pretraining/again.md); if they differ, eager takes over.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class GraphedStep:
 
     @property
     def uses_eager(self) -> bool:
-        """Whether gradients of the captured step were wrong."""
+        """Whether it fell back to eager because gradients differed."""
         return self.eager is not None and self.compute is self.eager
 
     def use_eager(self) -> None:
-        """From now on without graph and compiler."""
+        """Run all further steps without graph and compiler."""
         if self.eager is not None:
             self.compute, self._captured, self._warmup_left = self.eager, None, float("inf")
 
@@ -131,19 +131,19 @@ class GraphedStep:
     def _compared(
         self, batch: Batch, eager: Callable[[Batch], Tensor], loss: Tensor, gradients: list[Tensor | None]
     ) -> Tensor:
-        """The loss of a batch that was replayed, and its gradients, if another way to them agrees."""
+        """Loss and gradients of the replayed batch if eager agrees, else those of eager."""
         for parameter in self.parameters:
             parameter.grad = None
         try:
             other = eager(batch)
             apart = relative_difference(gradients, [parameter.grad for parameter in self.parameters])
-        except RuntimeError as problem:  # memory, most likely
+        except RuntimeError as problem:  # most likely out of memory
             self.eager, apart = None, 0.0
             self.say(f"The captured step cannot be compared with the uncompiled one ({first_line(problem)}).")
         if apart <= TOLERANCE:
             self._give(gradients)
             if loss.is_cuda:
-                torch.cuda.empty_cache()  # what only the comparison needed
+                torch.cuda.empty_cache()  # of the comparison
             return loss.clone()
         self.use_eager()
         self.say(

@@ -1,4 +1,4 @@
-"""What training keeps of each head: statistics of its attention, and its strength, learned or not."""
+"""Logged per head: attention statistics and strength, learned or fixed."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def health_line(step: int, health: Health, strengths: list[list[float]] | None) 
 
 
 def strengths_of(model: nn.Module) -> list[list[float]] | None:
-    """Strength of each head by layer, None without refinement; all processes call this together."""
+    """Strength of each head by layer, None without refinement; a collective call."""
     found = [full_tensor(own().detach()).float().cpu().tolist() for _, own in attached(model)]
     return found or None
 
 
 def separate_strengths(optimizer: torch.optim.Optimizer, model: PreTrainedModel, rate: float) -> None:
-    """Move learned strengths to a group of their own, the last one: no weight decay, own learning rate."""
+    """Move learned strengths to a new last parameter group: no weight decay, own learning rate."""
     strengths = strength_parameters(model)
     moved = {id(strength) for strength in strengths}
     for group in optimizer.param_groups:

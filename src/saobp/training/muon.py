@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 
 def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Weights of the layers of a model's body: not embeddings, heads, norms, biases or what is attached."""
+    """Weight matrices of a model's layers: not embeddings, heads, norms, biases or added parameters."""
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     return [
         parameter
@@ -21,10 +21,10 @@ def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Takes matrices out of an AdamW optimiser and steps them by ``torch.optim.Muon``.
+    """Moves matrices from an AdamW optimiser to ``torch.optim.Muon``.
 
-    Steps of Muon are scaled to the root mean square of AdamW's, so that both have one scale of rates. Both
-    share their groups with this optimiser, so a schedule reaches them.
+    Updates of Muon are scaled to AdamW's RMS, so that learning rates are comparable. Both share their
+    parameter groups with this optimiser, so schedulers reach them.
     """
 
     def __init__(self, adamw: torch.optim.Optimizer, matrices: list[nn.Parameter], rate: float) -> None:

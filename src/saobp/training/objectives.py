@@ -1,8 +1,8 @@
-"""What a language model is trained to do: fill in hidden tokens, or say the next one.
+"""Training objectives: masked and causal language modelling.
 
-Everything here has static shapes and asks nothing of the device, so that a step compiles to one graph. Which
-tokens are hidden follows from one number per row, which follows from the run's seed, the step and the row's
-place in the whole batch: it does not depend on the number of processes, and a resumed run hides the same.
+Everything here has static shapes and no device sync, so that a step compiles to one graph. Masks are derived
+from one seed per row, which is derived from the run's seed, the step and the row's index in the global batch:
+they do not depend on the number of processes, and a resumed run draws the same.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from saobp.transformers.layer_refinement import PER_HEAD
 
 _LOW = 0xFFFFFFFF
 _FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
-"""Odd multipliers below 2^31, so that a product with 32 bits stays within a signed 64-bit number."""
+"""Odd multipliers below 2^31, so that a product with 32 bits fits into int64."""
 _REPLACEMENT = 0x5BD1E995
 
 HELD_OUT_SHARE = 0.15
 
 
 def scrambled(numbers: Any) -> Any:
-    """A fixed mixing of 32-bit numbers, held as int64, in NumPy or PyTorch."""
+    """Hash of 32-bit numbers, held as int64, in NumPy or PyTorch."""
     numbers = numbers & _LOW
     numbers = ((numbers ^ (numbers >> 16)) * _FIRST) & _LOW
     numbers = ((numbers ^ (numbers >> 15)) * _SECOND) & _LOW
@@ -39,7 +39,7 @@ def scrambled(numbers: Any) -> Any:
 
 
 def row_seeds(seed: int, step: int, rows: Iterable[int]) -> np.ndarray:
-    """One number for each row of the global batch at a step: int64 ``[rows]``."""
+    """One seed for each row of the global batch at a step: int64 ``[rows]``."""
     start = scrambled(scrambled(np.int64(seed & _LOW)) + np.int64(step & _LOW))
     return scrambled(start + np.asarray(rows, dtype=np.int64) * 0x9E37)
 
@@ -57,7 +57,7 @@ class Objective(Protocol):
     ) -> Tensor:
         """ids ``[rows, length]``, seeds ``[rows]``; the mean loss over what is predicted, in nats.
 
-        counts ``[rows]`` says how many tokens of each row are hidden, where that changes over a run.
+        counts ``[rows]``: masked tokens of each row, where that changes over a run.
         """
         ...
 
@@ -66,8 +66,8 @@ class Objective(Protocol):
 class MaskedLM:
     """Exactly ``round(share * length)`` tokens of each row are predicted, never special ones.
 
-    While a model is evaluated, the share is ``HELD_OUT_SHARE``: losses are comparable between recipes.
-    As in BERT, of these 80 % are shown as the mask, 10 % as a random token, 10 % as they are.
+    In evaluation the share is ``HELD_OUT_SHARE``, so that losses are comparable between recipes. As in BERT,
+    80 % are replaced by the mask token, 10 % by a random token, 10 % stay.
     """
 
     vocabulary: int
@@ -102,9 +102,9 @@ class MaskedLM:
         return (losses.view_as(targets) * counted).sum() / counted.sum()
 
     def hide(self, ids: Tensor, seeds: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows as shown ``[rows, length]``, predicted places and their tokens ``[rows, predicted]``.
+        """Masked rows ``[rows, length]``, predicted positions and their tokens ``[rows, predicted]``.
 
-        With counts only so many of the first places of each row are hidden.
+        With counts only so many of the first positions of each row are masked.
         """
         length = ids.shape[1]
         positions = torch.arange(length, device=ids.device)
@@ -146,7 +146,7 @@ def hidden_count(share: float, length: int) -> int:
 
 
 def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
-    """scores ``[rows, places, vocabulary]``, targets ``[rows, places]``; in float32."""
+    """scores ``[rows, positions, vocabulary]``, targets ``[rows, positions]``; in float32."""
     return functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
 
 
@@ -155,20 +155,20 @@ def hidden_states(model: PreTrainedModel, ids: Tensor, precision: str) -> Tensor
     body: Any = model.base_model
     options: dict[str, Any] = {"return_dict": True}
     if getattr(model.config, "type_vocab_size", 0):
-        # One row of types for all rows: their gradient is then a plain sum over the batch.
+        # Token types are broadcast: their gradient is then a plain sum over the batch.
         options["token_type_ids"] = torch.zeros(1, ids.shape[1], dtype=torch.long, device=ids.device)
     else:
         options["use_cache"] = False
     if precision == "fp32":
         return body(input_ids=ids, **options).last_hidden_state
-    # The table of token embeddings is read in float32, so that gradients of frequent tokens add up there.
+    # Token embeddings are looked up in float32, so that gradients of frequent tokens accumulate in it.
     table = body.get_input_embeddings().weight
     options["inputs_embeds"] = functional.embedding(ids, table).to(torch.bfloat16)
     return functional_call(body, in_bfloat16(body), (), options, tie_weights=False).last_hidden_state
 
 
 def head_scores(model: PreTrainedModel, hidden: Tensor, precision: str) -> Tensor:
-    """What the model's own head says about hidden states ``[rows, places, width]``."""
+    """Logits of the model's head for hidden states ``[rows, positions, width]``."""
     head = head_of(model)
     if precision == "fp32":
         return head(hidden)
@@ -176,7 +176,7 @@ def head_scores(model: PreTrainedModel, hidden: Tensor, precision: str) -> Tenso
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
-    """The module from hidden states to scores over the vocabulary."""
+    """The module from hidden states to logits."""
     for name in ("cls", "lm_head"):
         head = getattr(model, name, None)
         if isinstance(head, nn.Module):
@@ -190,10 +190,10 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 
 
 def in_bfloat16(module: nn.Module) -> dict[str, Tensor]:
-    """The module's parameters for one step, rounded, under all their names; gradients reach the originals.
+    """The module's parameters cast for one step, under all their names; gradients reach the originals.
 
-    Not strengths and other numbers per head, and not weights of fused layers, which are rounded together
-    when they are used.
+    Except strengths and other per-head parameters, and weights of fused layers, which are cast together on
+    use.
     """
     fused = [name for name, layer in module.named_modules() if is_fused(layer)]
     return {

@@ -1,4 +1,4 @@
-"""Pretraining: a recipe, tokens and a folder in; a trained model and the record of its making out."""
+"""Pretraining: recipe, tokens and folder in; trained model and run record out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from saobp.transformers.apply import apply
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a run; ``result.json`` holds the same."""
+    """Contents of ``result.json``."""
 
     steps: int
     tokens: int
@@ -57,13 +57,12 @@ def pretrain(
     report_to: str = "none",
     say: Callable[[str], object] = print,
 ) -> Result:
-    """Train a new model as the recipe says and leave everything in ``folder``.
+    """Train a new model by the recipe and write everything to ``folder``.
 
-    train and validation: :class:`saobp.data.Blocks`. ``resume`` goes on with an unfinished run of the same
-    recipe from its last good checkpoint, or from the beginning where there is none. ``callbacks`` are
-    Trainer's; one that changes the model on the way does so in place, or with a recipe that is not compiled,
-    because one GPU records a compiled step once. In a distributed launch every process calls this; the first
-    one writes.
+    train and validation: :class:`saobp.data.Blocks`. ``resume`` continues an unfinished run of the same
+    recipe from its last valid checkpoint, or from step 0 if there is none. ``callbacks`` are Trainer's; one
+    that modifies the model must do so in place, or with an uncompiled recipe, because a compiled step is
+    captured once on a single GPU. In a distributed launch every process calls this; rank 0 writes.
     """
     sharded = sharding_asked_for(recipe.regularizer)
     if sharded and (recipe.optimizer == "muon" or recipe.averaged_share):
@@ -74,7 +73,7 @@ def pretrain(
     for store in stores.values():
         store.check_tokenizer(tokenizer)
     run = RunFolder(folder)
-    # What can be wrong with the request is found before the folder is touched.
+    # Validate the request before the folder is touched.
     args = arguments(recipe, run.path, report_to)
     BatchShard(recipe, args.process_index, args.world_size, args.device)
     objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
@@ -146,7 +145,7 @@ def pretrain(
 
 @contextmanager
 def tensor_core_products(device: torch.device) -> Iterator[None]:
-    """Context in which a GPU multiplies float32 by its tensor cores; the global setting is restored."""
+    """Context in which float32 matrix products use TF32; the global setting is restored."""
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -177,7 +176,7 @@ def new_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerFast) -> Pre
 
 
 def _on_main_process(args: TrainingArguments, work: Callable[[], object]) -> None:
-    """Let the first process do something, and all of them fail if it fails."""
+    """Run ``work`` on rank 0; all processes raise if it fails."""
     problem: list[Any] = [None]
     if args.process_index == 0:
         try:
@@ -213,7 +212,7 @@ def _result(recipe: PretrainRecipe, trainer: PretrainTrainer, model: PreTrainedM
 def _save_model(
     trainer: PretrainTrainer, run: RunFolder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Only the first process writes; a sharded model is gathered by all of them."""
+    """Rank 0 writes; a sharded model is gathered by all processes."""
     weights = None
     if trainer.is_fsdp_enabled:
         weights = gather_weights(trainer.accelerator, model)

@@ -1,4 +1,4 @@
-"""Progress of a run, and its warnings as plain sentences."""
+"""Progress bar of a run, and its warnings as plain sentences."""
 
 from __future__ import annotations
 
@@ -48,10 +48,9 @@ class TrainingProgress(TrainerCallback):
 
 @contextmanager
 def plain_sentences(say: Callable[[str], object]) -> Iterator[None]:
-    """Meanwhile warnings and what the package logs go to ``say`` as sentences, without a place in the source.
+    """Context in which warnings and the package's log messages go to ``say``, without their source location.
 
-    Announcements of libraries about their own future are left out. A program that has set up logging of its
-    own keeps it.
+    Deprecation warnings are dropped. Handlers that a program has configured stay.
     """
     logger = logging.getLogger("saobp")
     handler = _Saying(say)

@@ -1,4 +1,4 @@
-"""Named sets of hyperparameters. A recipe says everything about a pretraining run except where things are."""
+"""Named sets of hyperparameters: everything about a pretraining run except paths."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ OPTIMIZERS = ("adamw", "muon")
 OPTIONS = {"name": "recipe"} | {
     name: name for name in ("family", "size", "seed", "refinement", "regularizer", "corpus")
 }
-"""Fields that have an option of their own on the command line: more follows from them than the field."""
+"""Fields with a command-line option of their own: other fields depend on them."""
 
 
 @dataclass(frozen=True)
 class PretrainRecipe:
-    """Every choice of a pretraining run.
+    """Hyperparameters of a pretraining run.
 
     name:            the recipe it came from
     steps:           optimiser steps; batch_size rows of length tokens each, over all processes together
-    accumulation:    parts that a batch is computed in, to save memory
-    optimizer:       adamw, or muon for hidden matrices beside AdamW for the rest
+    accumulation: micro-batches of a batch, to save memory
+    optimizer: adamw, or muon for hidden matrices and AdamW for the rest
     muon_rate:       learning rate of hidden matrices under muon, as a multiple of the others'
     averaged_share:  share of the last steps whose weights are averaged, for evaluations and the model
     masked_share:    share of tokens to predict; it falls to masked_share_end, if there is one, step by step
-    precision:       bf16 computes in bfloat16 on weights kept in float32
-    compiled:        whether torch.compile fuses the step
+    precision: bf16 computes in bfloat16 with float32 master weights
+    compiled: whether to torch.compile the step
     strength_rate:   learning rate of learned strengths, as a multiple of the others'
-    vocabulary_multiple: the vocabulary is rounded up to it
+    vocabulary_multiple: the vocabulary is padded to a multiple of it
     log_steps:       steps between lines of metrics; the other intervals are multiples of it
     evaluation_rows: held-out rows whose loss is taken, always the same with the same masks
     health_texts:    held-out texts whose attention is measured at each evaluation; 0 for none
     regularizer:     a penalty on attention, as in ``entropy,weight=1e-4``, or None
-    corpus:          the texts, as they were asked for
+    corpus: the mixture as given by the user
     """
 
     name: str
@@ -112,7 +112,7 @@ class PretrainRecipe:
             _check(name, value >= 1 and value % self.log_steps == 0, rule, value)
 
     def penalty(self) -> Regularizer | None:
-        """The regularizer, new."""
+        """A new instance of the regularizer."""
         return None if self.regularizer is None else regularizer(self.regularizer)
 
     def share_at(self, step: int) -> float:
@@ -139,7 +139,7 @@ class PretrainRecipe:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PretrainRecipe:
-        """Read what ``to_dict`` gave, or a run's recipe.json."""
+        """Inverse of ``to_dict``; also reads a run's recipe.json."""
         values = {name: value for name, value in values.items() if name != "kind"}
         unknown = sorted(set(values) - {field.name for field in fields(cls)})
         if unknown:
@@ -213,7 +213,7 @@ def fast(family: str, size: str) -> PretrainRecipe:
 
 
 def modern(family: str, size: str) -> PretrainRecipe:
-    """For questions of which way of attention is better: ModernBERT or Llama, without a plateau.
+    """For comparing attention methods: ModernBERT or Llama, without a plateau.
 
     The token budget of the recipe fast, at four times its learning rate, which was the best of three for
     plain attention (mini, 131 million tokens, see docs/training.md). The rate of learned strengths stays.
@@ -268,7 +268,7 @@ def named_recipe(name: str, family: str, size: str) -> PretrainRecipe:
 
 
 def with_steps(recipe: PretrainRecipe, steps: int) -> PretrainRecipe:
-    """The recipe stretched or cut to so many steps: warm-up in proportion, and intervals that still fit."""
+    """The recipe rescaled to so many steps: warm-up in proportion, and intervals that still fit."""
     _check("steps", steps >= 1, "at least 1", steps)
     share = min(1.0, steps / recipe.steps)
     log = max(1, min(recipe.log_steps, steps // 20))

@@ -1,7 +1,7 @@
-"""Weights, gradients and optimiser state divided between processes: FSDP 2.
+"""Weights, gradients and optimiser state sharded across processes: FSDP 2.
 
-Accelerate divides where ``accelerate launch --use_fsdp --fsdp_version 2`` asks for it. Here it is told how: a
-layer at a time, and all else together, since the head shares weights with the token embeddings.
+Accelerate shards under ``accelerate launch --use_fsdp --fsdp_version 2``. This sets the wrapping policy: one
+unit per layer, and the rest together, since the head shares weights with the token embeddings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 
 def sharding_asked_for(regularizer: str | None = None) -> bool:
-    """Whether the launch asks for FSDP; its first version is refused, and so is a regularizer with it."""
+    """Whether the launch asks for FSDP. Raises on FSDP 1, and on a regularizer with FSDP."""
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if asked and regularizer is not None:
         raise ValueError(
@@ -34,7 +34,7 @@ def sharding_asked_for(regularizer: str | None = None) -> bool:
 
 
 def shard_by_layers(accelerator: Accelerator, model: PreTrainedModel) -> None:
-    """Let Accelerate divide the model by its layers when it prepares it."""
+    """Make Accelerate shard the model by layers when it prepares it."""
     plugin = accelerator.state.fsdp_plugin
     if plugin.transformer_cls_names_to_wrap is None:
         plugin.transformer_cls_names_to_wrap = layer_classes(model)
@@ -49,7 +49,7 @@ def shard_by_layers(accelerator: Accelerator, model: PreTrainedModel) -> None:
 
 
 def layer_classes(model: PreTrainedModel) -> list[str]:
-    """Names of the classes that Transformers calls indivisible, without those that hold token embeddings."""
+    """Transformers' no-split classes, without those that hold token embeddings."""
     table = model.get_input_embeddings().weight
     indivisible = set(model._no_split_modules or ())
     return sorted(
@@ -62,21 +62,21 @@ def layer_classes(model: PreTrainedModel) -> list[str]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A parameter, put together from its parts if it is divided; then every process must call this."""
+    """A parameter, gathered if it is sharded; then a collective call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_weights(accelerator: Accelerator, model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of a divided model, tied ones once, on the first process; every process must call this."""
+    """State dict of a sharded model, tied weights once, on rank 0; a collective call."""
     tied = set(model._tied_weights_keys or ())
     return {name: weight for name, weight in accelerator.get_state_dict(model).items() if name not in tied}
 
 
 @contextmanager
 def _embeddings_unnamed(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which the model does not tell which modules are its embeddings.
+    """Context in which the model reports no embedding modules.
 
-    Accelerate would make them a group of their own and so part BERT's head from the bias that it shares.
+    Accelerate would shard them as a unit of their own, separate from the bias that BERT's head shares.
     """
     names = ("get_input_embeddings", "get_output_embeddings")
     for name in names:

@@ -1,4 +1,4 @@
-"""A module that is of a subclass for a while: another forward, with the same parameters and names.
+"""Temporarily change a module's class: another forward, with the same parameters and names.
 
 Two parts of a training step need it. Trainer, DDP, FSDP and checkpoints are given the model itself, so that
 saved names are those of Transformers, but what they call has to be the loss (``compiled_step``). And the

@@ -1,4 +1,4 @@
-"""Trackers that a run reports to, by the names that Trainer knows."""
+"""Experiment trackers, by Trainer's names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 
 def trackers(report_to: str) -> list[str]:
-    """Names joined by commas, ``all`` for those installed, ``none``; one that cannot be used is refused."""
+    """Names joined by commas, ``all`` for those installed, ``none``. Raises on one that is not available."""
     installed = sorted(get_available_reporting_integrations())
     names = [name.strip() for name in report_to.split(",")]
     if names == ["none"]:

@@ -1,4 +1,4 @@
-"""Transformers' Trainer with nothing in a step that waits for the device, and with run folders."""
+"""Transformers' Trainer without device syncs in a step, and with run folders."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from saobp.training.sharding import shard_by_layers
 from saobp.training.trackers import trackers
 
 CLOCK = "clock.json"
-"""In a checkpoint: seconds of training so far, and whether the run goes on without the compiler."""
+"""In a checkpoint: seconds of training so far, and whether the run has fallen back to eager."""
 
 
 def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingArguments:
-    """What Trainer has to know; the data, the loss and the checkpoints are not its own."""
+    """Arguments of Trainer; data, loss and checkpoints are handled here."""
     cuda = torch.cuda.is_available()
     given = TrainingArguments(
         output_dir=str(folder),
@@ -130,7 +130,7 @@ class PretrainTrainer(Trainer):
         return TrainingStream(self.rows, self.shard, lambda: self.state.global_step)
 
     def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
-        """Trainer's groups (weight decay for matrices only), and one of their own for learned strengths."""
+        """Trainer's parameter groups (weight decay for matrices only), and one more for learned strengths."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(*arguments)
         if is_new:
@@ -153,7 +153,7 @@ class PretrainTrainer(Trainer):
         return self._loss(model, inputs) if self._graphed is None else self._graphed(inputs)
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Of a batch, whose gradients are added to the parameters'."""
+        """Forward and backward of a batch; accumulates gradients."""
         loss = self.compute_loss(model, batch)
         if self.recipe.accumulation > 1:
             loss = loss / self.recipe.accumulation
@@ -224,15 +224,15 @@ class PretrainTrainer(Trainer):
             self._prepare_step()
         if self._graphed is not None and before.get("uncompiled"):
             self._graphed.use_eager()
-        if self.args.process_index:  # all made the same model, but each has its own rows to drop parts of
+        if self.args.process_index:  # same initial weights on all processes, but different dropout masks
             torch.manual_seed(self.recipe.seed + self.args.process_index)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self._graphed = None  # and with it the memory of a whole step
+            self._graphed = None  # and free the memory of a step
 
     def _prepare_step(self) -> None:
-        """One GPU that takes a batch as a whole replays its steps, where they are compiled."""
+        """Capture compiled steps as a CUDA graph on a single GPU without accumulation."""
         model = self.model
         assert model is not None
         self._learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -251,7 +251,7 @@ class PretrainTrainer(Trainer):
             )
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """Without Accelerate's walk over all modules, which takes a tenth of a small model's step."""
+        """Without Accelerate's loop over all modules, which takes a tenth of a small model's step."""
         if self._learning is None:
             return super()._clip_grad_norm(model)
         return nn.utils.clip_grad_norm_(self._learning, self.args.max_grad_norm)
@@ -262,9 +262,9 @@ class PretrainTrainer(Trainer):
         return super()._get_grad_norm(model, grad_norm)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:  # noqa: ARG002
-        """A checkpoint that is whole or absent; where it cannot be written, training goes on.
+        """Write a checkpoint atomically; if that fails, training continues.
 
-        The last step needs none: the model itself comes next.
+        None at the last step, after which the model itself is saved.
         """
         if self.state.global_step >= self.recipe.steps:
             return
@@ -284,7 +284,7 @@ class PretrainTrainer(Trainer):
             if problem is not None and main:
                 shutil.rmtree(folder, ignore_errors=True)
                 words, problem = reason(problem), None
-                gc.collect()  # a file that is half written and still open takes its place on the disk
+                gc.collect()  # an open, half-written file still takes disk space
                 good = self.last_checkpoint
                 last = "there is none before it" if good is None else f"the last good one is of step {good}"
                 self.say(
@@ -303,10 +303,10 @@ class PretrainTrainer(Trainer):
             raise RunError(f"the checkpoint does not fit the model: {', '.join(sorted(wrong)[:3])} ...")
 
     def _written(self, folder: Path) -> BaseException | None:
-        """Write the state of all processes to a folder; what went wrong in any of them.
+        """Write the state of all processes to a folder; returns the error of any of them.
 
-        A model that one process gathers is gathered by all of them in step, and one that cannot write falls
-        out of step for good: it ends, and with it the run.
+        Gathering a sharded model is collective: a process that fails in it cannot rejoin, so it exits, and
+        with it the run.
         """
         problem: BaseException | None = None
         try:
@@ -319,7 +319,7 @@ class PretrainTrainer(Trainer):
                 self.average.save(folder)
                 uncompiled = self._graphed is not None and self._graphed.uses_eager
                 write_json(folder / CLOCK, {"seconds": self.clock.seconds, "uncompiled": uncompiled})
-        except CheckpointException as error:  # each process wrote its own part, and all know of it
+        except CheckpointException as error:  # raised on all processes
             problem = next(iter(error.failures.values()))[0]
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.is_fsdp_enabled:
@@ -338,7 +338,7 @@ class PretrainTrainer(Trainer):
 
 
 class AfterSteps(TrainerCallback):
-    """Calls a function with the number of each step that was taken."""
+    """Calls a function with the number of each finished step."""
 
     def __init__(self, call: Callable[[int], object]) -> None:
         self.call = call
@@ -348,7 +348,7 @@ class AfterSteps(TrainerCallback):
 
 
 class Clock:
-    """Seconds of a run over all its sessions, and tokens per second without evaluations and checkpoints."""
+    """Seconds of a run over all sessions, and tokens per second excluding evaluations and checkpoints."""
 
     def __init__(self, earlier: float = 0.0) -> None:
         self._began = time.monotonic() - earlier
@@ -361,7 +361,7 @@ class Clock:
         return time.monotonic() - self._began
 
     def rate(self, tokens: int) -> float | None:
-        """Tokens per second since the last call; None for the first, which compiling slows down."""
+        """Tokens per second since the last call; None for the first, which includes compilation."""
         now, before = time.monotonic(), self._tokens
         spent, self._mark, self._tokens = now - self._mark, now, tokens
         if before is None or spent <= 0:
@@ -371,7 +371,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that is not spent on training."""
+        """Context whose time is not counted as training."""
         start = time.monotonic()
         try:
             yield

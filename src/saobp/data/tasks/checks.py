@@ -1,4 +1,4 @@
-"""Checks of rows just read. Every complaint is one sentence with the file, the row and the column."""
+"""Validation of task rows. Every error is one sentence with file, row and column."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_OVERLAP = 0.05
 
 
 class WrongRowsError(ValueError):
-    """A file that is not what its name says."""
+    """A file whose rows do not fit its task."""
 
 
 def check_rows(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
@@ -49,7 +49,7 @@ def check_rows(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
 def check_overlap(
     train: pa.Table, validation: pa.Table, spec: TaskSpec, files: tuple[str, str]
 ) -> str | None:
-    """A sentence about validation rows that are also training rows, or None; too many are refused."""
+    """A note on validation rows that are also in train, or None; raises above ``MOST_OVERLAP``."""
     seen = set(_identities(train, spec))
     rows = list(_identities(validation, spec))
     shared = [row for row, identity in enumerate(rows) if identity in seen]

@@ -1,4 +1,4 @@
-"""Read a task from a data folder or from the hub, check it, and say how it differs from the official one."""
+"""Read a task from a data folder or from the hub, check it, and note differences from the official one."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class Split:
 
     @property
     def note(self) -> str | None:
-        """What is not official about it, in a sentence."""
+        """One sentence on how it differs from the official split."""
         if self.is_official:
             return None
         return f"{self.name} is {Path(self.source).stem}: {self.rows} rows, official {self.official}"
 
     def sample(self, limit: int | None) -> Split:
-        """At most ``limit`` rows, drawn once and for all."""
+        """A fixed random sample of at most ``limit`` rows."""
         if limit is None or limit >= len(self):
             return self
         return self.take(np.sort(np.random.default_rng(0).permutation(len(self))[:limit]))
 
     def take(self, chosen: np.ndarray) -> Split:
-        """Some rows by number."""
+        """Rows by index."""
         return replace(self, table=self.table.take(pa.array(chosen)), labels=self.labels[chosen])
 
 
@@ -64,7 +64,7 @@ class Task:
 
     @property
     def partial(self) -> bool:
-        """Whether rows are missing or others stand in: then scores compare with each other alone."""
+        """Whether rows are missing or replaced: scores are then not comparable with published ones."""
         whole = len(self.train) == self.train.rows and len(self.validation) == self.validation.rows
         return not (self.train.is_official and self.validation.is_official and whole)
 
@@ -83,8 +83,8 @@ class Task:
 def load_task(name: str | TaskSpec, data_dir: str | Path | None = None, *, limit: int | None = None) -> Task:
     """Training and validation rows of a task, from ``data_dir`` or, without one, from the hub.
 
-    A partial training set (``train_subset*``) is taken where the full one is absent. ``limit`` keeps so many
-    rows of each split for a quick look; they are drawn at random, the same ones each time.
+    A partial training set (``train_subset*``) is taken where the full one is absent. ``limit`` takes a fixed
+    random sample of so many rows per split.
     """
     spec = name if isinstance(name, TaskSpec) else get_task(name)
     if limit is not None and limit < 1:

@@ -1,7 +1,6 @@
 """BLiMP: of two sentences that differ in one point of grammar, the right one should be the likelier.
 
-A decoder is asked for log-likelihoods, an encoder for pseudo-log-likelihoods: each token hidden alone, given
-all others.
+Decoders are scored by log-likelihood, encoders by pseudo-log-likelihood: each token masked alone.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def judge_pairs(
 
 
 def accuracies(items: pa.Table) -> dict[str, Any]:
-    """Share of pairs whose right sentence is the likelier, in percent: in all, by field, by phenomenon."""
+    """Accuracy in percent: overall, by field, by phenomenon."""
     right = points(items)
     count, share = len(right), float(right.mean())
     error = float(right.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
@@ -117,13 +116,13 @@ def accuracies(items: pa.Table) -> dict[str, Any]:
 
 
 def points(items: pa.Table) -> np.ndarray:
-    """1 for every pair that is judged rightly, a half for a tie. ``[pairs]``"""
+    """1 for every correct pair, 0.5 for a tie. ``[pairs]``"""
     margin = items["good"].to_numpy() - items["bad"].to_numpy()
     return (np.sign(margin) + 1) / 2
 
 
 def difference(items: pa.Table, base: pa.Table) -> dict[str, float]:
-    """Accuracy less that of another model in percent, over the pairs that both judged, with its error."""
+    """Difference of accuracy from another model in percent, over common pairs, with its standard error."""
     keys = [
         list(zip(one["UID"].to_pylist(), one["pairID"].to_pylist(), strict=True)) for one in (items, base)
     ]
@@ -160,9 +159,9 @@ def pseudo_log_likelihoods(
     *,
     advance: Advance | None = None,
 ) -> np.ndarray:
-    """Sum over a text's tokens of the log-likelihood of each, hidden alone, in nats. ``[texts]``
+    """Sum over a text's tokens of the log-likelihood of each, masked alone, in nats. ``[texts]``
 
-    Texts of the same length go together, so that nothing is padded.
+    Batches have texts of one length, so nothing is padded.
     """
     if tokenizer.mask_token_id is None:
         raise ValueError("pseudo-log-likelihood needs a tokenizer with a mask token")

@@ -1,4 +1,4 @@
-"""The same questions through lm-evaluation-harness, if installed: its prompts, its scoring, our rows."""
+"""The same tasks through lm-evaluation-harness, if installed: its prompts and scoring, our rows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def harness_definition(task: str) -> dict[str, Any]:
     path = Path(next(iter(lm_eval.tasks.__path__)), _FILES[task])
 
     class Loader(yaml.SafeLoader):
-        """Knows the tag by which a definition names a function of a file beside it."""
+        """YAML loader with the harness's ``!function`` tag."""
 
     def function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Callable[..., Any]:
         module, _, name = str(loader.construct_scalar(node)).rpartition(".")

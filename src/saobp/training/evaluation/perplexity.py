@@ -1,7 +1,7 @@
 """Perplexities of a language model on a text, in float32.
 
-Causal: every token given those before it, in windows that overlap. Pseudo: each token hidden alone, given all
-others. Masked: 15 % of the tokens hidden together, as in training.
+Causal: every token given those before it, in overlapping windows. Pseudo: each token masked alone, given
+all others. Masked: 15 % of the tokens masked together, as in training.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from saobp.training.objectives import MaskedLM, head_scores, hidden_states, row_seeds
 
 POSITIONS = 20_000
-"""Positions that pseudo-perplexity hides, unless told otherwise: the same for all models of a vocabulary."""
+"""Default number of masked positions of pseudo-perplexity, the same ones for all models of a vocabulary."""
 TOKENS_AT_A_TIME = {"cuda": 65_536, "cpu": 4_096}
 SCORES_AT_A_TIME = {"cuda": 4_096, "cpu": 256}
-"""Places whose scores over the vocabulary are held at once; on a CPU few, so that they stay in the cache."""
+"""Positions whose logits are held at once; on a CPU few, so that they stay in the cache."""
 MASK_SEED = 20
 
 Advance = Callable[[int, int], None]
-"""Called with what is done and what there is."""
+"""Progress callback: done, total."""
 
 
 @torch.no_grad()
@@ -85,9 +85,9 @@ def pseudo_perplexity(
     seed: int = 0,
     advance: Advance | None = None,
 ) -> dict[str, Any]:
-    """Perplexity of an encoder on blocks ``[blocks, length]``, one position hidden at a time.
+    """Perplexity of an encoder on blocks ``[blocks, length]``, one position masked at a time.
 
-    ``positions`` of them are drawn by ``seed``; None hides every one. ``error`` is the standard error.
+    ``positions`` of them are sampled by ``seed``; None masks every one. ``error`` is the standard error.
     """
     if tokenizer.mask_token_id is None:
         raise ValueError("pseudo-perplexity needs a tokenizer with a mask token")
@@ -118,7 +118,7 @@ def pseudo_perplexity(
 def masked_perplexity(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, blocks: np.ndarray, *, seed: int = MASK_SEED
 ) -> dict[str, Any]:
-    """Perplexity of the hidden tokens of blocks, hidden as in training: 15 % of each row, 80 / 10 / 10."""
+    """Perplexity of the masked tokens of blocks, masked as in training: 15 % of each row, 80 / 10 / 10."""
     objective = MaskedLM.of(tokenizer)
     model.eval()
     losses = []
@@ -134,7 +134,7 @@ def masked_perplexity(
 
 
 def token_losses(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Minus the log-likelihood in nats of each target, ``[places]``, for hidden ``[places, width]``."""
+    """Negative log-likelihood in nats of each target, ``[positions]``, for hidden ``[positions, width]``."""
     size = SCORES_AT_A_TIME[device_kind(model)]
     parts = [
         torch.nn.functional.cross_entropy(
@@ -152,7 +152,7 @@ def device_kind(model: PreTrainedModel) -> str:
 
 
 def _mean_perplexity(losses: Tensor) -> dict[str, float]:
-    """Perplexity and its standard error, which follows from that of the mean loss."""
+    """Perplexity and its standard error, propagated from that of the mean loss."""
     values = losses.double()
     perplexity = math.exp(float(values.mean()))
     spread = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0

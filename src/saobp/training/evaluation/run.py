@@ -41,10 +41,10 @@ from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, posit
 from saobp.transformers.load import checked_folder
 
 MEASURED = ("wikitext", "race-middle", "boolq")
-"""What is measured unless tasks are named."""
+"""Default tasks."""
 KNOWN = (*MEASURED, "blimp")
 SPLITS = {"race-middle": "test", "boolq": "validation"}
-"""The splits that lm-evaluation-harness asks."""
+"""Splits as in lm-evaluation-harness."""
 BLOCK = 128
 """Tokens in a block for an encoder, as in pretraining."""
 
@@ -64,12 +64,12 @@ def evaluate(
     limit: int | None = None,
     advance: Advance | None = None,
 ) -> dict[str, Any]:
-    """Results by task. With ``folder`` they are kept there as a run of kind ``evaluate``.
+    """Results by task. With ``folder`` they are saved there as a run of kind ``evaluate``.
 
-    harness:   also ask through lm-evaluation-harness and put its number beside ours
-    positions: how many positions pseudo-perplexity hides; None hides all
+    harness: also run lm-evaluation-harness and report its number too
+    positions: how many positions pseudo-perplexity masks; None masks all
     length:    tokens of a block or window; by default 128 for an encoder, all positions of a decoder
-    limit:     rows of a task, or documents of WikiText, for a quick look
+    limit: at most so many rows of a task, or documents of WikiText
     """
     unknown = [task for task in tasks if task not in KNOWN]
     if unknown:
@@ -169,7 +169,7 @@ def _shortened(split: Split, limit: int | None) -> Split:
 
 
 def notes_of(model: PreTrainedModel, splits: dict[str, Split], limit: int | None) -> list[str]:
-    """What a reader of the numbers must know."""
+    """Caveats that go with the numbers."""
     notes = [split.note for split in splits.values() if split.note]
     if limit is not None:
         notes.append(f"only {limit} rows or documents are used")

@@ -20,7 +20,7 @@ from saobp.data.tasks import Split
 from saobp.training.evaluation.perplexity import TOKENS_AT_A_TIME, device_kind, token_losses
 
 GAP = "  _  ."
-"""How a RACE question ends that is a sentence to be completed."""
+"""How a cloze question of RACE ends."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def log_likelihoods(
 ) -> np.ndarray:
     """Log-likelihood in nats of each continuation after its context, ``[pairs]``.
 
-    What does not fit into the model's positions is cut from the front.
+    Inputs are truncated from the left to the model's positions.
     """
     model.eval()
     encoded = encode_pairs(tokenizer, pairs)
@@ -131,7 +131,7 @@ def log_likelihoods(
 def encode_pairs(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]
 ) -> list[tuple[list[int], list[int]]]:
-    """Tokens of context and continuation, where the continuation is what the context's tokens leave of both.
+    """Tokens of context and continuation, encoded together and split after the context's tokens.
 
     White space at the end of a context belongs to the continuation. An empty context is the token that
     begins texts, or else the one that ends them, as in lm-evaluation-harness.

@@ -1,4 +1,4 @@
-"""Texts to padded batches: each distinct text is tokenised once, and sequences are put together on demand."""
+"""Texts to padded batches: each distinct text is tokenised once, and sequences are assembled on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from saobp.data.tokenizers import tokenizer_text
 from saobp.data.word_encoder import CachedEncoder
 
 BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Lengths that batches are padded to: few, so that kernels and compiled steps meet few shapes."""
+"""Lengths that batches are padded to: few, to limit the shapes of kernels and compiled steps."""
 CHUNK = 4096
 
 
@@ -30,7 +30,7 @@ class TokenTable:
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], *, characters: bool = False
     ) -> None:
-        """``characters`` also keeps where in the text each token stands, ``[tokens, 2]``."""
+        """``characters`` also stores each token's character offsets, ``[tokens, 2]``."""
         self._rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
         distinct = list(self._rows)
         self.characters: np.ndarray | None = None
@@ -48,7 +48,7 @@ class TokenTable:
 def _with_characters(
     tokenizer: PreTrainedTokenizerFast, texts: list[str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All tokens, how many each text has, and where each token stands in its text."""
+    """Token ids, tokens per text, and character offsets of each token."""
     ids: list[np.ndarray] = []
     spans: list[np.ndarray] = []
     for begin in range(0, len(texts), CHUNK):
@@ -77,7 +77,7 @@ class Layout:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> Layout:
-        """Read off an encoded pair; where nothing stands between, the end-of-text token is put there."""
+        """Derived from an encoded pair; without a separator, the end-of-text token is used."""
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
         other = tokenizer("b", add_special_tokens=False)["input_ids"]
         pair = tokenizer("a", "b")
@@ -168,7 +168,7 @@ class Sequences:
 
 
 def pair_lengths(first: np.ndarray, second: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths of pairs cut to ``budget`` tokens together: the longer text gives way to the shorter."""
+    """Lengths of pairs cut to ``budget`` tokens together: the longer text is truncated first."""
     half = budget // 2
     kept_first = np.where(
         second <= half, np.minimum(first, budget - second), np.minimum(first, budget - half)

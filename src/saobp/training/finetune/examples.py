@@ -22,7 +22,7 @@ Batch = dict[str, Tensor]
 class Examples(Dataset[Batch]):
     """Examples of ``group`` sequences each (the candidates of a choice; else 1) with their labels.
 
-    Asked for several indices at once it gives one padded batch: ``[batch, length]``, or for a choice
+    ``__getitems__`` returns one padded batch: ``[batch, length]``, or for a choice
     ``[batch, group, length]``.
     """
 
@@ -57,7 +57,7 @@ class Examples(Dataset[Batch]):
 
 @dataclass(frozen=True)
 class LengthBatches:
-    """Batches of examples of like length in an order that follows from (seed, epoch) alone."""
+    """Batches of similar length, in an order determined by (seed, epoch)."""
 
     lengths: np.ndarray
     batch: int
@@ -76,7 +76,7 @@ class LengthBatches:
         return [batches[place] for place in draw.permutation(len(batches))]
 
     def __len__(self) -> int:
-        """Batches of an epoch; only the last pool can end in a smaller one."""
+        """Batches of an epoch; only the last pool can end with a smaller one."""
         return -(-len(self.lengths) // self.batch)
 
 

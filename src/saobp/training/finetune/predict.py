@@ -20,13 +20,13 @@ from saobp.training.finetune.scores import score, span_scores
 from saobp.training.finetune.span import SpanExamples, best_spans
 
 CPU_BATCH = 32
-"""Most sequences at a time on a CPU, where a larger batch only costs memory."""
+"""Largest batch on a CPU, where more only costs memory."""
 
 
 def evaluate_rows(
     model: PreTrainedModel, rows: Examples, spec: TaskSpec, recipe: FinetuneRecipe
 ) -> dict[str, float]:
-    """The task's metrics of a model on rows, and but for spans the loss; fetched at the end."""
+    """The task's metrics of a model on rows, and the loss except for spans; one device sync at the end."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -124,7 +124,7 @@ def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 
 
 def uses_bfloat16() -> bool:
-    """On a GPU that can; a CPU computes in float32."""
+    """Whether the GPU supports it; CPUs use float32."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 

@@ -1,7 +1,7 @@
 """How a model is fine-tuned on each task.
 
-The paper names no fine-tuning values but the seed, 42. These are the usual ones for compact BERTs: a rate
-of 1e-4 with a linear fall after a tenth of warm-up, batches of 32, more epochs where there are few rows.
+The paper names no fine-tuning values but the seed, 42. These are the usual ones for compact BERTs: a learning
+rate of 1e-4 with linear decay after 10 % warm-up, batches of 32, more epochs where there are few rows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SEEDS = (42,)
 
 @dataclass(frozen=True)
 class FinetuneRecipe:
-    """Every number of a fine-tuning run but the seed.
+    """Hyperparameters of a fine-tuning run, except the seed.
 
     length:   longest sequence in tokens; a model with fewer positions shortens it
-    warmup:   share of the steps in which the rate rises
+    warmup: share of the steps
     strength_rate:    rate of learned strengths as a multiple of the others', as in pretraining
     evaluation_batch: rows at a time when predicting
     health_texts:     validation sequences whose attention is measured after each epoch; 0 for none

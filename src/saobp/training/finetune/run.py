@@ -53,7 +53,7 @@ def finetune(
 
     model:      a folder with a model and its tokenizer; its own refinement is kept unless another is given
     folder:     gets one run folder per seed, ``seed-42``. A finished seed of the same recipe and data is
-                taken over as it is, an interrupted one goes on from its last checkpoint or starts again.
+    reused, an interrupted one resumes from its last checkpoint or restarts.
     keep_model: whether the last epoch's model is kept in ``seed-42/model``
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -84,7 +84,7 @@ def finetune(
 
 
 class _Session:
-    """What the seeds share: the rows are tokenised once, and only if a seed has to be run."""
+    """State shared by the seeds: rows are tokenised once, and only if a seed has to run."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class _Session:
         self._encoded: tuple[PreTrainedTokenizerFast, dict[str, Examples]] | None = None
 
     def described(self) -> dict[str, Any]:
-        """Everything that decides the result but the seed, ready for JSON.
+        """All settings but the seed, JSON-serialisable.
 
-        The model is named without the place where it lies; its checksum is among the data.
+        The model is named without its path; its checksum is among the data.
         """
         return {
             **self.recipe.to_dict(),
@@ -192,7 +192,7 @@ def encode_task(
 
 
 def outcome(lines: Iterable[Mapping[str, Any]], main: str, metrics: Iterable[str]) -> dict[str, Any]:
-    """Best and last epoch of a log by the main metric; the validation rows themselves choose the best."""
+    """Best and last epoch of a log; the best is selected by the main metric on the same validation rows."""
     evaluations = [line for line in lines if f"eval_{main}" in line]
     best = max(evaluations, key=lambda line: line[f"eval_{main}"])
     last = evaluations[-1]
@@ -207,7 +207,7 @@ def outcome(lines: Iterable[Mapping[str, Any]], main: str, metrics: Iterable[str
 
 
 def summarise(results: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Results of all seeds of a task in one object: means and standard deviations (0 for a single seed)."""
+    """Aggregate all seeds of a task: means and standard deviations (0 for a single seed)."""
     kept = ("best", "last", "best_epoch", "best_metrics", "last_metrics")
     shared = ("partial", "rows", "official_rows", "files", "notes", "truncated")
     first = next(iter(results.values()))

@@ -1,4 +1,4 @@
-"""Each task's own metrics, as percentages: 100 is perfect."""
+"""Each task's metrics, in percent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extractive answers: overlapping windows over a long context, and the best span of each."""
+"""Extractive question answering: overlapping windows over a long context, best span of each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def encode_spans(
 ) -> SpanExamples:
     """Windows of a split; neighbours share a third of their length, and a question is cut to its limit.
 
-    Labels are the positions of the first answer's tokens, or position 0 in a window that lacks it.
+    Labels are the positions of the first answer's tokens, or 0 in a window without it.
     """
     questions, contexts = split.column("question"), split.column("context")
     answers = split.column("answers")
@@ -72,7 +72,7 @@ def encode_spans(
 
 
 def window_starts(tokens: int, room: int, overlap: int) -> list[int]:
-    """Where windows of ``room`` tokens begin so that they cover ``tokens`` and overlap."""
+    """Starts of windows of ``room`` tokens that cover ``tokens`` and overlap."""
     step = max(1, room - min(overlap, room - 1))
     return [0, *range(step, max(tokens - room, 0) + step, step)] if tokens > room else [0]
 
@@ -105,8 +105,8 @@ def _positions(sequences: Sequences, first: np.ndarray, last: np.ndarray) -> dic
 def best_spans(start: Tensor, end: Tensor, allowed: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best span of each window: score, start and end, ``[windows]``.
 
-    start, end: logits ``[windows, length]``; allowed: True where a context token stands. Every pair with
-    start <= end < start + ``longest`` is looked at, one distance at a time.
+    start, end: logits ``[windows, length]``; allowed: True at context tokens.
+    Searches all pairs with start <= end < start + ``longest``, one distance at a time.
     """
     start = start.float().masked_fill(~allowed, -torch.inf)
     end = end.float().masked_fill(~allowed, -torch.inf)

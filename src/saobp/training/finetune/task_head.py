@@ -33,7 +33,7 @@ def load_with_head(
 ) -> PreTrainedModel:
     """A model in float32 with a new head for a task, refined as it was saved or as asked.
 
-    ``refinement`` takes the place of the checkpoint's own; the factor ``none`` takes it off.
+    ``refinement`` overrides the checkpoint's own; the factor ``none`` removes it.
     """
     config = config_of(folder)
     kind, words = _HEADS[spec.kind]

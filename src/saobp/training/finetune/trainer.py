@@ -1,4 +1,4 @@
-"""One seed of fine-tuning on the Transformers Trainer, with little work per step."""
+"""One seed of fine-tuning on the Transformers Trainer, with little overhead per step."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.head_records import MEASURED, health_line, separate_strengths, strengths_of
 
 CHECKPOINT_SECONDS = 60.0
-"""An epoch's end writes a checkpoint if so much time has passed since the last; short runs start again."""
+"""Minimum time between checkpoints, written at the end of epochs; short runs restart instead."""
 LOGS_PER_EPOCH = 10
 
 Progress = Callable[[int, int], None]
 
 
 class TaskTrainer(Trainer):
-    """Trains on batches of like length, scores every epoch, and writes to a run folder."""
+    """Trains on batches of similar length, scores every epoch, and writes to a run folder."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class TaskTrainer(Trainer):
 
     @property
     def seconds(self) -> float:
-        """Time spent on this seed, also before an interruption."""
+        """Time spent on this seed, over all sessions."""
         return self.earlier + time.monotonic() - self.began
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -79,7 +79,7 @@ class TaskTrainer(Trainer):
         return self.accelerator.prepare(loader)
 
     def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
-        """The Trainer's groups, and one of their own for learned strengths."""
+        """The Trainer's parameter groups, and one more for learned strengths."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(*arguments)
         if is_new:
@@ -88,7 +88,7 @@ class TaskTrainer(Trainer):
         return optimizer
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Score the validation rows and measure attention health; the line in the log carries the epoch."""
+        """Score the validation rows and measure attention health; the log line carries the epoch."""
         assert isinstance(self.model, PreTrainedModel)
         found = evaluate_rows(self.model, self.rows["validation"], self.spec, self.recipe)
         metrics = {f"eval_{name}": value for name, value in found.items()}
@@ -112,12 +112,12 @@ class TaskTrainer(Trainer):
             self.run.log_metrics({**head, **logs})
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
-        """Not counted: it would walk over all parameters at each step."""
+        """Not counted: it would iterate over all parameters at each step."""
         del inputs
         return 0
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        """A checkpoint of the run folder, whole or absent, if it is due; training goes on without."""
+        """Write a checkpoint atomically if it is due; training continues if that fails."""
         del model, trial
         if time.monotonic() - self.last_checkpoint < self.checkpoint_seconds:
             return
@@ -136,7 +136,7 @@ class TaskTrainer(Trainer):
 
 
 class _EpochLog(TrainerCallback):
-    """The mean loss is logged before a checkpoint, so that none spans two sessions of an interrupted run."""
+    """Logs the mean loss before a checkpoint, so that no mean spans two sessions of a run."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, state
