@@ -1,4 +1,4 @@
-"""The description of a call that operators, plans and launches share: its tensors, and all else in numbers."""
+"""The description of a call that operators, plans and launches share: its tensors and its scalars."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORT = 128
 
 
 WEAKEST, STRONGEST = -0.25, 0.21
-"""Bounds on gamma between which parabolas give messages to 4e-4, well under bfloat16's rounding."""
+"""Bounds on gamma within which parabolas give messages to 4e-4, well under bfloat16's rounding."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class CallTensors(NamedTuple):
 
 
 def pointers(tensors: tuple[Any, ...]) -> list[Tensor]:
-    """CallTensors for kernels: one that is not there needs some tensor in its place, which the kernel never reads."""
+    """CallTensors for kernels: None is replaced by a dummy tensor, which the kernel never reads."""
     strength = tensors[3]
     return [strength if one is None else one for one in tensors]
 
 
 def layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that launches depend on in CallTensors: shapes, strides, types, devices, and whether states are aligned to 16
-    bytes, as the copy engine asks."""
+    """Cache key of CallTensors: shapes, strides, types, devices, and whether states are aligned to 16 bytes, as the
+    copy engine requires."""
     query, key, value, strength, mask, cu, seed = tensors
     return (
         (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15,
@@ -65,8 +65,8 @@ def layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class CallNumbers(NamedTuple):
-    """Numbers of a call, in the order of every operator: length of the longest sequence, scale of scores, probability of
-    dropout, sign of the strength, whether rows hear each other, and a bound on gamma (0 where none is known)."""
+    """Scalars of a call, in the order of every operator: length of the longest sequence, scale of scores, dropout
+    probability, sign of the strength, whether rows hear each other, and a bound on gamma (0 if unknown)."""
 
     longest: int
     scale: float
@@ -78,7 +78,7 @@ class CallNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSpec:
-    """Everything about a call but its tensors. ``sequences`` differ from the batch when packed.
+    """Everything about a call but its tensors. ``sequences`` differs from ``batch`` when packed.
 
     A row *hears* another when its belief depends on that row's message; gamma = 1 - e^(-sign strength) is the message's
     weight.
@@ -121,17 +121,17 @@ class CallSpec:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """In which type keys' factors are kept: where tiles are refined in the inputs' own type, in that."""
+        """Type of the stored key factors: the inputs' type where tiles are refined in it, else float32."""
         return self.dtype if self.precise == 0 else torch.float32
 
     @property
     def splits_inverse(self) -> bool:
-        """Whether a row's inverse normaliser is too large for the type of its scaled gradient."""
+        """Whether a row's inverse normaliser may exceed the range of its scaled gradient's type."""
         return self.dtype == torch.float16 and self.precise != 0
 
     @property
     def low_plane(self) -> int:
-        """Distance of the second part of the rows' log-sum-exp from the first."""
+        """Offset from the first part of the rows' log-sum-exp to the second."""
         return self.batch * self.heads * self.length
 
     @property
@@ -149,14 +149,14 @@ class CallSpec:
 
     @property
     def states_strides(self) -> tuple[int, int, int, int]:
-        """Laid out as ``[batch, length, heads, dim]``, which models want next."""
+        """Memory layout ``[batch, length, heads, dim]``, which models use next."""
         return (self.length * self.heads * self.dim, self.dim, self.heads * self.dim, 1)
 
     @property
     def lowest_sum(self) -> float:
         """Below this normaliser a row is computed with logarithms.
 
-        float16 weights have little range; tiles refined in bfloat16 guess from the normaliser what rounding left.
+        float16 weights have little range; tiles refined in bfloat16 estimate rounding errors from the normaliser.
         """
         if self.dtype == torch.float16:
             return 2.0**-6
@@ -211,12 +211,12 @@ class CallSpec:
 
 
 def ceil_div(count: int, step: int) -> int:
-    """Triton's own function for this costs several microseconds."""
+    """As ``triton.cdiv``, which costs several microseconds."""
     return -(-count // step)
 
 
 def next_power(count: int) -> int:
-    """The smallest power of two that is no smaller."""
+    """The smallest power of two that is at least ``count``."""
     return 1 << (count - 1).bit_length()
 
 
@@ -226,12 +226,12 @@ def is_short(longest: int, dim: int, dtype: torch.dtype) -> bool:
 
 
 def all_keys(spec: CallSpec) -> int:
-    """Keys of a tile that holds the longest sequence."""
+    """Keys of a tile wide enough for the longest sequence."""
     return max(16, next_power(spec.longest))
 
 
 def parabola(function: Callable[[float], float], bound: float) -> tuple[float, float, float]:
-    """Interpolates at the three Chebyshev nodes of [0, bound]; c0 + c1 x + c2 x^2."""
+    """c0, c1, c2 of c0 + c1 x + c2 x^2, which interpolates at the three Chebyshev nodes of [0, bound]."""
     x, y, z = (bound * (0.5 + 0.5 * math.cos(math.pi * (2 * i + 1) / 6)) for i in range(3))
     slope, second = (function(y) - function(x)) / (y - x), (function(z) - function(y)) / (z - y)
     c2 = (second - slope) / (z - x)
@@ -253,9 +253,9 @@ def resources(block: Block) -> dict[str, Any]:
 
 
 def blocks(spec: CallSpec, block: Block, gridded: int, walked: int | None = None) -> dict[str, Any]:
-    """Sizes of a sweep with a program per ``gridded`` tokens.
+    """Size arguments of a sweep with a program per ``gridded`` tokens.
 
-    ``walked``, the step in which a program goes over all tokens, tells whether the last step is partial.
+    ``walked``, the tokens per step of a program's loop, determines whether the last step is partial.
     """
     sizes = {
         "blocks": ceil_div(spec.longest, gridded),

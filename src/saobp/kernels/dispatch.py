@@ -19,7 +19,7 @@ Family = Literal["short", "long", "short causal", "causal", "elemmul"]
 
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Both are asked once: the compiler cannot trace such questions."""
+"""Both are read once at import: ``torch.compile`` cannot trace such checks."""
 
 POTTS = {"high": (1.0, True), "low": (-1.0, True), "high-listing": (1.0, False), "low-listing": (-1.0, False)}
 """Sign of the strength, and whether rows hear each other."""
@@ -29,10 +29,10 @@ HALF_STRONGEST = 8.0
 
 
 class Call(NamedTuple):
-    """All that the path of a call depends on, apart from how its tensors lie in memory.
+    """All that the path of a call depends on, apart from the memory layout of its tensors.
 
-    ``strongest`` bounds the strengths where that is known without asking the GPU; ``longest`` is of a packed batch;
-    ``values_only`` says that no gradient, compiler or tracer needs anything but the values (asked on a CPU alone).
+    ``strongest`` bounds the strengths if known without a device sync; ``longest`` is the longest sequence of a packed
+    batch; ``values_only``: no gradient, compiler or tracer is involved (used on a CPU only).
     """
 
     query: tuple[int, ...]
@@ -67,9 +67,9 @@ class Call(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Who computes a call. ``obstacle`` is why not another, in words that fit behind 'because'.
+    """What computes a call. ``obstacle`` says why not something faster, in words that fit behind 'because'.
 
-    ``kernels`` are known where the layout of the tensors is, which ``saobp.explain`` looks at.
+    ``kernels`` is set if the layout of the tensors is known, as in ``saobp.explain``.
     """
 
     name: Literal["fused", "torch", "cpu inference", "reference"]
@@ -80,7 +80,7 @@ class Path(NamedTuple):
 
     @property
     def is_fallback(self) -> bool:
-        """Whether a refined call on a GPU is left to the slower reference."""
+        """Whether a refined call on a GPU falls back to the slower reference."""
         return self.name == "reference" and self.call.backend == "auto" and self.call.device == "cuda"
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ def _strength(call: Call) -> str:
 
 
 def select(call: Call) -> Path:
-    """The path of a call. Raises where the kernels were asked for by name and cannot do it."""
+    """The path of a call. Raises if backend='fused' and the kernels do not support it."""
     if call.backend not in ("auto", "reference", "fused"):
         raise ValueError(f"unknown backend {call.backend!r}: choose 'auto', 'reference' or 'fused'")
     if call.backend == "reference":
@@ -144,7 +144,7 @@ def select(call: Call) -> Path:
 
 
 def unsupported(call: Call) -> str | None:
-    """Why the kernels cannot do this call, in words that fit behind 'because'; None if they can."""
+    """Why the kernels do not support this call, in words that fit behind 'because'; None if they do."""
     query, key, value, dtype, device, refinement = call[:6]
     factor = refinement.factor
     if not TRITON_FOUND:
@@ -184,7 +184,7 @@ def unsupported(call: Call) -> str | None:
 
 
 def family(factor: str, is_causal: bool, longest: int, dim: int, dtype: torch.dtype) -> Family:
-    """Which kernels serve a call that they support."""
+    """Kernel family of a supported call."""
     if factor == "elemmul":
         return "elemmul"
     short = is_short(longest, dim, dtype)
@@ -196,8 +196,8 @@ def family(factor: str, is_causal: bool, longest: int, dim: int, dtype: torch.dt
 def numbers_of(
     factor: str, longest: int, dim: int, scale: float | None, dropout_p: float, strongest: float | None
 ) -> CallNumbers:
-    """A call in the numbers of operators. Only a strength that does not learn may be known: kernels that know a bound give
-    it no gradient."""
+    """Scalar arguments of the operators. The bound is set only for strengths without gradient: kernels given a bound
+    compute none."""
     sign, hears = POTTS.get(factor, (1.0, False))
     known = strongest is not None and factor in POTTS
     bound = -math.expm1(-sign * min(strongest, MAX_STRENGTH)) if known and strongest is not None else 0.0
@@ -206,13 +206,13 @@ def numbers_of(
 
 HOPPER = 90
 HOPPER_FROM = 2048
-"""Heads from which on the kernel for Hopper serves: describing tensors to the copy engine takes the host 44 microseconds a
-launch, in which ``short_weak_forward`` has done fewer."""
+"""Minimum heads for the Hopper kernel: its tensor descriptors cost the host 44 microseconds per launch, in which
+``short_weak_forward`` completes fewer heads."""
 COPIED_FROM = 1 << 28
-"""Entries of all maps from which on the copy engine fetches tiles, for the same reason. At half as many, 512 heads of 512
+"""Minimum entries of all maps for tiles fetched by the copy engine, for the same reason. At half as many, 512 heads of 512
 tokens, a call with its backward pass waited for the host (1.1 ms instead of 0.8 on an H200)."""
 SPLIT_FROM = 1 << 29
-"""Entries of all maps from which on a call is split over two streams: that takes the host as many launches again."""
+"""Minimum entries of all maps for a split over two streams, which doubles the number of launches."""
 
 
 class KernelChoice(NamedTuple):
@@ -242,11 +242,11 @@ class KernelChoice(NamedTuple):
 def select_kernels(
     family: Family, spec: CallSpec, *, aligned: bool = False, capability: int = 0
 ) -> KernelChoice:
-    """Kernels of a family for a call.
+    """Kernels of a family that a call launches.
 
     aligned:    whether the copy engine can fetch its states
     capability: ten times the GPU's compute capability
-    Without them ``weak`` and ``careful``, on which shapes of saved tensors depend, are the same.
+    ``weak`` and ``careful``, on which shapes of saved tensors depend, do not depend on these two.
     """
     weak, half = spec.precise == 0, spec.dtype != torch.float32
     fetched = half and aligned and spec.dim == 64 and not spec.packed and capability >= HOPPER
@@ -265,22 +265,21 @@ def select_kernels(
 
 
 def entries(spec: CallSpec) -> int:
-    """Of all maps of a call."""
+    """Number of entries of all attention maps of a call."""
     return spec.sequences * spec.heads * spec.length**2
 
 
 def has_hopper_kernel(capability: int) -> bool:
-    """Its Gluon is experimental: only versions of Triton that are known to compile it."""
+    """Only with versions of Triton known to compile it: Gluon is experimental."""
     from saobp.kernels.runtime.launcher import LAUNCHES_DIRECTLY
 
     return capability == HOPPER and LAUNCHES_DIRECTLY and not INTERPRETED
 
 
 def split_axis(spec: CallSpec) -> int | None:
-    """Which axis of ``[batch, heads, length, dim]`` can be halved.
+    """Axis of ``[batch, heads, length, dim]`` that can be halved, or None.
 
-    Not with dropout, whose seeds count heads from a call's first one, nor in float32, whose numbers have two parts that lie
-    apart.
+    Not with dropout, whose seeds count heads from a call's first one, nor in float32, which stores numbers in two planes.
     """
     if spec.packed or spec.dropout or spec.dtype == torch.float32:
         return None

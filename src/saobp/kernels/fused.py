@@ -1,4 +1,4 @@
-"""The call into the kernels."""
+"""Entry point of the kernels."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def fused_attention(
     cumulative_lengths: Tensor | None = None,
     longest: int | None = None,
 ) -> Tensor:
-    """Refined attention by the kernels; arguments as in :func:`saobp.attention`, checked already.
+    """Refined attention by the kernels; arguments as in :func:`saobp.attention`, already checked.
 
-    ``strongest`` says that strengths lie from 0 to it, where that is known without asking the GPU; for a strength that
-    learns it does not count. A packed batch is one of batch size 1 with ``cumulative_lengths`` and the length of its ``longest`` sequence.
+    ``strongest``: strengths are between 0 and this, if known without a device sync; ignored for strengths with
+    gradient. A packed batch is one of batch size 1 with ``cumulative_lengths`` and the length of its ``longest`` sequence.
     """
     refuse_tangents(query, key, value, strength)
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:

@@ -1,22 +1,21 @@
-"""Gradients for long sequences, not causal: three sweeps, no atomics.
+"""Gradients for long bidirectional sequences: three sweeps, no atomics.
 
 With P the refined rows, D = rowsum(dO * O), dT = P * (dO V^T - D) and u = a / (1 - gamma a):
 
 1. ``value_gradient`` (over keys): dV = P^T dO and dc = sum_j dT = V . dV - P^T D.
 2. ``query_gradient`` (over rows): H = u (dT - dc), E = rowsum(H), dQ = (dT + gamma H) K - t (a K) with
-   t = gamma E, where the last product spares a sweep for E alone.
+   t = gamma E, where the last product saves a separate sweep for E.
 3. ``key_gradient`` (over keys): dK = (dT + gamma H - a t)^T Q.
 
-The derivative with respect to gamma is the sum of E; strengths that learn count as unknown.
+The derivative with respect to gamma is the sum of E. Trained strengths count as unknown.
 
 In a collapsed row gradients are what is left after large terms cancel. So every sweep takes dO divided by the
-row's normaliser and rounded (``scaled_gradients``), and D from these very numbers; and dV and P^T D come from the
-same rounded weights. What rounding leaves of rowsum(dT), which is 0, is taken out within t as far as P lies
-along a: in a sink that other rows shun it does not.
+row's normaliser and rounded (``scaled_gradients``), and D from the same rounded values; and dV and P^T D come from
+the same rounded weights. The rounding error of rowsum(dT), which is exactly 0, is removed within t as far as P is
+parallel to a; in a sink that other rows' messages suppress it is not.
 
-Where some row's normaliser may be so small that a product of weights underflows, every sweep is launched twice:
-the CAREFUL one, with a logarithm instead of a factor for ``key_part``, does the heads where that happened, the other
-one the rest.
+If a row's normaliser may be so small that a product of weights underflows, every sweep is launched twice: CAREFUL,
+with ``key_part`` as a logarithm instead of a factor, for the heads where that happened, and once for the others.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def value_gradient(
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dV of a block of keys and the gradient of what these keys hear; if PRECISE is 0 that also times -gamma, rounded."""
+    """dV of a block of keys and dc, the gradient of their summed messages; if PRECISE is 0 also -gamma dc, rounded."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -81,7 +80,7 @@ def value_gradient(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     key_part = load_vector(key_part_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True).to(tl.float32)
-    # A key's factor is the same for all rows, so it can wait for their sum, if the type has room for that.
+    # A key's factor is the same for all rows, so it is applied to their sum, if the type has the range.
     LATE_PART: tl.constexpr = HEARS and not CAREFUL and not POWER
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     own = tl.zeros([KEYS, 16], tl.float32)
@@ -212,7 +211,7 @@ def query_gradient(
                 u = multiply(u, speaks)
             d_heard = multiply_add(d_logits, pair[0], heard)
             d_scores = multiply_add(u, d_heard, d_logits)
-            # From gamma H itself: it is lost in the rounding of d_scores, where d_logits is much larger.
+            # Summed from gamma H itself, which d_scores loses to rounding where d_logits is much larger.
             row_terms = add_row_sums(
                 row_terms, multiply_add(d_logits, along, multiply(u, d_heard)), ones, PRECISE
             )
@@ -240,7 +239,7 @@ def query_gradient(
     else:
         if POWER:
             norm /= power
-        # The share of P that lies along a.
+        # The component of P parallel to a.
         share = tl.minimum(overlap * norm / tl.maximum(square, 1e-30), 1.0)
         row_term = gamma * strength_grad + share * excess
     if PRECISE != 0:

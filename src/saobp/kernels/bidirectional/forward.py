@@ -1,7 +1,7 @@
-"""Long sequences, not causal: the third sweep, after those of ``sums``.
+"""Long bidirectional sequences: the third sweep, after the two of ``sums``.
 
-``refined_output``: refined rows times values; ``careful_output`` repeats rows that underflowed. A tile of 128 rows
-is worked on in two halves, as there.
+``refined_output``: refined rows times values; ``careful_output`` recomputes rows that underflowed. Tiles of 128 rows
+are processed in two halves, as in ``sums``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from saobp.kernels.library.packed_bf16 import boosted, multiply, pair_message
 
 @triton.jit
 def add_row_sums(totals, tile, ones, PRECISE: tl.constexpr):
-    """Adds the sums of a tile's rows to every column of ``totals`` ``[rows, 16]``: half types on the tensor cores.
+    """Adds a tile's row sums to every column of ``totals`` ``[rows, 16]``; half types use the tensor cores.
 
-    Sums are of the rounded weights that meet the values. So a row that sees one key gives exactly its value.
+    Sums the rounded weights that multiply the values, so a row that sees one key returns exactly its value.
     """
     if PRECISE == 2:
         return totals + tl.sum(tile, 1)[:, None]
@@ -43,7 +43,7 @@ def refined_tile(
     raw, high, low, rows_real, weight, score_scale, message, pair,
     KIND: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Refined weights as a product, a * weight / message: one exponential per entry. Padding rows say nothing."""
+    """Refined weights as a product, a * weight / message: one exponential per entry. Padding rows send no message."""
     a = tl.exp2(relative(raw, high[:, None], low[:, None], score_scale, PRECISE))
     if PRECISE == 0:
         refined = boosted(a.to(KIND), pair)
@@ -173,10 +173,10 @@ def careful_output(
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Does a block of rows again with logarithms if the product of weights came near underflow there.
+    """Recomputes a block of rows in the log domain if its product of weights came near underflow.
 
-    That happens to a row whose whole weight sits on keys that the other rows shun. Nearly always there is
-    nothing to do, and registers are not shared with the fast way: hence a kernel of its own.
+    That happens to a row whose whole weight is on keys that other rows' messages suppress. It is rare, and a separate
+    kernel does not cost the fast path registers.
     """
     if tl.load(lowest_ptr + tl.program_id(0)) >= lowest_sum:
         return
@@ -224,9 +224,9 @@ def careful_output(
 
 @triton.jit
 def is_careful(lowest_ptr, line, blocks, lowest_sum, BLOCKS: tl.constexpr):
-    """1 if some refined row of the line has a normaliser so small that a product of weights may underflow.
+    """1 if a refined row of this head has a normaliser so small that a product of weights may underflow.
 
-    ``line`` counts heads of all sequences; ``blocks`` is how many blocks of its rows noted a normaliser.
+    ``line`` is sequence * heads + head; ``blocks`` is how many blocks of its rows recorded a normaliser.
     """
     places = tl.arange(0, BLOCKS)
     lowest = tl.min(tl.load(lowest_ptr + line * blocks + places, mask=places < blocks, other=1.0), 0)

@@ -1,4 +1,4 @@
-"""What the backward sweeps share: row products, scaled gradients, and a tile's weights made again."""
+"""Shared by the backward sweeps: row products, scaled gradients, and recomputed weights of a tile."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def row_products(
     """D = rowsum(dO * O), as the diagonal of a product.
 
     The sweeps subtract D from products of dO and V made by the same instructions in the same order. So a row that
-    sees one key, where O is V, gets a difference of exactly 0; a plain sum would leave the rounding of a long one.
+    sees one key, where O is V, gets a difference of exactly 0; a plain sum would leave a rounding error.
     """
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
     o_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
     delta_base = head_base(delta_ptr, batch, head, first, heads, length)
-    # 64 rows at once are what the sweeps of half types multiply; in float32 any number goes in the same order.
+    # Sweeps of half types multiply 64 rows at once; in float32 any number has the same order of summation.
     PART: tl.constexpr = 16 if grad_ptr.dtype.element_ty == tl.float32 or BLOCK_DIM > 128 else 64
     places = tl.arange(0, PART)
     own = places[:, None] == places[None, :]
@@ -51,7 +51,7 @@ def scaled_gradients(
 ):  # fmt: skip
     """dO over the row's normaliser, and D of that; for half types D also as a sum of two ``parts`` ``[rows, 16]``.
 
-    POWER: float16 has no room for large inverses, so a power of two of them is kept apart, for the weights.
+    POWER: float16 lacks range for large inverses, so a power of two is split off and applied to the weights.
     """
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -83,7 +83,7 @@ def scaled_gradients(
 def prior_weights(
     raw, high, low, keys_real, score_scale, TAIL: tl.constexpr, PRECISE: tl.constexpr
 ):  # fmt: skip
-    """Relative scores and prior weights of a tile; vectors come ready to broadcast."""
+    """Relative scores and prior weights of a tile; vectors are already shaped to broadcast."""
     if TAIL:
         raw = tl.where(keys_real, raw, float("-inf"))
     scores = relative(raw, high, low, score_scale, PRECISE)
@@ -92,7 +92,7 @@ def prior_weights(
 
 @triton.jit
 def spoken_inverse(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
-    """1 / (1 - gamma a); padding rows, which send nothing, have 1."""
+    """1 / (1 - gamma a); 1 for padding rows, which send no message."""
     inverse = inverse_message(a, message, PRECISE)
     if MASKED:
         inverse = tl.where(rows_real, inverse, 1.0)
@@ -101,8 +101,8 @@ def spoken_inverse(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def spoken_pair(pair, speaks, MASKED: tl.constexpr):
-    """The coefficients of ``boosted`` row by row; ``speaks`` is 0 for padding rows, which keep their weights. Fewer
-    instructions than a choice between two tiles of a half type.
+    """The coefficients of ``boosted`` per row; ``speaks`` is 0 for padding rows, which keep their weights. Fewer
+    instructions than ``tl.where`` on two tiles of a half type.
     """
     if MASKED:
         pair = (pair[0], multiply(speaks, pair[1]), multiply(speaks, pair[2]))
@@ -129,7 +129,7 @@ def before_normalising(
 
 @triton.jit
 def load_power(base, rows, tokens, TAIL: tl.constexpr, POWER: tl.constexpr):
-    """The part of each row's inverse normaliser that its scaled gradient could not take."""
+    """The power of two of each row's inverse normaliser that ``scaled_gradients`` split off."""
     if POWER:
         return load_vector(base, rows, tokens, 0.0, TAIL)
     else:
@@ -138,9 +138,9 @@ def load_power(base, rows, tokens, TAIL: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def closeness(inverse):
-    """How close rows of a are to rows of P, from 0 to 1, guessed from the inverse of a row's normaliser.
+    """Estimate from 0 to 1 of how close a row of a is to its row of P, from the inverse of the row's normaliser.
 
-    The normaliser is the mean factor of the keys that a row looks at: 1 if none of them is shunned.
+    The normaliser is the mean factor of the keys that a row attends to: 1 if messages suppress none of them.
     """
     mean = tl.minimum(tl.where(inverse > 0.0, 1.0 / tl.where(inverse > 0.0, inverse, 1.0), 0.0), 1.0)
     square = mean * mean

@@ -36,13 +36,13 @@ from saobp.kernels.runtime.two_streams import second_half_offsets
 
 
 def sweep_block(spec: CallSpec, sweep: str) -> Block:
-    """Under ``torch.compile`` a head size may be a symbol; tiles need its number."""
+    """Tile of a sweep. Under ``torch.compile`` the head size may be symbolic, hence ``int``."""
     return _sweep_block(spec.dtype, int(spec.dim), sweep)
 
 
 @lru_cache(maxsize=4096)
 def _sweep_block(dtype: torch.dtype, dim: int, sweep: str) -> Block:
-    """Tile sizes found by ``benchmarks/tune_sweeps.py`` on an H200; small ones where registers are short."""
+    """Tile sizes found by ``benchmarks/tune_sweeps.py`` on an H200; small where registers are scarce."""
     if dtype == torch.float32:
         return Block(32, 32, warps=4, stages=1) if dim > 64 else Block(64, 32, warps=4, stages=2)
     if dim > 128:
@@ -65,7 +65,7 @@ def lowest_blocks(spec: CallSpec) -> int:
 
 
 def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
-    """What the backward pass needs besides the output, and the largest of what each block of keys hears."""
+    """What the backward pass needs besides the output, and each block of keys' largest sum of messages."""
     floats, rows = torch.float32, spec.rows_shape
     keys = rows if spec.hears else (0,)
     lowest = spec.sequences * spec.heads * lowest_blocks(spec)
@@ -81,7 +81,7 @@ def saved_buffer(spec: CallSpec) -> Saved:
 
 
 Fetch = Callable[[str, int], dict[str, TileDescriptor]]
-"""Descriptors of states, by their letters, in tiles of so many rows; empty where the copy engine is not used."""
+"""Maps names of states and rows per tile to TMA descriptors; empty where the copy engine is not used."""
 Step = Callable[[LaunchSequence, CallSpec, dict[str, Any], Fetch], None]
 
 
@@ -124,17 +124,17 @@ def _add_sums(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any],
 def _add_output(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any], fetch: Fetch) -> None:
     block = sweep_block(spec, "refined_output")
     programs, tiles = spec.programs(block.rows), fetch("kv", block.keys)
-    if tiles and spec.precise == 0:  # registers are left: three programs to a multiprocessor
+    if tiles and spec.precise == 0:  # few registers: three programs per multiprocessor
         block = replace(block, registers=168)
     own = blocks(spec, block, block.rows, block.keys)
     launches.add(forward.refined_output, programs, numbers | own, tiles)
-    if spec.may_underflow:  # repeats what did
+    if spec.may_underflow:  # recomputes rows that did
         own = blocks(spec, Block(block.rows, 32, stages=1), block.rows, 32)
         launches.add(forward.careful_output, programs, numbers | own)
 
 
 def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
-    """What the sweeps share."""
+    """Arguments common to the sweeps."""
     lowest = lowest_blocks(spec)
     return {
         **strides("q", query), **strides("k", key), **strides("v", value), **spec.numbers, **spec.constants,
@@ -147,7 +147,7 @@ def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[
 
 BACKWARD_NAMES = (*INPUT_NAMES, "grad", "out", "saved", "dq", "dk", "dv", "strength_grad", "scratch")
 PARTS = 16
-"""Columns that D, split into parts of half types, is padded to: the least that a product on the tensor cores takes."""
+"""Columns that the half-type parts of D are padded to: the minimum of a tensor-core product."""
 
 
 def plan_backward(
@@ -194,7 +194,7 @@ def add_scaled_gradients(
     in_parts: bool = True,
     **named: str,
 ) -> None:
-    """The output's gradient divided by the rows' normalisers; D of that, also as a sum of half types; powers of two apart."""
+    """Launches ``scaled_gradients``: dO over the rows' normalisers, D of that, and powers of two split off."""
     numbers = {
         **strides("g", grad), **strides("o", out), **named_strides("s", spec.states_strides), "part_row": PARTS,
         **spec.numbers, **spec.constants, "blocks": ceil_div(spec.longest, 128), "ROWS": 128,
@@ -211,7 +211,7 @@ _plans: dict[Hashable, LaunchPlan] = {}
 
 
 def run_sums(spec: CallSpec, query: Tensor, key: Tensor, strength: Tensor) -> Tensor:
-    """Of what the backward pass needs, the part that does not depend on values."""
+    """The part of the saved buffer that does not depend on values: row and key sums."""
     tensors = CallTensors(query, key, query, strength)
     saved = query.new_empty(saved_slices(spec)[1], dtype=torch.uint8)
     look_up = ("sums", spec, *layout(tensors))
@@ -223,7 +223,7 @@ def run_sums(spec: CallSpec, query: Tensor, key: Tensor, strength: Tensor) -> Te
 def run_output(
     spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, strength: Tensor, saved: Tensor
 ) -> Tensor:
-    """Refined rows times values, from sums known already; completes what the backward pass needs."""
+    """Refined rows times values, from the result of ``run_sums``; completes the saved buffer."""
     tensors = CallTensors(query, key, value, strength)
     look_up = ("output", spec, *layout(tensors))
     plan = cached(_plans, look_up, plan_forward, spec, tensors, True, (_add_output,))

@@ -1,7 +1,7 @@
-"""Short sequences, not causal: a program holds the whole map of one head, forward and backward in one launch each.
+"""Short bidirectional sequences: a program holds the whole map of one head; one launch forward, one backward.
 
 Scores are computed once and stay in registers, so the cost is close to that of reading and writing the states.
-CAREFUL adds logarithms where the product of a weight and a key's factor could underflow.
+CAREFUL works in the log domain, for products of a weight and a key's factor that could underflow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from saobp.kernels.library.packed_bf16 import boosted, multiply, pair_message
 
 @triton.jit
 def inverse_or_zero(total, MAY_BE_EMPTY: tl.constexpr):
-    """1 / total; 0 for a row that sees no key, if there may be one."""
+    """1 / total; 0 for a row that sees no key, if MAY_BE_EMPTY."""
     if MAY_BE_EMPTY:
         return tl.where(total > 0, 1.0 / total, 0.0)
     else:
@@ -45,7 +45,7 @@ def short_forward(
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS; SAVES what the backward pass needs."""
+    """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS; SAVES for the backward pass."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, KEYS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
@@ -135,10 +135,10 @@ def short_backward(
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK and dV of one head, and the gradient of its gamma row by row; the letters are those of backward.py.
+    """dQ, dK and dV of one head, and the gradient of its gamma per row; notation of backward.py.
 
-    The whole map is at hand, so rows are normalised once more, and D and dc are sums of what is used: in collapsed
-    heads gradients are what is left after large terms cancel, and a rounded log-sum-exp would spoil that.
+    The whole map is in registers, so rows are renormalised, and D and dc are sums of the values used: in collapsed
+    heads large terms cancel, which a rounded log-sum-exp would prevent.
     """
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, KEYS)

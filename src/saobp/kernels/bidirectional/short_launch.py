@@ -30,12 +30,12 @@ WEAK_BLOCKS = {
 }
 """Tiles of ``short_weak_forward`` by keys and largest head size.
 
-Milliseconds of 2048 heads of 128 tokens on an H200: 0.058 as here, with three programs to a multiprocessor; 0.067 with a
-fourth, whose registers spill; 0.059 for all rows at once, in eight warps; 0.070 by ``short_forward``."""
+Milliseconds for 2048 heads of 128 tokens on an H200: 0.058 as here, with three programs per multiprocessor; 0.067 with
+four, which spill registers; 0.059 for all rows at once, in eight warps; 0.070 by ``short_forward``."""
 
 
 def saved_vectors(spec: CallSpec) -> Saved:
-    """Of lse, key_part (what keys hear, or its exponential) and anchor; unused ones are empty."""
+    """Shapes of lse, key_part (summed messages of keys, or 2 to them) and anchor; unused ones are empty."""
     floats, rows = torch.float32, spec.rows_shape
     return {
         "lse": (rows, floats),
@@ -74,7 +74,7 @@ def weak_block(spec: CallSpec) -> Block:
 
 
 def short_block(spec: CallSpec, backward: bool) -> Block:
-    """The whole map at once: as few warps as can hold it in registers, since sums over rows cost each warp alike."""
+    """The whole map at once: the fewest warps that hold it in registers, since column sums cost every warp the same."""
     keys = all_keys(spec)
     large = keys == SHORT and (backward or spec.dim > 64)
     return Block(keys, keys, warps=8 if large else 4, stages=1)

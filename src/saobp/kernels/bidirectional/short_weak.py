@@ -1,8 +1,8 @@
-"""Short sequences, not causal, of weak known strengths: a head's map in half precision in the registers of one program.
+"""Short bidirectional sequences with weak known strengths: a head's map in half precision in one program's registers.
 
-Scores are computed once, a part of the rows at a time, and rounded at once: to float16 for messages, which go to
-shared memory and are summed over rows there by the tensor cores, and to the inputs' type for refined weights, which
-wait in registers until the keys' factors are known. So little is held that several programs share a multiprocessor.
+Scores are computed once, a part of the rows at a time, and rounded immediately: to float16 for messages, which go to
+shared memory and are summed over rows by the tensor cores, and to the inputs' type for refined weights, which stay
+in registers until the keys' factors are known. Few registers are live, so several programs share a multiprocessor.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from saobp.kernels.library.packed_bf16 import boosted, multiply, pair_logarithm,
 from saobp.kernels.library.prefetch import fetch_ahead, fetch_for_later
 
 COLUMNS = tl.constexpr(8)
-"""Of products that only add up: so narrow ones take their second factor from registers."""
+"""Columns of products that only sum rows: narrow enough to take the second operand from registers."""
 
 
 @triton.jit
 def real_or(mask_base, places, tokens, yes, no, MASKED: tl.constexpr):
-    """``yes`` in places of real tokens and ``no`` in the others.
+    """``yes`` at positions of real tokens, ``no`` at the others.
 
-    The compiler lays out a product's tile by the narrowest type that it can trace it back to, so the mask's bytes
-    are hidden from it.
+    The compiler picks a product's layout from the narrowest type among its sources, so the mask's bytes are hidden
+    from it.
     """
     chosen = tl.where(real_tokens(mask_base, places, tokens, MASKED), yes, no)
     if MASKED and not INTERPRETED:
@@ -45,7 +45,7 @@ def real_or(mask_base, places, tokens, yes, no, MASKED: tl.constexpr):
 
 @triton.jit
 def inverse_or_zero(total, GAPS: tl.constexpr):
-    """1 / total; 0 for a row that sees no key, which only GAPS leave."""
+    """1 / total; 0 for a row that sees no key, possible only with GAPS."""
     if GAPS:
         return tl.where(total > 0, _hardware_inverse(total), 0.0)
     else:
@@ -63,7 +63,7 @@ def row_sums_of(tile):
 def prior_rows(q, k, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
     """Exponentials ``[rows, keys]`` of scores relative to each row's largest, in float16 and in KIND.
 
-    Also that score and the row's sum. GAPS: keys may be missing, even all; ``bound`` is minus infinity for those.
+    Also that largest score and the row's sum. GAPS: some or all keys are masked, with ``bound`` minus infinity.
     """
     raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if GAPS:
@@ -73,7 +73,7 @@ def prior_rows(q, k, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr,
         high = tl.where(high > float("-inf"), high, 0.0)
     e = tl.exp2(raw * score_scale - high[:, None])
     fine, coarse = rounded(e, tl.float16), rounded(e, KIND)
-    # The other sum counts for nothing. But it has the compiler round now: left for later, float32 would stay.
+    # The second sum is unused. It forces the compiler to round now; otherwise float32 would stay live.
     total = tl.max(row_sums_of(fine) + 0.0 * row_sums_of(coarse), 1)
     return fine, coarse, high, total
 
@@ -97,9 +97,9 @@ def polynomial(e, slope, bend, inverse):
 
 @triton.jit
 def add_heard(sums, e, inverse, message):
-    """Adds to ``sums [keys, columns]`` what keys hear from some rows, in units of the slope at 0, in two columns.
+    """Adds messages of some rows to ``sums [keys, columns]``, in units of the slope at 0, in two columns.
 
-    Rows are normalised by the product: one column has the inverse of each row's sum, the next what rounding left of it.
+    The product normalises rows: one column has the inverse of each row's sum, the next its rounding error.
     """
     unit, slope, bend = pair_logarithm(message)
     sent = polynomial(e, slope.to(tl.float32), bend.to(tl.float32), inverse)
@@ -113,7 +113,7 @@ def add_heard(sums, e, inverse, message):
 
 @triton.jit
 def boosted_rows(e, inverse, message):
-    """Refined weights but for the keys' factors and one factor of each row."""
+    """Refined weights without the keys' factors and one factor per row."""
     gamma, r0, r1, r2, l0, l1, l2 = message
     return polynomial(e, r1 / r0, r2 / r0, inverse)
 
@@ -123,7 +123,7 @@ def hear_and_boost(
     sums, q, k, bound, says, rows, lse_base, tokens, score_scale, message,
     KIND: tl.constexpr, HEARS: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """``sums`` of ``add_heard`` and the ``boosted_rows`` of a part of the rows; those that are padding say nothing."""
+    """``add_heard`` and ``boosted_rows`` of a part of the rows; padding rows send no message."""
     fine, coarse, high, total = prior_rows(q, k, bound, score_scale, KIND, GAPS, PRECISION)
     if SAVES:
         store_lse(lse_base, rows, tokens, high, total, GAPS)
@@ -167,7 +167,7 @@ def short_weak_forward(
     HEARS: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """Output of one head, and what the backward pass needs, as by ``short.short_forward``; in parts of ROWS rows, all or half."""
+    """Output of one head, and what the backward pass needs, as ``short.short_forward``; in parts of ROWS rows, all or half."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     SPLIT: tl.constexpr = ROWS < KEYS
     GAPS: tl.constexpr = TAIL or MASKED
@@ -180,7 +180,7 @@ def short_weak_forward(
     out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    score_scale += 0.0 * message[0]  # so it stays in a register; an argument would be fetched for every entry
+    score_scale += 0.0 * message[0]  # keeps it in a register; an argument would be loaded for every entry
     bound = real_or(mask_base, places, tokens, float("inf"), float("-inf"), MASKED)
     fetch_ahead(v_base, tokens, v_row, KEYS)
     if BLOCK_DIM > 64:

@@ -1,11 +1,11 @@
-"""Long sequences, not causal: what output and gradients are built on, in memory linear in length.
+"""Long bidirectional sequences: row and key sums that output and gradients need, in memory linear in length.
 
 1. ``row_sums``: log-sum-exp of every row's scores.
-2. ``column_messages``: what each key hears from all rows, gridded over keys, so without atomics;
+2. ``column_messages``: sum of all rows' log messages per key, gridded over keys, so without atomics;
    ``key_weights`` turns it into factors at most 1.
 
-Tiles of 128 rows (in sweep 2, keys) are worked on in two halves with products of their own: while the tensor cores
-are at one half's product, exponentials of the other are taken.
+Tiles of 128 rows (in sweep 2, keys) are processed in two halves with separate products: while the tensor cores
+compute one half's product, exponentials of the other are taken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from saobp.kernels.library.packed_bf16 import pair_logarithm, powers, short_log2
 
 @triton.jit
 def raw_scores(q, k, keys_real, TAIL: tl.constexpr, PRECISION: tl.constexpr):
-    """Products of a tile ``[rows, keys]``; minus infinity where TAIL says keys may be missing."""
+    """Products of a tile ``[rows, keys]``; minus infinity for missing keys if TAIL."""
     raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if TAIL:
         raw = tl.where(keys_real[None, :], raw, float("-inf"))
@@ -37,7 +37,7 @@ def raw_scores(q, k, keys_real, TAIL: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def as_reference(top, score_scale, PRECISE: tl.constexpr):
-    """A row's largest raw score as what its exponentials are relative to; 0 for a row that sees no key."""
+    """Reference of a row's exponentials: its largest raw score; 0 for a row that sees no key."""
     reference = tl.where(top == float("-inf"), 0.0, top)
     if PRECISE != 2:
         reference *= score_scale
@@ -46,7 +46,7 @@ def as_reference(top, score_scale, PRECISE: tl.constexpr):
 
 @triton.jit
 def with_maximum(top, total, raw, score_scale):
-    """The rows' largest score and sum of exponentials relative to it, after a further tile."""
+    """Running maximum and sum of exponentials of the rows, updated with a tile (online softmax)."""
     raised = tl.maximum(top, tl.max(raw, 1))
     anchor = tl.where(raised == float("-inf"), 0.0, raised)
     added = tl.sum(tl.exp2((raw - anchor[:, None]) * score_scale), 1)
@@ -65,7 +65,7 @@ def write_lse(lse_base, low_plane, rows, tokens, reference, total, PRECISE: tl.c
 
 @triton.jit
 def first_sums(q, k, keys_real, score_scale, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
-    """Of the first tile: the largest score of each row, as reference, and parts of the sum of exponentials."""
+    """Each row's largest score in the first tile, as reference, and partial sums of exponentials."""
     raw = raw_scores(q, k, keys_real, True, PRECISION)
     reference = as_reference(tl.max(raw, 1), score_scale, PRECISE)
     return reference, exponentials(raw, reference, score_scale, PRECISE)
@@ -83,9 +83,9 @@ def store_lse(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of some rows. A later score far above the reference overflows, or one far below it vanishes:
+    """Log-sum-exp of some rows.
 
-    then the rows are done again with a running maximum, in narrow tiles: the usual way should not want for registers.
+    If a score far above the reference overflowed, or all underflowed, recomputes with a running maximum, in narrow tiles.
     """
     KEYS: tl.constexpr = 32
     total = tl.sum(parts, 1)
@@ -122,7 +122,7 @@ def row_sums(
     mask_base = mask_base_of(mask_ptr, batch, length)
     lse_base = head_base(lse_ptr, batch, head, first, heads, length)
 
-    # A score of the first tile serves as reference for the whole row: no running maximum is needed.
+    # The first tile's largest score is the reference for the whole row: no running maximum is needed.
     real = real_tokens(mask_base, tl.arange(0, KEYS), tokens, MASKED)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     q = load_rows(q_base, begin, tokens, q_row, PART, DIM, BLOCK_DIM, True)
@@ -154,7 +154,7 @@ def row_sums(
 def add_messages(
     sums, raw, high, low, score_scale, message, logarithm, PRECISE: tl.constexpr
 ):  # fmt: skip
-    """Adds to ``sums [keys, columns]``, whose columns are parts, what keys hear from a tile's rows."""
+    """Adds the messages of a tile's rows to partial sums ``[keys, columns]``."""
     a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
     if PRECISE == 0:
         return sums + short_sums(short_log2(a.to(tl.float16), logarithm))
@@ -167,10 +167,10 @@ def load_speakers(
     lse_base, low_plane, mask_base, start, tokens,
     ROWS: tl.constexpr, TAIL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Both parts of the rows' log-sum-exp; plus infinity for padding. After the last tile, something that is not used."""
+    """Both parts of the rows' log-sum-exp; plus infinity for padding. After the last tile the values are unused."""
     if not TAIL:
         start = tl.minimum(start, tokens - ROWS)
-    rows, left = tl.arange(0, ROWS), tokens - start  # places in the tile: offsets that the compiler knows
+    rows, left = tl.arange(0, ROWS), tokens - start  # positions in the tile: offsets known to the compiler
     high, low = load_lse(lse_base + start, low_plane, rows, left, PRECISE, TAIL)
     if MASKED:
         high = tl.where(real_tokens(mask_base + start, rows, left, MASKED), high, float("inf"))
@@ -179,7 +179,7 @@ def load_speakers(
 
 @triton.jit
 def store_heard(base, keys, tokens, mask_base, sums, unit, MASKED: tl.constexpr):
-    """What keys hear, in units of ``unit``; minus infinity for padding. Returns the largest."""
+    """Stores summed messages times ``unit``; minus infinity for padding keys. Returns the largest."""
     heard = tl.sum(sums, 1) * unit
     heard = tl.where(real_tokens(mask_base, keys, tokens, MASKED), heard, float("-inf"))
     tl.store(base + keys, heard, mask=keys < tokens)
@@ -194,7 +194,7 @@ def column_messages(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 log messages that each key hears from all rows, and the largest of each block of keys."""
+    """Sum over all rows of base-2 log messages about each key, and the largest sum of each block of keys."""
     pid = tl.program_id(0)
     block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
@@ -216,7 +216,7 @@ def column_messages(
     if SPLIT:
         k_2 = load_rows(k_base, begin + PART, tokens, k_row, PART, DIM, BLOCK_DIM, True)
         sums_2 = tl.zeros([PART, COLUMNS], tl.float32)
-    # A tile's log-sum-exp is fetched ahead of its product.
+    # A tile's log-sum-exp is prefetched before its product.
     high, low = load_speakers(
         lse_ptr + row_base, low_plane, mask_base, 0, tokens, ROWS, TAIL, PRECISE, MASKED
     )
@@ -244,7 +244,7 @@ def key_weights(
     heard_ptr, peak_ptr, weight_ptr, cu_ptr, heads, length, blocks,
     KEYS: tl.constexpr, BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """2^heard of each key relative to the head's largest; shifts heard by the same. Padding weighs 0."""
+    """2^heard of each key relative to the head's largest; subtracts that from heard too. Padding keys get 0."""
     pid = tl.program_id(0)
     block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, BLOCKS)

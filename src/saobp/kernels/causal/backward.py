@@ -1,18 +1,18 @@
 """Gradients of strict causal attention: three sweeps, no atomics.
 
 With P the refined rows, D = rowsum(dO * O), dT = P * (dO V^T - D), u = a / (1 - gamma a) (0 for padding rows)
-and g_ik the sum of dT_jk over the rows j > i, which hear row i:
+and g_ik the sum of dT_jk over the rows j > i, which receive row i's message:
 
-1. ``causal_value_gradient`` (over keys, upwards): dV = P^T dO, and for every block of rows what its keys
-   heard before it (``past``) and the sum of dT after it (``later`` = V . dV - P^T D so far). What was heard
-   starts from the forward pass's total and loses each row's message on the way up.
+1. ``causal_value_gradient`` (over keys, from the last row up): dV = P^T dO, and for every block of rows the sum of
+   messages before it (``past``) and the sum of dT after it (``later`` = V . dV - P^T D so far). The sum of
+   messages starts from the forward pass's total, and each row's message is subtracted.
 2. ``causal_query_gradient`` (over rows): H = -u g, E = rowsum(H), dQ = (dT + gamma H) K - t (a K), where t is the
-   row sum of dT + gamma H as it was rounded for that product. Exactly, t is gamma E, as rows of dT sum to 0; but
-   D, made of rounded outputs, does not balance them, and that and the rounding have to cancel in collapsed rows.
+   row sum of dT + gamma H as it was rounded for that product. In exact arithmetic t is gamma E, as rows
+   of dT sum to 0; but D comes from rounded outputs, and both errors have to cancel in collapsed rows.
 3. ``causal_key_gradient`` (over keys): dK = (dT + gamma (H - a E))^T Q.
 
-The derivative with respect to gamma is the sum of E. Rows of listing factors hear their own message alone,
-inverted: g = -dT. CHECKED: only heads that ``weak_backward`` leaves alone are done.
+The derivative with respect to gamma is the sum of E. Rows of listing factors receive only their own
+message, inverted: g = -dT. CHECKED: computes only the heads that ``weak_backward`` skips.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from saobp.kernels.library.packed_bf16 import rounded, widened
 
 @triton.jit
 def message_gradient(a, g, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
-    """H = -u g; padding rows, which send nothing, have none."""
+    """H = -u g; 0 for padding rows, which send no message."""
     gradient = -(a * inverse_message(a, message, PRECISE)) * g
     if MASKED:
         gradient = tl.where(rows_real, gradient, 0.0)
@@ -91,7 +91,7 @@ def _climb(
         beliefs = heard_in_order(scores, messages, (heard + lost)[:, None], ROWS, TYPE, HEARS, PRECISE)
         refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
         if HEARS:
-            # The weights as they meet dO, or what rounding does to them would not cancel in ``later``.
+            # The rounded weights that multiply dO, so that rounding errors cancel in ``later``.
             delta = load_vector(delta_base + begin, local, tokens - begin, 0.0, EDGE)[None, :]
             own += tl.sum(refined.to(v.dtype).to(tl.float32) * delta, 1)
         if DROPS:
@@ -114,7 +114,7 @@ def causal_value_gradient(
     CHECKED: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds a span's part to dV; LAST: this span ends the sequence, so the sum begins here."""
+    """Adds a span's part to dV; LAST: the sequence's last span, which is processed first and starts the sum."""
     block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -211,7 +211,7 @@ def causal_query_gradient(
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of the span's rows, and E: the gradient of gamma, row by row."""
+    """dQ of a block of the span's rows, and E: the gradient of gamma per row."""
     slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     slot = blocks - 1 - slot
     row_start = span_start + slot * ROWS
@@ -317,7 +317,7 @@ def causal_key_gradient(
     CHECKED: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds a span's part to dK; LAST: this span ends the sequence, so the sum begins here."""
+    """Adds a span's part to dK; LAST: the sequence's last span, which is processed first and starts the sum."""
     block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return

@@ -1,4 +1,4 @@
-"""Strict causal attention: where blocks of keys and rows meet, and where their sums lie."""
+"""Strict causal attention: tile ranges of a block of keys or rows, and offsets of their sums."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def row_walk(key_start, span_start, span_stop, tokens, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Where a block of keys meets the rows of a span: start of its EDGE tiles, their end, end of full tiles, stop.
+    """Row range of a block of keys within a span: start of its EDGE tiles, their end, end of full tiles, stop.
 
-    Rows before ``key_start`` cannot see the block; EDGE tiles cross the diagonal; full tiles lie under it and end
-    where the sequence leaves less than a whole tile. So of three legs the first and the last are EDGE tiles.
+    Rows before ``key_start`` cannot see the block; EDGE tiles cross the diagonal; full tiles are below it and end
+    before the sequence's partial tile. Of the three ranges the first and the last are EDGE tiles.
     """
     stop = min(span_stop, tokens)
     start = min(max(span_start, key_start // ROWS * ROWS), stop)
@@ -21,7 +21,7 @@ def row_walk(key_start, span_start, span_stop, tokens, ROWS: tl.constexpr, KEYS:
 
 @triton.jit
 def key_walk(row_start, tokens, ROWS: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr):
-    """Where a block of rows meets keys, start and stop: in full tiles, or in EDGE tiles, which cross the diagonal."""
+    """Key range of a block of rows, start and stop: of full tiles, or of EDGE tiles, which cross the diagonal."""
     edge = row_start // KEYS * KEYS
     if EDGE:
         return edge, min(row_start + ROWS, tokens)
@@ -31,10 +31,10 @@ def key_walk(row_start, tokens, ROWS: tl.constexpr, KEYS: tl.constexpr, EDGE: tl
 
 @triton.jit
 def slot_place(slot, span_start, length, ROWS: tl.constexpr, PACKED: tl.constexpr):
-    """Where the sums for a block of a span's rows begin, the block's number in the span being ``slot``.
+    """Offset of the sums of a span's row block number ``slot``.
 
-    Rows see no keys after the block, so each block's sums are longer by a block than those before.
-    Packed sequences lie side by side, as in their states, and take whole lines.
+    Rows see no keys after their block, so each block's sums are one block longer than the previous block's.
+    Packed sequences are adjacent, as in their states, and every block has sums for the full length.
     """
     slot = slot.to(tl.int64)
     if PACKED:

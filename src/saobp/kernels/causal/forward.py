@@ -1,13 +1,13 @@
-"""Strict causal attention: a row hears the rows before it. Three sweeps over tiles on or under the diagonal.
+"""Strict causal attention: a row receives messages of earlier rows. Three sweeps over tiles on or below the diagonal.
 
 1. ``causal_row_sums``: log-sum-exp of every row's scores.
-2. ``earlier_messages`` (over keys, downwards): what each key has heard when a block of rows begins,
-   ``past[block, key]``. Rows come in spans of bounded length, so that ``past`` is linear in the sequence;
+2. ``earlier_messages`` (over keys, from the first row down): sum of log messages about each key before each block of
+   rows, ``past[block, key]``. Rows come in spans of bounded length, so that ``past`` is linear in the sequence;
    ``heard[key]`` carries the sum from one span to the next and is complete after the last.
 3. ``causal_output`` (over rows): within a tile the messages of earlier rows are a product with a strictly
    triangular matrix of ones; refined rows times values.
 
-Listing factors, whose rows do not hear each other, take sweeps 1 and 3 alone.
+Listing factors, whose rows exchange no messages, take sweeps 1 and 3 only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _add_exponentials(
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the exponentials of a range of keys that every row of the tile may see."""
+    """Adds the exponentials of a range of keys visible to every row of the tile."""
     parts = tl.zeros([q.shape[0], 8], tl.float32)
     for begin in tl.range(start, stop, KEYS):
         real = real_tokens(mask_base, begin + tl.arange(0, KEYS), tokens, MASKED)
@@ -64,7 +64,7 @@ def larger(SIZE: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def spoken(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
-    """Log messages of a tile's rows; padding is silent. ``rows_real`` comes ready to broadcast."""
+    """Log messages of a tile's rows, 0 for padding rows. ``rows_real`` is shaped to broadcast."""
     if PRECISE == 0:
         logarithm = pair_logarithm(message)
         messages = short_log2(a.to(tl.float16), logarithm).to(tl.float32) * logarithm[0]
@@ -77,7 +77,7 @@ def spoken(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def add_heard(heard, lost, messages, PRECISE: tl.constexpr):
-    """Add to long sums; in full float32 ``lost`` collects what rounding takes from them."""
+    """Adds messages to the sums; in full float32 compensated, with the rounding errors in ``lost``."""
     total = heard + messages
     if PRECISE == 2:
         added = total - heard
@@ -87,7 +87,7 @@ def add_heard(heard, lost, messages, PRECISE: tl.constexpr):
 
 @triton.jit
 def load_heard(heard_base, low_plane, keys, tokens, PRECISE: tl.constexpr):
-    """Sums and, in full float32, what rounding took from them; 0 from ``tokens`` on."""
+    """Sums and, in full float32, their rounding errors; 0 from ``tokens`` on."""
     heard = load_vector(heard_base, keys, tokens, 0.0, True)
     if PRECISE == 2:
         return heard, load_vector(heard_base + low_plane, keys, tokens, 0.0, True)
@@ -135,7 +135,7 @@ def causal_row_sums(
     edge = block * ROWS // KEYS * KEYS
     stop = min(block * ROWS + ROWS, tokens)
 
-    # The largest score near the diagonal serves as reference for the whole row: no running maximum is needed.
+    # The largest score near the diagonal is the reference for the whole row: no running maximum is needed.
     reference = tl.full([ROWS], float("-inf"), tl.float32)
     for begin in tl.range(edge, stop, KEYS):
         keys = begin + tl.arange(0, KEYS)
@@ -157,7 +157,7 @@ def causal_row_sums(
         KEYS, DIM, BLOCK_DIM, False, PRECISE, MASKED, PRECISION, MAPPED,
     )  # fmt: skip
 
-    # A score far above the reference overflows, or all far below it vanish: keep a running maximum.
+    # A score far above the reference overflowed, or all underflowed: use a running maximum.
     if (tl.max(total) > 1e37) | (tl.min(total) < 1e-30):
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -207,7 +207,7 @@ def earlier_messages(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Log messages each key has heard before every block of the span's rows, and after the span."""
+    """Sum of log messages about each key before every block of the span's rows, and after the span."""
     block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -240,15 +240,15 @@ def believed(
 ):  # fmt: skip
     """Prior weights of a tile ``[ROWS, keys]`` and its log beliefs, before normalisation.
 
-    ``past`` ``[1, keys]`` is what the keys heard before the tile; rows of the tile add theirs in order.
-    Without HEARS a row hears nothing but its own message, inverted.
+    ``past`` ``[1, keys]`` is the sum of messages before the tile; earlier rows of the tile are added to it.
+    Without HEARS a row receives only its own message, inverted.
     """
     a = tl.exp2(scores)
     messages = spoken(a, rows_real, message, PRECISE, MASKED)
     if HEARS and PRECISE == 2:
         beliefs = scores + (past + tl.dot(larger(ROWS, TYPE), messages, input_precision="ieee"))
     elif HEARS:
-        # The sum has at most ROWS terms, so half precision does.
+        # The sum has at most ROWS terms, so half precision suffices.
         beliefs = tl.dot(larger(ROWS, TYPE), messages.to(TYPE), scores + past)
     else:
         beliefs = scores - messages
@@ -259,7 +259,7 @@ def believed(
 def heard_in_order(
     scores, messages, past, ROWS: tl.constexpr, TYPE: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr
 ):  # fmt: skip
-    """Log beliefs of a tile ``[keys, ROWS]``: ``believed`` turned around. ``past`` is ``[keys, 1]``."""
+    """Log beliefs of a tile ``[keys, ROWS]``: ``believed`` transposed. ``past`` is ``[keys, 1]``."""
     if HEARS and PRECISE == 2:
         return scores + (past + tl.dot(messages, smaller(ROWS, TYPE), input_precision="ieee"))
     if HEARS:
@@ -313,7 +313,7 @@ def causal_output(
 ):  # fmt: skip
     """Output of a block of the span's rows and the base-2 log normaliser of each refined row.
 
-    CHECKED: ``weak_output`` has been there; what it noted as near underflow is done again.
+    CHECKED: recomputes only the blocks that ``weak_output`` recorded as near underflow.
     """
     slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     slot = blocks - 1 - slot

@@ -32,14 +32,14 @@ from saobp.kernels.runtime.launcher import (
 )
 
 SPAN = 16384
-"""Rows that are swept at a time, a multiple of a tile's rows. Of these rows what keys heard up to each block is stored;
-longer sequences take several spans, so memory is linear in length. Half as many rows would be 2 % slower on an H200 at
-length 16384, and spare memory only from there on."""
+"""Rows per span, a multiple of a tile's rows. Each key's sum of messages before every block of a span is stored; longer
+sequences take several spans, so memory is linear in length. Half as many rows are 2 % slower on an H200 at length 16384,
+and save memory only beyond that length."""
 
 SECTION, FEW = 1024, 8
-"""Causal blocks differ in work, so programs are ordered by it, the longest first: within sections of about SECTION
-programs, a few times as many as a GPU runs at once, rather than over all heads, which would scatter reads of the same
-states. With at most FEW blocks a head (512 tokens) heads are not mixed at all (5 % faster on an H200)."""
+"""Causal blocks differ in work, so programs are sorted, the longest first: within sections of about SECTION programs,
+a few times as many as a GPU runs at once, rather than over all heads, which would scatter reads of the same states.
+With at most FEW blocks per head (512 tokens) heads are not mixed at all (5 % faster on an H200)."""
 
 TILES = {
     "row_sums": Block(64, 64, 4, 3),
@@ -54,7 +54,7 @@ TILES = {
     "query_gradient": Block(64, 64, 4, 2),
     "value_gradient": Block(64, 128, 8, 2),
 }
-"""For half types and head sizes up to 64, found on an H200; sweeps that hear share one number of rows."""
+"""For half types and head sizes up to 64, found on an H200; sweeps with messages share one number of rows."""
 
 FETCHED = {
     "row_sums": Block(64, 64, 4, 3, 72),
@@ -63,15 +63,15 @@ FETCHED = {
     "weak_query_gradient": Block(64, 64, 4, 3),
     "weak_prior_gradient": Block(64, 64, 4, 3, 128),
 }
-"""Sweeps of weak strengths that leave their tiles to a GPU's copy engine, where it may fetch them, and what they take then.
+"""Sweeps of weak strengths that fetch tiles by the copy engine (TMA) where possible, and their tile sizes then.
 
-Without addresses to keep, registers allow more programs on a multiprocessor, or fewer of them spill. Found on an H200;
-the output's sweep is faster without.
+That saves the registers of addresses: more programs per multiprocessor, or less spilling. Found on an H200; the sweep
+of the output is faster without.
 """
 
 
 def causal_block(spec: CallSpec, sweep: str) -> Block:
-    """Tile sizes. Sweeps that hear share one number of rows: the step at which keys' sums are kept."""
+    """Tile sizes. Sweeps with messages share one number of rows: the step at which keys' sums are stored."""
     if spec.dtype == torch.float32:
         return Block(32, 32, warps=8, stages=1)
     if spec.dim > 128:
@@ -82,13 +82,13 @@ def causal_block(spec: CallSpec, sweep: str) -> Block:
 
 
 def spans(spec: CallSpec) -> list[tuple[int, int]]:
-    """The longest sequence's rows cut into spans; one span if rows do not hear each other."""
+    """The longest sequence's rows cut into spans; one span if rows exchange no messages."""
     step = SPAN if spec.hears else spec.longest
     return [(start, min(start + step, spec.longest)) for start in range(0, spec.longest, step)]
 
 
 def sums_plane(spec: CallSpec) -> int:
-    """How many numbers a head's sums are: one per block of a span's rows and key up to the block (``slot_place``)."""
+    """Size of a head's sums: one number per block of a span's rows and key up to that block (``slot_place``)."""
     rows = causal_block(spec, "output").rows
     if not spec.hears:
         return 0
@@ -99,7 +99,7 @@ def sums_plane(spec: CallSpec) -> int:
 
 
 def choose(spec: CallSpec) -> KernelChoice:
-    """The part of the choice that follows from the call's numbers alone: ``weak`` and ``careful``."""
+    """The choice from the call's scalars alone: ``weak`` and ``careful``."""
     return select_kernels("causal", spec)
 
 
@@ -152,15 +152,15 @@ Layouts = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def _layouts(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> Layouts:
-    """Shapes and strides of what weak sweeps fetch tiles of, by the names of their arguments."""
+    """Shapes and strides of the states that weak sweeps fetch tiles of, by argument name."""
     views = {name: (tuple(one.shape), one.stride()) for name, one in (("q", query), ("k", key), ("v", value))}
     return {**views, "grad": (spec.states_shape, spec.states_strides)}
 
 
 class Sweeps(NamedTuple):
-    """Adds sweeps over so many tokens to a sequence of launches: a program for each block of rows, or of keys, of every head.
+    """Adds sweeps over ``tokens`` tokens to a launch sequence: one program per block of rows, or of keys, of every head.
 
-    ``layouts`` are of the states that the copy engine may fetch tiles of.
+    ``layouts`` describes the states that the copy engine may fetch tiles of.
     """
 
     spec: CallSpec
@@ -193,7 +193,7 @@ class Sweeps(NamedTuple):
         )
 
     def _tiles(self, kernel: Any, block: Block) -> dict[str, TileDescriptor]:
-        """Of all that the kernel has a map of."""
+        """A descriptor for each state that the kernel has a ``_map`` argument for."""
         names = [name.removesuffix("_map") for name in kernel.arg_names if name.endswith("_map")]
         rows = {"q": block.rows, "grad": block.rows, "k": block.keys, "v": block.keys}
         return {
@@ -202,7 +202,7 @@ class Sweeps(NamedTuple):
 
 
 def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
-    """What the sweeps share; with it kernels find out which heads, or blocks of rows, need care."""
+    """Arguments common to the sweeps, also those by which kernels find heads or blocks of rows that need care."""
     own, choice = spec.states_strides, choose(spec)
     return {
         **strides("q", query), **strides("k", key), **strides("v", value), **named_strides("o", own), **named_strides("d", own),
@@ -217,11 +217,11 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tenso
     query, key, value, *_ = tensors
     choice = kernels_for("causal", spec, query, key, value)
     in_spans = spans(spec)
-    # Over several spans dK and dV are summed up in memory, so in float32.
+    # Over several spans dK and dV are accumulated in memory, so in float32.
     keys_dtype = torch.float32 if len(in_spans) > 1 else query.dtype
     dk_sums = "dk" if keys_dtype == torch.float32 else "dk_sums"
     scratch, size = _scratch_slices(spec, query.dtype, dk_sums)
-    # The weak kernels store the sums in pairs, the careful ones apart; each is done with them before the other begins.
+    # Weak kernels store the sums interleaved, careful ones separately; one set finishes before the other starts.
     slices = saved_slices(spec)[0] | scratch | {"sums": scratch["past"]}
     launches = LaunchSequence(query.device, BACKWARD_NAMES, slices)
     sweeps = Sweeps(spec, launches, _layouts(spec, query, key, value) if choice.copy_engine else {})
@@ -264,14 +264,14 @@ def _scratch_slices(spec: CallSpec, dtype: torch.dtype, dk_sums: str) -> tuple[d
 
 
 def _add_preparations(launches: LaunchSequence, spec: CallSpec, grad: Tensor, out: Tensor) -> None:
-    """What sweeps need row by row."""
+    """Adds the kernels that compute per-row inputs of the sweeps."""
     choice, size = choose(spec), 1024
     if spec.hears:
         count = math.prod(spec.lse_shape)
         numbers = {"count": count, "SIZE": size, "WEAK": choice.weak}
         launches.add(row_kernels.prepared_rows, ceil_div(count, size), numbers)
     if choice.weak:
-        # The parts of D are not for these sweeps.
+        # These sweeps do not use the parts of D.
         add_scaled_gradients(launches, spec, grad, out, in_parts=False, parts="scaled", power="delta")
         count = math.prod(spec.rows_shape)
         launches.add(row_kernels.paired_rows, ceil_div(count, size), {"count": count, "SIZE": size})

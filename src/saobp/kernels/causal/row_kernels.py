@@ -10,7 +10,7 @@ import triton.language as tl
 def prepared_rows(
     heard_ptr, belief_ptr, heard_left_ptr, inverse_ptr, count, SIZE: tl.constexpr, WEAK: tl.constexpr
 ):  # fmt: skip
-    """A copy of what keys hear, which sweeps then take back row by row; if WEAK, inverses of rows' normalisers."""
+    """Copies the sums of messages, from which sweeps then subtract rows; if WEAK, also inverse normalisers."""
     places = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     real = places < count
     tl.store(heard_left_ptr + places, tl.load(heard_ptr + places, mask=real), mask=real)
@@ -21,7 +21,7 @@ def prepared_rows(
 
 @triton.jit
 def paired_rows(lse_ptr, delta_ptr, pairs_ptr, count, SIZE: tl.constexpr):
-    """Log-sum-exp and D of a row side by side ``[rows, 2]``: the climb reads both at once."""
+    """Log-sum-exp and D interleaved, ``[rows, 2]``: ``weak_climb`` loads both at once."""
     places = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     real = places < count
     tl.store(pairs_ptr + places * 2, tl.load(lse_ptr + places, mask=real), mask=real)
@@ -30,7 +30,7 @@ def paired_rows(lse_ptr, delta_ptr, pairs_ptr, count, SIZE: tl.constexpr):
 
 @triton.jit
 def lowest_of_heads(lowest_ptr, head_lowest_ptr, blocks, BLOCKS: tl.constexpr):
-    """The smallest normaliser of a head's rows from those of its blocks, for sweeps to ask for one number."""
+    """The smallest normaliser of a head's rows from those of its blocks, so that sweeps load one number."""
     line, places = tl.program_id(0), tl.arange(0, BLOCKS)
     lowest = tl.load(lowest_ptr + line * blocks + places, mask=places < blocks, other=1.0)
     tl.store(head_lowest_ptr + line, tl.min(lowest, 0))
@@ -38,5 +38,5 @@ def lowest_of_heads(lowest_ptr, head_lowest_ptr, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def is_careful_head(head_lowest_ptr, line, lowest_sum):
-    """1 if some refined row of the head has a normaliser so small that a product of weights may underflow."""
+    """1 if a refined row of the head has a normaliser so small that a product of weights may underflow."""
     return tl.where(tl.load(head_lowest_ptr + line) < lowest_sum, 1, 0)

@@ -1,7 +1,7 @@
-"""Gradients of short strict causal attention in one launch; the letters are those of ``backward.py``.
+"""Gradients of short strict causal attention in one launch; notation of ``backward.py``.
 
-The whole map is at hand and is worked out once more, later rows first, since earlier ones need sums over them. D, those
-sums and E are sums of what is used: in collapsed heads gradients are what is left after large terms cancel.
+The whole map is recomputed in registers, later rows first, since earlier ones need sums over them. D, those sums and E
+are sums of the values used: in collapsed heads gradients are what is left after large terms cancel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from saobp.kernels.library.prefetch import fetch_ahead
 def value_weights(
     refined, rows, keys, seed, drop_threshold, keep_scale, KIND: tl.constexpr, DROPS: tl.constexpr
 ):  # fmt: skip
-    """Weights as they meet values, in the type KIND, turned around for the gradient of values."""
+    """Weights that multiply values, after dropout, in the type KIND, transposed for the gradient of values."""
     if DROPS:
         keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
         refined = tl.where(keep, refined * keep_scale, 0.0)
@@ -41,7 +41,7 @@ def value_weights(
 def weight_gradients(
     grad, v, rows, keys, seed, drop_threshold, keep_scale, DROPS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Gradients of refined weights, as they come back through dropout."""
+    """Gradients of refined weights, through dropout."""
     d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
     if DROPS:
         keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
@@ -73,9 +73,9 @@ def part_gradients(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BEFORE: tl.constexpr, HEARS: tl.constexpr, CAREFUL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Stores dQ and E of a part's rows and, added to what later rows gave them, dK and dV of its keys.
+    """Stores dQ and E of a part's rows, and dK and dV of its keys, added to the contributions of later rows.
 
-    Gives what its rows give keys BEFORE: dK, dV and the sum of dT.
+    Returns the part's contributions to keys BEFORE it: dK, dV and the sum of dT.
     """
     ROWS: tl.constexpr = q.shape[0]
     KIND: tl.constexpr = q.dtype
@@ -107,7 +107,7 @@ def part_gradients(
         d_before = refined_before * (d_before - delta[:, None])
     d_beliefs = refined * (d_beliefs - delta[:, None])
 
-    # Another number to the compiler, or it would keep 1 - gamma a of the whole map until here, in registers.
+    # A new value to the compiler, which otherwise keeps 1 - gamma a of the whole map live in registers.
     gamma, r0, r1, r2, l0, l1, l2 = message
     message = (gamma + 0.0 * score_scale, r0, r1, r2, l0, l1, l2)
     d_scores, strength_grad = message_gradients(
@@ -146,7 +146,7 @@ def short_causal_backward(
     HEARS: tl.constexpr, CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK and dV of one head, and the gradient of its gamma row by row; parts of rows as in ``short_causal``."""
+    """dQ, dK and dV of one head, and the gradient of its gamma per row; parts of rows as in ``short_forward.py``."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     rows = tl.arange(0, ROWS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
@@ -165,7 +165,7 @@ def short_causal_backward(
     later = tl.zeros([ROWS], tl.float32)
     past = tl.zeros([ROWS], tl.float32)
     if SPLIT:
-        # Loaded now, they would take the shared memory that a second program on the multiprocessor needs.
+        # Loaded earlier, they would take the shared memory of a second program on the multiprocessor.
         fetch_ahead(q_base, tokens, q_row, ROWS)
         fetch_ahead(g_base, tokens, g_row, ROWS)
         if HEARS:

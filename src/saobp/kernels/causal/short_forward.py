@@ -1,8 +1,8 @@
 """Short strict causal sequences: a program holds the map of one head, in one launch.
 
 Of 128 rows the first 64 see half of the keys, so rows come in two parts: each sees the keys of its own part, on the
-diagonal, and all of those before. A row hears rows before it: within a part by a product with a strict triangle of
-ones, from the part before by a sum. A row beyond the sequence speaks to none but its like, so it needs no care.
+diagonal, and all earlier ones. A row receives messages of earlier rows: within a part by a product with a strict
+triangle of ones, from the first part by a sum. Rows beyond the sequence send only to later such rows: no mask needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from saobp.kernels.library.prefetch import fetch_for_later
 
 @triton.jit
 def message_unit(message, PRECISE: tl.constexpr):
-    """What ``sent_by`` counts in: for weak strengths the slope of messages, so that float16 has their digits."""
+    """Unit of ``sent_by``: for weak strengths the slope of messages, so that float16 keeps their digits."""
     if PRECISE == 0:
         return pair_logarithm(message)[0]
     else:
@@ -40,7 +40,7 @@ def message_unit(message, PRECISE: tl.constexpr):
 
 @triton.jit
 def sent_by(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
-    """Log messages of a tile's rows in the type of the product that adds them up; padding is silent."""
+    """Log messages of a tile's rows in the type of the product that sums them; 0 for padding rows."""
     if MASKED:
         a = tl.where(rows_real[:, None], a, 0.0)
     if PRECISE == 0:
@@ -53,7 +53,7 @@ def sent_by(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def beliefs_of(scores, sent, message, HEARS: tl.constexpr, PRECISE: tl.constexpr):
-    """Log beliefs of a tile: scores and what its rows hear. Without HEARS that is their own message, inverted."""
+    """Log beliefs of a tile: scores plus received messages; without HEARS the own message, inverted."""
     unit = message_unit(message, PRECISE)
     if HEARS:
         earlier = (larger(sent.shape[0], tl.float32) * unit).to(sent.dtype)
@@ -73,8 +73,8 @@ def refined_rows(
 ):  # fmt: skip
     """Prior and refined weights of a part's rows, the latter not normalised, on its own keys and on those BEFORE.
 
-    Also what its own keys hear from it, or from the part before what it was given: ``past``. CAREFUL: refined weights
-    are relative to a row's largest, where they could underflow. Without BEFORE own weights stand in for the others.
+    Also ``past``: the sum of this part's messages or, for a second part, the given one. CAREFUL: refined weights are
+    relative to a row's largest, against underflow. Without BEFORE own weights are returned for the others.
     """
     local = tl.arange(0, q.shape[0])
     raw = causal_scores(q, k, local, local, rows_real, True, MASKED, PRECISION)
@@ -120,7 +120,7 @@ def store_output(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BEFORE: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Normalises the rows of a part, drops from them, and stores their products with values."""
+    """Normalises the rows of a part, applies dropout, and stores their products with values."""
     ROWS: tl.constexpr = v.shape[0]
     local = tl.arange(0, ROWS)
     rows = (start + local)[:, None]
@@ -151,7 +151,7 @@ def short_causal_forward(
 ):  # fmt: skip
     """Output of one head of one sequence of at most ROWS tokens, or if SPLIT twice as many; not TAIL: exactly.
 
-    What the first part's keys hear from its rows goes to ``past``: the backward pass begins with the second part.
+    The first part's sum of messages is stored in ``past``: the backward pass starts with the second part.
     """
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)

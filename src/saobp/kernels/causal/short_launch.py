@@ -15,10 +15,10 @@ from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, 
 from saobp.kernels.runtime.launcher import LaunchSequence
 
 FORWARD, BACKWARD = Block(64, 128, stages=1, registers=168), Block(64, 128, stages=1)
-"""Rows of a part, and keys of both parts. More warps would not share a part's tiles but each compute them all."""
+"""Rows of a part, and keys of both parts. More warps would not split a part's tiles: each would compute all."""
 
 LEAST_WIDTH = 64
-"""Smaller heads are filled up with zeros.
+"""Smaller heads are padded with zeros.
 
 With Triton 3.6 on an H200, gradients of values were wrong where products are 16 numbers wide, and 32 read out of bounds."""
 
@@ -45,18 +45,18 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, _saved: Te
 
 
 def width(spec: CallSpec) -> int:
-    """Of products over a head's numbers."""
+    """Padded head size."""
     return max(LEAST_WIDTH, spec.constants["BLOCK_DIM"])
 
 
 def saved_past(spec: CallSpec) -> Saved:
-    """What keys of the first part hear from its rows, if there is a second part that needs it."""
+    """The first part's sum of messages about its keys, if there is a second part that needs it."""
     needed = spec.hears and spec.longest > FORWARD.rows
     return {"past": ((spec.sequences, spec.heads, FORWARD.rows) if needed else (0,), torch.float32)}
 
 
 def parts(spec: CallSpec, block: Block) -> Block:
-    """As few rows and keys as take in the longest sequence; a cap on registers is for head sizes up to 64."""
+    """The fewest rows and keys that cover the longest sequence; registers are capped for head sizes up to 64 only."""
     keys = min(block.keys, all_keys(spec))
     registers = block.registers if spec.dim <= 64 else None
     return replace(block, rows=min(block.rows, keys), keys=keys, registers=registers)

@@ -1,15 +1,15 @@
 """Gradients of strict causal attention of weak, known, positive strength: ``backward.py`` in half types.
 
-With the same letters, dO over the rows' normalisers (``scaled_gradients``) and d = dT - gamma u g:
+In the same notation, with dO over the rows' normalisers (``scaled_gradients``) and d = dT - gamma u g:
 
-1. ``weak_climb`` (over keys, upwards): dV, d^T Q, and for every block of rows two ``sums`` of each key: what it
-   heard before the block, and -gamma times the sum of dT after it.
+1. ``weak_climb`` (over keys, from the last row up): dV, d^T Q, and for every block of rows two ``sums`` per key: the
+   messages before the block, and -gamma times the sum of dT after it.
 2. ``weak_query_gradient`` (over rows): t = rowsum(d), dQ = d K - t (a K).
 3. ``weak_prior_gradient`` (over keys): dK = d^T Q - (a t)^T Q.
 
 In a collapsed row gradients are what is left after large terms cancel. Weights are rounded as in the forward pass,
-so D balances them. Sweeps 1 and 2 make d by the very same operations and round it before products and sum alike:
-otherwise what rounding leaves would not cancel.
+so D balances them. Sweeps 1 and 2 compute d by the same operations and round it before both products and sum;
+otherwise rounding errors would not cancel.
 Heads where a row's normaliser came near underflow are left to ``backward.py``.
 """
 
@@ -77,8 +77,8 @@ def score_gradients(u, d_weights, refined, d_logits, triangle, later, pair):
     """d = dT - gamma u g of a tile ``[keys, rows]``.
 
     ``later`` ``[keys]`` is -gamma times the sum of dT over the rows after the tile; the triangle adds those within.
-    dT is made anew inside the sum, unrounded: added to a rounded dT, a term below its last digit would always be lost.
-    Thousands of keys lose it with one sign, and a sink that half of the rows' weight goes to bears their sum.
+    dT is recomputed inside the sum, unrounded: added to a rounded dT, a term below its last digit would always be lost,
+    in thousands of keys with the same sign, and the gradient of a sink accumulates these errors.
     """
     KIND: tl.constexpr = d_logits.dtype
     g = rounded(tl.dot(d_logits, triangle, input_precision="ieee"), KIND)
@@ -95,12 +95,12 @@ def _climb(
 ):  # fmt: skip
     """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS.
 
-    ``heard`` is what keys have heard after the tile: later rows' messages are taken from it. ``after``
+    ``heard`` is the sum of messages after the tile; later rows' messages are subtracted from it. ``after``
     ``[keys, 16]`` has the sum of dT so far in every column.
     """
     KIND: tl.constexpr = k.dtype
     HALF: tl.constexpr = ROWS // 2
-    # Each half takes a quarter of the triangle; the rest of it is the sum of one half, which is needed anyway.
+    # Each half needs a quarter of the triangle; the rest is the sum of one half, which is needed anyway.
     back = -weak_triangle(logarithm, HALF, False)
     ahead = larger(ROWS, KIND)
     ones = tl.full([HALF, 16], 1.0, tl.float16)
@@ -157,7 +157,7 @@ def weak_climb(
     CHECKED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Adds a span's part to dV and d^T Q; LAST: this span ends the sequence, so the sums begin here."""
+    """Adds a span's part to dV and d^T Q; LAST: the sequence's last span, which is processed first and starts the sums."""
     block, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -258,7 +258,7 @@ def weak_query_gradient(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of the span's rows, and t beside the log-sum-exp."""
+    """dQ of a block of the span's rows, and t, interleaved with the log-sum-exp."""
     slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     slot = blocks - 1 - slot
     row_start = span_start + slot * ROWS

@@ -1,8 +1,8 @@
 """Strict causal attention of weak, known, positive strength: sweeps 2 and 3 of ``forward.py`` in half types.
 
-Tiles are ``[keys, rows]``, so that messages, which are products' first operand, stay in registers. No message
-raises a belief, so beliefs relative to the row's log-sum-exp need no maximum; a block of rows whose normaliser
-comes near underflow, or whose head has the other sign, is noted in ``lowest`` and done again by ``causal_output``.
+Tiles are ``[keys, rows]``, so that messages, the first operand of products, stay in registers. No message raises a
+belief, so beliefs relative to the row's log-sum-exp need no maximum; a block of rows whose normaliser comes near
+underflow, or whose head has a negative strength, is recorded in ``lowest`` and recomputed by ``causal_output``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def weak_scores(raw, keys, rows, keys_real, EDGE: tl.constexpr, MASKED: tl.const
 
 @triton.jit
 def weak_prior(raw, high, rows_real, score_scale, MASKED: tl.constexpr):
-    """Relative scores of a tile ``[keys, rows]``, prior weights, and those of them that speak: not padding's."""
+    """Relative scores of a tile ``[keys, rows]``, prior weights, and those that send messages: 0 in padding rows."""
     scores = raw * score_scale - high[None, :]
     a = tl.exp2(scores)
     if MASKED:
@@ -55,7 +55,7 @@ def weak_spoken(a, logarithm):
 
 @triton.jit
 def weak_triangle(logarithm, ROWS: tl.constexpr, EARLIER: tl.constexpr):
-    """``[ROWS, ROWS]``: the messages' slope for every row (second index) and those EARLIER, or for the others; else 0."""
+    """``[ROWS, ROWS]``: the messages' slope where the first row is EARLIER than the second, or where it is not; else 0."""
     earlier = smaller(ROWS, tl.float32)
     return ((earlier if EARLIER else 1.0 - earlier) * logarithm[0]).to(tl.float16)
 
@@ -67,7 +67,7 @@ def _first(one, other):
 
 @triton.jit
 def any_column(tile):
-    """``[keys]`` from a tile whose columns are all the same: threads need not ask each other."""
+    """``[keys]`` from a tile whose columns are equal, without communication between threads."""
     return tl.reduce(tile, 1, _first)
 
 
@@ -81,7 +81,7 @@ def sums_over_rows(tile, ones):
 def add_rows(totals, tile):
     """Adds a tile ``[keys, rows]`` of a half type to partial sums ``[keys / 16, 8, rows]`` of float32.
 
-    A thread holds keys 8 apart, which it adds first; sums over threads wait for the end.
+    A thread adds its own keys, 8 apart; sums over threads are left for the end.
     """
     KEYS: tl.constexpr = tile.shape[0]
     ROWS: tl.constexpr = tile.shape[1]
@@ -90,7 +90,7 @@ def add_rows(totals, tile):
 
 @triton.jit
 def halves(tile):
-    """The earlier and the later rows of a tile ``[keys, rows]``, without moving a number."""
+    """The earlier and the later rows of a tile ``[keys, rows]``, without moving data."""
     KEYS: tl.constexpr = tile.shape[0]
     HALF: tl.constexpr = tile.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(tile, [KEYS, 2, HALF]), (0, 2, 1)))
@@ -98,7 +98,7 @@ def halves(tile):
 
 @triton.jit
 def joined(earlier, later):
-    """The tile of which these are the halves."""
+    """Inverse of ``halves``."""
     KEYS: tl.constexpr = earlier.shape[0]
     ROWS: tl.constexpr = 2 * earlier.shape[1]
     return tl.reshape(tl.permute(tl.join(earlier, later), (0, 2, 1)), [KEYS, ROWS])
@@ -114,10 +114,9 @@ def store_sums(base, keys, tokens, keys_real, sums, MASKED: tl.constexpr):
 
 @triton.jit
 def load_pairs(base, begin, tokens, other, SIZE: tl.constexpr, EDGE: tl.constexpr):
-    """Two numbers for each place from ``begin`` on, of ``[length, 2]``; beyond the sequence ``other`` and 0.
+    """Two numbers per position from ``begin`` on, of ``[length, 2]``; beyond the sequence ``other`` and 0.
 
-    Together they are as many as threads, so they are fetched once; a vector as short as a tile's side
-    would be fetched by every thread for itself.
+    There are as many as threads, so each is loaded once; a vector of a tile's side would be loaded by every thread.
     """
     local = tl.arange(0, SIZE)
     pointers = base + 2 * begin + 2 * local[:, None] + tl.arange(0, 2)[None, :]
@@ -150,7 +149,7 @@ def _add_weak(
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """A product with ones sums up a tile's messages."""
+    """Adds a tile's messages, summed by a product with ones."""
     ones = tl.full([ROWS, 16], 1.0, tl.float16)
     place = slot_place((start - span_start) // ROWS, span_start, length, ROWS, PACKED)
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
@@ -180,7 +179,7 @@ def weak_messages(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Log messages each key has heard before every block of the span's rows, and after the span."""
+    """Sum of log messages about each key before every block of the span's rows, and after the span."""
     block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -226,7 +225,7 @@ def _add_output(
         v = fetch_tile(value_states, begin, tokens, KEYS, DIM, BLOCK_DIM, EDGE, MAPPED)
         beliefs = tl.dot(weak_spoken(speaking, logarithm), triangle, scores + past[:, None])
         refined = rounded(tl.exp2(beliefs), v.dtype)
-        # The rounded weights that meet the values, so that a row that sees one key gives exactly its value.
+        # The rounded weights that multiply values, so that a row that sees one key returns exactly its value.
         totals = add_rows(totals, refined)
         if DROPS:
             refined = tl.where(kept(seed, rows[None, :], keys[:, None], drop_threshold), refined, 0.0)
@@ -284,6 +283,6 @@ def weak_output(
     tl.store(
         belief_ptr + row_base + rows, tl.where(visible, tl.log2(total), float("inf")), mask=rows < tokens
     )
-    # A strength of the other sign raises beliefs, so it needs care too: they may overflow.
+    # Messages of a negative strength raise beliefs, which may overflow: those heads need care too.
     lowest = tl.where(message[0] < 0.0, 0.0, tl.min(tl.where(high < float("inf"), total, 1.0), 0))
     tl.store(lowest_ptr + lowest_place, lowest)

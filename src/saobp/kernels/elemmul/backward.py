@@ -11,14 +11,14 @@ The scores' gradient is dS_ik = A_ik (dA_ik - E_i) with
 
     A_ik dA_ik = P_ik (dO_i . G_k - D_i) + B_ki (dG_k . V_i - F_k)
 
-F stands for dG . G less the gradient of log n, which needs no sweep of its own. E could be had from D, F
-and dV alone, or split off the sum over keys as in ``bidirectional/backward.py``; but summed up from the very entries it
-is taken from, it makes rows of dS sum to 0 however G, dG and O were rounded, and a collapsed head's
-gradient is a difference of large terms. For the same reason E is divided by the sum of the row's A as they
-are: large scores leave so few digits to the log-sum-exp that it is 1 only to 1e-4. Padding rows have no B.
+F is dG . G minus the gradient of log n, which needs no sweep of its own. E could be computed from D, F and dV,
+or split off the sum over keys as in ``bidirectional/backward.py``; but summed from the same entries that it is
+subtracted from, it makes rows of dS sum to 0 however G, dG and O were rounded, and a collapsed head's gradient
+is a difference of large terms. For the same reason E is divided by the row's computed sum of A: with large scores
+the log-sum-exp has so few digits that this sum is 1 only to 1e-4. Padding rows have no B.
 
-G is kept less the mean c of V, and dG_k less the mean g of dO times m_k = sum_i P_ik, for the sake of small
-differences: D becomes dO . (O - c), and dG_k . V_i the kept part's product plus m_k (g . V_i).
+G is stored minus the mean c of V, and dG_k minus the mean g of dO times m_k = sum_i P_ik, to keep small
+differences: D becomes dO . (O - c), and dG_k . V_i the stored part's product plus m_k (g . V_i).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from saobp.kernels.library.arithmetic import (
 from saobp.kernels.library.indexing import head_base, locate, row_bases, states_base, tile_walk
 
 STRETCH = tl.constexpr(2.0**14)
-"""P, which is at most 1, is rounded this much larger: what it differs by from its usual size is small for float16."""
+"""P, which is at most 1, is scaled by this before rounding: its deviations are small for float16."""
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _gathered_loop(
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dG less the usual part, stretched; F and m before they are multiplied by n, which a key has in common."""
+    """dG with weights centred (``usual``) and scaled; F and m before the key's common factor n."""
     for begin in tl.range(start, stop, ROWS):
         rows = begin + tl.arange(0, ROWS)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
@@ -102,7 +102,7 @@ def gathered_gradient(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dG, centred, F, m and 1 / n of a block of keys; 0 for keys that nobody looks at."""
+    """dG, centred, F, m and 1 / n of a block of keys; 0 for keys that no row attends to."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -148,8 +148,8 @@ def _score_parts(
     raw, high, low, received, inverse, inverse_received, d_out, delta, d_value, offset, mass, key_delta, rows_real, score_scale,
     PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A, B and A dA of a tile; vectors come ready to broadcast against ``raw``, d_out is dO . G,
-    d_value + mass offset dG . V.
+    """A, B and A dA of a tile; vectors are shaped to broadcast against ``raw``, d_out is dO . G,
+    d_value + mass offset is dG . V.
     """
     a = tl.exp2(relative(raw, high, low, score_scale, PRECISE))
     b = a * inverse_received
@@ -166,7 +166,7 @@ def _row_loop(
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, SECOND: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """First pass: ``out`` is dV; the sums over k of A dA, A and B_ki m_k grow. SECOND: ``out`` is dQ and E is known."""
+    """First pass: ``out`` is dV; accumulates the sums over k of A dA, A and B_ki m_k. SECOND: ``out`` is dQ and E is known."""
     for begin in tl.range(start, stop, KEYS):
         keys = begin + tl.arange(0, KEYS)
         k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)

@@ -1,12 +1,12 @@
-"""What is taken off before ElemMul rounds: means of heads, and each key's usual weight.
+"""Centres subtracted before ElemMul rounds: means of heads, and each key's usual weight.
 
-In a nearly uniform head the scores' gradient sees only what weights differ by. Rounded as they are, they differ by
-little more than their rounding. So the products over rows are taken of weights less a number u_k per key:
+In a nearly uniform head the scores' gradient depends only on differences of weights, which are little larger than
+their rounding errors. So the products over rows are taken of weights minus a number u_k per key:
 
     sum_j w_jk x_j - (sum_j w_jk) mean(x) = sum_j (w_jk - u_k) x_j - (sum_j w_jk - rows u_k) mean(x)
 
-u_k is the geometric mean of the key's weights, which needs no sweep: their logarithms are scores less log-sum-exps, so
-it comes from the mean query. It is never above their mean, so in no head does it cost digits.
+u_k is the geometric mean of the key's weights, which needs no sweep: their logarithms are scores minus log-sum-exps,
+so it follows from the mean query. It is never above their mean, so it costs no head any digits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def value_centres(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Means over a head's real rows in float32: values, queries and, in ``level``, log-sum-exp; then how many they are."""
+    """Means over a head's real rows in float32: values, queries and, in ``level``, log-sum-exp; then the number of real rows."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
@@ -86,7 +86,7 @@ def gradient_centres(
 
 @triton.jit
 def load_centre(centre_ptr, blocks, BLOCK_DIM: tl.constexpr):
-    """The centre of the head of this program, ready to broadcast against its rows."""
+    """The centre of this program's head, shaped to broadcast against its rows."""
     return tl.load(centre_ptr + tl.program_id(0) // blocks * BLOCK_DIM + tl.arange(0, BLOCK_DIM))[None, :]
 
 
@@ -99,13 +99,13 @@ def usual_weight(k, q_centre_ptr, level_ptr, blocks, score_scale, BLOCK_DIM: tl.
 
 @triton.jit
 def count_real(level_ptr, blocks):
-    """How many real rows the head of this program has."""
+    """Number of real rows of this program's head."""
     return tl.load(level_ptr + 2 * (tl.program_id(0) // blocks) + 1)
 
 
 @triton.jit
 def with_digits_of(x, dtype: tl.constexpr):
-    """float32 rounded to the digits, not the range, of a half type: a weight of 0 less this is rounded no further."""
+    """float32 rounded to the precision, not the range, of a half type: 0 minus this is not rounded again."""
     dropped: tl.constexpr = 13 if dtype == tl.float16 else 16
     bits = x.to(tl.int32, bitcast=True) + (1 << (dropped - 1))
     return (bits & -(1 << dropped)).to(tl.float32, bitcast=True)
@@ -113,5 +113,5 @@ def with_digits_of(x, dtype: tl.constexpr):
 
 @triton.jit
 def power_below(x):
-    """Largest power of two that is at most x, for x >= 0."""
+    """Largest power of two at most x, for x >= 0."""
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

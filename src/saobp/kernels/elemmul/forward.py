@@ -1,18 +1,18 @@
-"""ElemMul, not causal, without forming A A^T: attention applied twice, in memory linear in length.
+"""Bidirectional ElemMul without forming A A^T: attention applied twice, in memory linear in length.
 
 Row i of the normalised A A^T reaches the values through the keys. With n_k = sum_j A_jk over real rows j,
 
-    G_k = sum_j (A_jk / n_k) V_j                what the rows that look at key k hold, on average
+    G_k = sum_j (A_jk / n_k) V_j                mean value of the rows that attend to key k
     O_i = sum_k (A_ik n_k / z_i) G_k            with z_i = sum_k A_ik n_k
 
-Both weights sum to one, so that G and O stay within the range of V in any precision. G is kept in the
-precision of V less the mean of V: rows that attend to everything alike differ by little in G, and these
-differences are all that the gradient of the scores sees. For their sake weights are rounded less a key's usual
+Both weights sum to one, so G and O stay within the range of V in any precision. G is stored in the
+precision of V minus the mean of V: in nearly uniform heads rows of G differ little, and the gradient of the
+scores depends on these differences only. For the same reason weights are rounded after subtracting a key's usual
 weight, see ``centering.py``. ``row_sums`` of ``bidirectional/sums.py`` and ``value_centres`` come first; then
 ``gathered_values`` over keys and ``elemmul_output`` over rows.
 
-Two rows that share no key count as FLOOR alike, as in the specification. Only padding rows can depend on
-it: a real row is always like itself.
+Two rows that share no key have similarity FLOOR, as in the specification. It matters to padding rows only:
+a real row is similar to itself.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ FLOOR = tl.constexpr(2.0**-103)
 """Smallest similarity: float32's tiny / eps, as in ``propagation/factors.py``."""
 
 NOTHING = tl.constexpr(2.0**-120)
-"""Below this a column's sum counts as 0: no row, not even one at FLOOR, can depend on it."""
+"""Below this a column's sum counts as 0: it affects no row, not even one at FLOOR."""
 
 
 @triton.jit
 def _anchor(weights, top):
-    """About the largest weight so far and by what sums shrink when they are relative to it: float16 has too little range without.
+    """Reference near the largest weight so far, and the factor that rescales sums to it: float16 needs it for its range.
 
-    A power of two, so that no digits move.
+    A power of two, so that scaling is exact.
     """
     raised = tl.maximum(top, power_below(tl.max(weights, 1)))
     return raised, top / raised

@@ -16,7 +16,7 @@ from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, lay_out_
 
 
 def elemmul_block(spec: CallSpec, sweep: str) -> Block:
-    """Tile sizes, the largest that compile for Hopper with next to no spilling; not tuned by time."""
+    """Tile sizes, the largest that compile for Hopper with little register spilling; not tuned by time."""
     if spec.dtype == torch.float32:
         if spec.dim > 128:
             return Block(16, 16, 4, 1)
@@ -95,7 +95,7 @@ def _add_centres(launches: LaunchSequence, spec: CallSpec, kernel: Any, numbers:
 
 
 def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
-    """What the sweeps share."""
+    """Arguments common to the sweeps."""
     own = spec.states_strides
     return {
         **strides("q", query), **strides("k", key), **strides("v", value),

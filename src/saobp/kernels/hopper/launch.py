@@ -1,6 +1,6 @@
-"""The launch of the kernel for Hopper; ``dispatch.select_kernels`` says when it serves.
+"""The launch of the Hopper kernel; ``dispatch.select_kernels`` decides when it is used.
 
-Triton makes the four descriptors that it needs at every launch, 11 microseconds of the host's time each.
+Triton creates its four tensor descriptors at every launch, which costs the host 11 microseconds each.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from saobp.kernels.call_spec import SHORT, Block, CallSpec, ceil_div, resources
 from saobp.kernels.runtime.launcher import LaunchSequence, TileDescriptor
 
 BLOCK = Block(128, 128, warps=8, stages=1, registers=128)
-"""All rows at once in eight warps. Four warps, which take rows in two halves, are as fast, but slower where they save or pad."""
+"""All rows at once in eight warps. Four warps, which take rows in two halves, are as fast, but slower with SAVES or padding."""
 HEADS_EACH = 4
-"""Heads of a program. Microseconds of 2048 heads on an H200: 50 with one, 47 with two, 45 with four, 44.5 with eight; of 8192
+"""Heads per program. Microseconds for 2048 heads on an H200: 50 with one, 47 with two, 45 with four, 44.5 with eight; of 8192
 heads: 182, 165 with four, 169 with eight, 172 with 32. ``short_weak_forward`` takes 55 and 188, cuDNN's attention 38 and 130."""
 
 
 def hopper_kernel() -> Any:
-    """Imported where it is launched: a Triton with another Gluon may not have what it needs."""
+    """Imported on first use: other versions of Triton may lack the Gluon API it needs."""
     from saobp.kernels.hopper.short_forward import short_hopper_forward
 
     return short_hopper_forward
@@ -43,7 +43,7 @@ def add_hopper_launch(
 
 
 def whole_heads(shape: tuple[int, ...], strides: tuple[int, ...]) -> TileDescriptor:
-    """``[batch, heads, length, 64]`` in tiles of a head, laid out as the tensor cores want them."""
+    """``[batch, heads, length, 64]`` in tiles of one head, in the tensor cores' shared-memory layout."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)

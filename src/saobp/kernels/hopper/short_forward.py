@@ -1,8 +1,8 @@
-"""``short_weak_forward`` for Hopper: a program takes several heads in turn, and the copy engine fetches the next one meanwhile.
+"""``short_weak_forward`` for Hopper: a program processes several heads, and the copy engine (TMA) prefetches the next one.
 
-The arithmetic is that of ``short_weak``. Queries, keys and values lie in shared memory once: as soon as the scores of a head
-are known, the next head's queries and keys are fetched into the same place, and its values as soon as these have been
-multiplied. So there is no second stage, and several programs share a multiprocessor.
+The arithmetic is that of ``short_weak``. Queries, keys and values are single-buffered in shared memory: once the scores
+of a head are computed, the next head's queries and keys are fetched into the same buffers, and its values once the
+output is computed. So there is no second pipeline stage, and several programs share a multiprocessor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEYS = tl.constexpr(128)
 DIM = tl.constexpr(64)
 TILE_BYTES = tl.constexpr(2 * 128 * 64)
 COLUMNS = tl.constexpr(8)
-"""Of products that only add up."""
+"""Columns of products that only sum rows."""
 _POWERS = (
     "{ .reg .f32 x, y; fma.rn.f32 x, $2, $4, $6; fma.rn.f32 y, $3, $5, $7;"
     " ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; cvt.rn.f16x2.f32 $0, y, x;"
@@ -44,19 +44,19 @@ COARSE_POLYNOMIAL = tl.constexpr(POLYNOMIAL.value.replace("f16x2", "bf16x2"))
 
 @gluon.constexpr_function
 def tile_layout():
-    """Of tiles of half types in shared memory, as the copy engine writes and the tensor cores read them."""
+    """Shared-memory layout of half-type tiles, as the copy engine writes and the tensor cores read them."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @gluon.constexpr_function
 def product_layout(columns, warps):
-    """Of a product of that many columns in registers."""
+    """Register layout of a product with that many columns."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.constexpr_function
 def narrow_layout(warps):
-    """Of sums of rows, by the smaller tensor instruction that takes both factors from registers."""
+    """Register layout of row sums, by the smaller tensor instruction that takes both operands from registers."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8])
 
 
@@ -73,7 +73,7 @@ def row_sums_of(tile):
 
 @gluon.jit
 def place(line, heads, group):
-    """Batch, head and key head of a line: heads of all sequences, one after the other."""
+    """Batch, head and key head of ``line`` = batch * heads + head."""
     batch = line // heads
     head = line - batch * heads
     return batch, head, head // group
@@ -81,13 +81,13 @@ def place(line, heads, group):
 
 @gluon.jit
 def fetch(tensor_map, batch, head, into, ready):
-    """Asks the copy engine for the rows of a head."""
+    """Starts the copy engine's fetch of a head's rows."""
     tma.async_copy_global_to_shared(tensor_map, [batch, head, 0, 0], ready, into)
 
 
 @gluon.jit
 def new_barrier():
-    """Tells when what was fetched is there."""
+    """A barrier that signals the end of a fetch."""
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=1)
     return barrier
@@ -97,8 +97,8 @@ def new_barrier():
 def exponentials(raw, score_scale, high, KIND: tl.constexpr):
     """2^(raw score_scale - high) in float16 and in KIND.
 
-    One piece of assembly from a pair's scores to what is kept of them: the compiler orders longer chains tile by
-    tile, which takes more registers than there are.
+    One block of assembly from two scores to both results: the compiler orders longer chains tile by tile, which needs
+    too many registers.
     """
     operands = [raw, score_scale, -high]
     if KIND.is_fp16():
@@ -113,7 +113,7 @@ def exponentials(raw, score_scale, high, KIND: tl.constexpr):
 
 @gluon.jit
 def polynomial(e, slope, bend, inverse):
-    """As ``short_weak.polynomial``, in one piece of assembly."""
+    """As ``short_weak.polynomial``, in one block of assembly."""
     slope = (slope * inverse).to(e.dtype)[:, None]
     bend = (bend * inverse * inverse).to(e.dtype)[:, None]
     operands = [e, slope, bend]
@@ -125,7 +125,7 @@ def polynomial(e, slope, bend, inverse):
 
 @gluon.jit
 def prior_rows(raw, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr):
-    """As ``short_weak.prior_rows``, of scores that are known."""
+    """As ``short_weak.prior_rows``, from given scores."""
     if GAPS:
         raw = gl.minimum(raw, bound[None, :])
     high = gl.max(raw, 1) * score_scale
@@ -134,14 +134,14 @@ def prior_rows(raw, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr):
     fine, coarse = exponentials(raw, score_scale, high[:, None], KIND)
     by_row: tl.constexpr = gl.SliceLayout(1, product_layout(KEYS, gl.num_warps()))
     total = row_sums_of(fine)
-    # The other sum counts for nothing. But it has the compiler round now: left for later, float32 would stay.
+    # The second sum is unused. It forces the compiler to round now; otherwise float32 would stay live.
     total = gl.convert_layout(total + 0.0 * row_sums_of(coarse), by_row)
     return fine, coarse, high, total
 
 
 @gluon.jit
 def say(messages, factors, fine, inverse, message):
-    """Puts what rows say into shared memory, and the factors of ``short_weak.add_heard`` that normalise it."""
+    """Stores the rows' messages in shared memory, and the factors of ``short_weak.add_heard`` that normalise them."""
     unit, slope, bend = pair_logarithm(message)
     messages.store(polynomial(fine, slope.to(gl.float32), bend.to(gl.float32), inverse))
     narrow: tl.constexpr = narrow_layout(gl.num_warps())
@@ -164,7 +164,7 @@ def key_weights(
     sums, memory, key_part_base, mask_base, length, message,
     MASKED: tl.constexpr, GAPS: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """Factors of keys from what they heard. Each warp takes all keys, so it need not ask the others for the largest."""
+    """Factors of keys from their summed messages. Each warp takes all keys: no reduction across warps for the largest."""
     spread: tl.constexpr = gl.BlockedLayout([KEYS // 32], [32], [gl.num_warps()], [0])
     memory.store(gl.sum(sums, 1))
     heard = memory.load(spread) * pair_logarithm(message)[0]
@@ -180,7 +180,7 @@ def key_weights(
 
 @gluon.jit
 def times_values(refined, v, factor):
-    """Rows of the output. The product reads its first factor from registers, which must stay until it is done."""
+    """Rows of the output. The product reads its first operand from registers, which must stay live until it is done."""
     ROWS: tl.constexpr = refined.shape[0]
     values: tl.constexpr = product_layout(DIM, gl.num_warps())
     refined = gl.convert_layout(refined, gl.DotOperandLayout(0, values, 2))
@@ -198,7 +198,7 @@ def short_hopper_forward(
     sign, r0, r1, r2, l0, l1, l2,
     TAIL: tl.constexpr, HEARS: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """Output of several heads, and what the backward pass needs, as by ``short_weak.short_weak_forward``."""
+    """Output of several heads, and what the backward pass needs, as ``short_weak.short_weak_forward``."""
     WARPS: tl.constexpr = gl.num_warps()
     ROWS: tl.constexpr = 16 * WARPS
     PARTS: tl.constexpr = KEYS // ROWS
@@ -217,7 +217,7 @@ def short_hopper_forward(
     factors = gl.allocate_shared_memory(gl.float16, [COLUMNS, ROWS], tile_layout()).permute((1, 0))
     heard_memory = gl.allocate_shared_memory(gl.float32, [KEYS], plain)
     weight_memory = gl.allocate_shared_memory(KIND, [KEYS], plain)
-    # The output lies where messages did, which are done with by then.
+    # The output reuses the shared memory of the messages, which are no longer needed.
     out_memory = messages._reinterpret(KIND, [1, 1, KEYS, DIM], out_map.layout)
     q = q_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
     k = k_memory._reinterpret(KIND, [KEYS, DIM], tile_layout()).permute((1, 0))
@@ -226,7 +226,7 @@ def short_hopper_forward(
     q_ready, k_ready, v_ready = new_barrier(), new_barrier(), new_barrier()
     fence_async_shared()
 
-    # Programs that run side by side work on neighbours, whose states are neighbours in memory.
+    # Concurrent programs process adjacent heads, whose states are adjacent in memory.
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (lines - first + step - 1) // step
     batch, head, key_head = place(first, heads, group)
@@ -257,7 +257,7 @@ def short_hopper_forward(
         for part in gl.static_range(PARTS):
             nothing = gl.full([ROWS, KEYS], 0.0, gl.float32, scores)
             raw = warpgroup_mma(q.slice(part * ROWS, ROWS), k, nothing, use_acc=False, is_async=True)
-            # Also waits for sums of the part before. Then messages may be overwritten, as soon as all warps are here.
+            # Also waits for the previous part's sums. After the barrier messages may be overwritten.
             raw = warpgroup_mma_wait(0, deps=(raw,))
             if part == 0:
                 tma.store_wait(0)

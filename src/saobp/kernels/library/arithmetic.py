@@ -13,14 +13,14 @@ import triton.language as tl
 from saobp.refinement import MAX_STRENGTH as _MAX_STRENGTH
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Triton's interpreter has no inline assembly."""
+"""False in Triton's interpreter, which has no inline assembly."""
 
 MAX_STRENGTH = tl.constexpr(_MAX_STRENGTH)
 
 
 @triton.jit
 def _hardware_log2(x):
-    """One instruction; tl.log2 spends several more on subnormal numbers, which messages never are."""
+    """One instruction; tl.log2 takes several more for subnormals, which messages never are."""
     if INTERPRETED:
         return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
@@ -35,10 +35,10 @@ def _hardware_inverse(x):
 
 @triton.jit
 def head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2):
-    """gamma = 1 - e^(-sign strength) of a head and the polynomials 1 / (1 - x) and log2(1 - x) / x, made polynomials of a = x / gamma."""
+    """gamma = 1 - e^(-sign strength) of a head and the polynomials 1 / (1 - x) and log2(1 - x) / x in a = x / gamma."""
     strength = tl.load(strength_ptr + head).to(tl.float32) * sign
     strength = tl.minimum(tl.maximum(strength, -MAX_STRENGTH), MAX_STRENGTH)
-    # For weak strengths the difference would cancel, so a series takes its place.
+    # For weak strengths the difference would cancel, so a series is used.
     series = strength * (
         1.0 - strength / 2 * (1.0 - strength / 3 * (1.0 - strength / 4 * (1.0 - strength / 5)))
     )
@@ -55,7 +55,7 @@ def log2_message(a, message, PRECISE: tl.constexpr):
         return a * (l0 + a * (l1 + a * l2))
     if PRECISE == 1:
         return _hardware_log2(1.0 - gamma * a)
-    # 1 - x is rounded; scaling by the true x over the rounded one takes that error back.
+    # 1 - x is rounded; scaling by x over its rounded value corrects that.
     x = gamma * a
     m = 1.0 - x
     moved = 1.0 - m
@@ -109,7 +109,7 @@ def load_rows(
     BLOCK_DIM: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """``[ROWS, BLOCK_DIM]`` from row ``start`` on, zero beyond the head size and, if TAIL, beyond the sequence."""
+    """``[ROWS, BLOCK_DIM]`` from row ``start`` on, 0 beyond the head size and, if TAIL, beyond the sequence."""
     local = tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
     pointers = base + tl.cast(stride, tl.int64) * start + (local * stride + dims)
@@ -127,8 +127,8 @@ def fetch_tile(
     states, start, tokens,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """As ``load_rows``, of ``states_of``. MAPPED: the GPU's copy engine fetches the tile, which spares registers; it adds
-    zeros by itself.
+    """As ``load_rows``, from ``states_of``. MAPPED: the GPU's copy engine fetches the tile, which saves registers, and
+    pads with zeros.
     """
     tensor_map, base, batch, head, stride = states
     if MAPPED:
@@ -149,7 +149,7 @@ def store_rows(
 
 @triton.jit
 def load_vector(base, places, tokens, other, TAIL: tl.constexpr):
-    """One number per place, ``other`` beyond the sequence."""
+    """One number per position, ``other`` beyond the sequence."""
     if TAIL:
         return tl.load(base + places, mask=places < tokens, other=other)
     return tl.load(base + places)
@@ -157,7 +157,7 @@ def load_vector(base, places, tokens, other, TAIL: tl.constexpr):
 
 @triton.jit
 def load_anchor(base, rows, tokens, TAIL: tl.constexpr, CAREFUL: tl.constexpr):
-    """Largest log belief of each row, which only the careful way needs."""
+    """Largest log belief of each row, needed only if CAREFUL."""
     if CAREFUL:
         return load_vector(base, rows, tokens, 0.0, TAIL)
     else:
@@ -166,7 +166,7 @@ def load_anchor(base, rows, tokens, TAIL: tl.constexpr, CAREFUL: tl.constexpr):
 
 @triton.jit
 def real_tokens(mask_ptr, places, tokens, MASKED: tl.constexpr):
-    """Which places hold real tokens: inside the sequence and, if there is a mask, not padding."""
+    """Which positions hold real tokens: inside the sequence and, if there is a mask, not padding."""
     if MASKED:
         return tl.load(mask_ptr + places, mask=places < tokens, other=0) != 0
     return places < tokens
@@ -174,7 +174,7 @@ def real_tokens(mask_ptr, places, tokens, MASKED: tl.constexpr):
 
 @triton.jit
 def head_seed(seed_ptr, row_base, DROPS: tl.constexpr):
-    """A seed for one head, from the call's seed and the place of the head's rows in memory; 0 where nothing is dropped."""
+    """Dropout seed of one head, from the call's seed and the offset of the head's rows; 0 without dropout."""
     if DROPS:
         return _scramble(tl.load(seed_ptr).to(tl.uint32) ^ _scramble(row_base.to(tl.uint32)))
     else:

@@ -1,4 +1,4 @@
-"""Where a program's work lies: its block of a sequence's head, the head's states, and its numbers in vectors."""
+"""Offsets of a program's work: its block, head and sequence, the head's states and its per-row vectors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def locate(pid, blocks, heads, length, cu_ptr, PACKED: tl.constexpr):
 
 @triton.jit
 def locate_sorted(blocks, section, heads, length, cu_ptr, PACKED: tl.constexpr):
-    """As ``locate``, and which line (head of a sequence), where work per block falls with the block's number.
+    """As ``locate``, plus the line (head of a sequence), for work per block that falls with the block's number.
 
-    Lines are taken in sections of so many, all first blocks of a section before all second ones: programs that
-    run side by side are equally long, and a section's last ones are short. A line's states stay in the cache.
+    Within a section of ``section`` lines, all first blocks come before all second ones: concurrent programs are
+    equally long, and a section's last ones are short. A line's states stay in the cache.
     """
     pid = tl.program_id(0)
     part = pid // (section * blocks)
@@ -37,37 +37,37 @@ def locate_sorted(blocks, section, heads, length, cu_ptr, PACKED: tl.constexpr):
 
 @triton.jit
 def states_base(base, batch, head, first, batch_stride, head_stride, row_stride):
-    """Where the states of a head of a sequence begin, counted from ``base``: an address, or 0. It may pass 2^31."""
+    """``base``, a pointer or 0, plus the offset of a head's states in a sequence, which may exceed 2^31."""
     batch, first = batch.to(tl.int64), first.to(tl.int64)
     return base + (batch * batch_stride + head.to(tl.int64) * head_stride) + first * row_stride
 
 
 @triton.jit
 def states_of(tensor_map, ptr, batch, head, first, batch_stride, head_stride, row_stride):
-    """States of a head as one: their map for the copy engine, where they begin, sequence, head and row stride."""
+    """States of a head as a tuple: TMA descriptor, base pointer, sequence, head and row stride."""
     base = states_base(ptr, batch, head, first, batch_stride, head_stride, row_stride)
     return tensor_map, base, batch, head, row_stride
 
 
 @triton.jit
 def head_base(base, batch, head, first, heads, length):
-    """Where a head's rows begin in vectors ``[batch, heads, length]``, counted from ``base`` as in ``states_base``."""
+    """``base`` plus the offset of a head's rows in vectors ``[batch, heads, length]``."""
     return base + (batch.to(tl.int64) * heads + head) * length + first.to(tl.int64)
 
 
 @triton.jit
 def mask_base_of(mask_ptr, batch, length):
-    """Where the padding mask of a sequence begins."""
+    """Pointer to the padding mask of a sequence."""
     return mask_ptr + batch.to(tl.int64) * length
 
 
 @triton.jit
 def row_bases(mask_ptr, batch, head, first, heads, length):
-    """Where a head's rows begin in vectors, counted from 0, and its sequence in the padding mask."""
+    """Offset of a head's rows in vectors, and pointer to the padding mask of its sequence."""
     return head_base(0, batch, head, first, heads, length), mask_base_of(mask_ptr, batch, length)
 
 
 @triton.jit
 def tile_walk(tokens, SIZE: tl.constexpr):
-    """Where whole tiles of a sequence begin, where they end, and the sequence: what is left is a TAIL."""
+    """Start and end of whole tiles, and end of the sequence: the rest is a TAIL."""
     return 0, tokens // SIZE * SIZE, tokens

@@ -1,8 +1,8 @@
 """Arithmetic in half types, two numbers to an instruction, for messages of weak strengths.
 
-A tile's weights are rounded to bfloat16 anyway before they meet values on the tensor cores. Rounding the
-prior weight first and refining it there halves the instructions, which is what limits these kernels. In other types
-(tests send them this way) the functions round as often. Log messages, which are summed up, take float16.
+A tile's weights are rounded to bfloat16 anyway before the tensor cores multiply them by values. Rounding the prior
+weight first and refining it in bfloat16 halves the instructions, which limit these kernels. In other types (used by
+tests) the functions round as often. Log messages, which are summed, are in float16.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from saobp.kernels.library.arithmetic import INTERPRETED, relative
 def _powers(count: int) -> tl.constexpr:
     """Assembly for powers of 2 of ``count`` numbers x, the last by a cubic of its fraction: to 9e-5, from 2^-126 to 2^127.
 
-    That x is worked out once more as 254 y - 127 with y between 0 and 1: saturation costs nothing, comparisons would.
-    Minus infinity gives 0: there the exponent's bits are 0, and those of the fraction's power, 1, too.
+    That x is recomputed as 254 y - 127 with y saturated to [0, 1]: saturation is free, comparisons are not.
+    Minus infinity gives 0: the exponent's bits are 0, and the fraction's power is 1, whose bits are 0 too.
     """
     exponentials = [f"ex2.approx.ftz.f32 ${place}, ${count + place};" for place in range(count - 1)]
     raw, scale, shift = (f"${(block + 1) * count - 1}" for block in (2, 3, 4))
@@ -38,7 +38,7 @@ _EIGHT_REGISTERS = tl.constexpr(",".join(["=f"] * 8 + ["f"] * 32))
 def powers(raw, reference, score_scale, PRECISE: tl.constexpr):
     """2 to the power of scores relative to a reference.
 
-    In half precision an eighth of the entries is left to plain arithmetic: special functions are what limits sums of them.
+    In half precision an eighth of the entries uses plain arithmetic: the special function unit is the bottleneck.
     """
     x = relative(raw, reference, 0.0, score_scale, PRECISE)
     if INTERPRETED or PRECISE != 0:
@@ -51,7 +51,7 @@ def powers(raw, reference, score_scale, PRECISE: tl.constexpr):
 
 @triton.jit
 def rounded(x, KIND: tl.constexpr):
-    """float32 in the type KIND. Two at a time: left alone, the compiler may use a slower instruction for each."""
+    """float32 to KIND, two at a time: the compiler by itself may use a slower instruction for each."""
     if INTERPRETED or KIND.primitive_bitwidth != 16:
         return x.to(KIND)
     elif KIND.is_fp16():
@@ -62,7 +62,7 @@ def rounded(x, KIND: tl.constexpr):
 
 @triton.jit
 def widened(x):
-    """Numbers of a half type in float32: exactly, and in one instruction each."""
+    """A half type to float32: exact, one instruction per number."""
     if INTERPRETED or x.dtype != tl.bfloat16:
         return x.to(tl.float32)
     else:
@@ -101,7 +101,7 @@ def pair_message(message, KIND: tl.constexpr):
 
 @triton.jit
 def boosted(a, pair):
-    """a / (1 - gamma a) but for a factor that all entries share, as a + a (c1 a + c2 a^2), which rounds little."""
+    """a / (1 - gamma a) up to a factor common to all entries, as a + a (c1 a + c2 a^2), which rounds little."""
     gamma, c1, c2 = pair
     slope = multiply_add(a, c2, c1)
     return multiply_add(a, multiply(a, slope), a)
@@ -111,13 +111,13 @@ def boosted(a, pair):
 def pair_logarithm(message):
     """The slope l0 of log2(1 - gamma a) at 0, as float16 has it, and the coefficients of ``short_log2`` in that type."""
     gamma, r0, r1, r2, l0, l1, l2 = message
-    slope = tl.where(l0 == 0.0, 1.0, l0)  # a head of strength 0 says nothing, but the quotients would not
+    slope = tl.where(l0 == 0.0, 1.0, l0)  # strength 0 sends no message; avoids 0 / 0
     return l0.to(tl.float16).to(tl.float32), (l1 / slope).to(tl.float16), (l2 / slope).to(tl.float16)
 
 
 @triton.jit
 def short_log2(a, logarithm):
-    """log2(1 - gamma a) / l0 for a in float16. Every sweep takes messages from here, so that sums of them retrace."""
+    """log2(1 - gamma a) / l0 for a in float16. Used by every sweep, so that backward subtracts the same messages."""
     l0, c1, c2 = logarithm
     slope = multiply_add(a, c2, c1)
     return multiply_add(a, multiply(a, slope), a)
@@ -125,13 +125,13 @@ def short_log2(a, logarithm):
 
 @triton.jit
 def sums_by_thread(tile):
-    """Parts ``[rows, 8]`` of a tile's row sums. A thread holds columns 8 apart, so threads need not ask each other."""
+    """Partial row sums ``[rows, 8]`` of a tile. A thread holds columns 8 apart: no communication between threads."""
     return tl.sum(tl.reshape(tile, [tile.shape[0], tile.shape[1] // 8, 8]), 1)
 
 
 @triton.jit
 def _halves(tile):
-    """Every other 8 columns of a tile, and the rest: no thread moves a number for it."""
+    """Alternate groups of 8 columns of a tile, and the rest, without communication between threads."""
     ROWS: tl.constexpr = tile.shape[0]
     HALF: tl.constexpr = tile.shape[1] // 2
     eights = tl.reshape(tile, [ROWS, HALF // 8, 2, 8])
@@ -141,7 +141,7 @@ def _halves(tile):
 
 @triton.jit
 def short_sums(tile):
-    """Parts ``[rows, 8]`` in float32 of a float16 tile's row sums: three additions in pairs, then in float32."""
+    """Partial row sums ``[rows, 8]`` in float32 of a float16 tile: three packed additions, then float32."""
     for _ in tl.static_range(3):
         even, odd = _halves(tile)
         tile = multiply_add(even, tl.full([1, 1], 1.0, tile.dtype), odd)

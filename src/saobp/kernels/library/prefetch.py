@@ -1,4 +1,4 @@
-"""States brought into the cache before they are asked for: short maps wait for memory more than for anything else."""
+"""Prefetch of states into the L2 cache: kernels for short sequences are bound by memory latency."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from saobp.kernels.library.arithmetic import INTERPRETED
 from saobp.kernels.library.indexing import locate, states_base
 
 AHEAD = tl.constexpr(132)
-"""Programs from this one to the one for which it brings states near: as many as an H200 has multiprocessors.
+"""Prefetch distance in programs: the number of multiprocessors of an H200.
 
-On an H200 that took 2048 heads forward from 0.058 to 0.0555 ms, strict causal ones from 0.065 to 0.061; twice or three
-times as far was slower than nothing, and so were the backward passes with it, by 4 %."""
+There it takes 2048 heads forward from 0.058 to 0.0555 ms, strict causal ones from 0.065 to 0.061; two or three times the
+distance is slower than no prefetch, and so, by 4 %, are backward passes with prefetch."""
 
 
 @triton.jit
 def fetch_ahead(base, tokens, stride, ROWS: tl.constexpr):
-    """Asks for 64 numbers of each row, a line of the cache, to be brought there from memory."""
+    """Prefetches 64 numbers of each row, a cache line."""
     if not INTERPRETED:
         places = tl.arange(0, ROWS)
         addresses = (base + places * stride).to(tl.int64)
@@ -31,7 +31,7 @@ def fetch_ahead(base, tokens, stride, ROWS: tl.constexpr):
 def fetch_for_later(
     base, batch_stride, head_stride, row_stride, heads, group, length, ROWS: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """The same for states of the program that comes AHEAD places later, where sequences are equally long."""
+    """The same for the program AHEAD programs later, if sequences are equally long."""
     if not PACKED:
         later = tl.program_id(0) + AHEAD
         _, batch, head, first, tokens = locate(later, 1, heads, length, base, PACKED)

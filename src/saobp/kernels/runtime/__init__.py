@@ -1,1 +1,1 @@
-"""Launching at little cost, custom operators, and halves of a call on two streams."""
+"""Launching with little overhead, custom operators, and halves of a call on two streams."""

@@ -15,9 +15,9 @@ _library = Library("saobp", "FRAGMENT")
 
 
 def operator(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
-    """An operator of fresh tensors that the compiler keeps whole and knows by the shapes that ``fake`` gives.
+    """A functional operator, opaque to the compiler, with ``fake`` for its output shapes.
 
-    Not by ``torch.library.custom_op``, whose checks of every call take 20 microseconds.
+    Not by ``torch.library.custom_op``, whose checks cost 20 microseconds per call.
     """
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
@@ -31,7 +31,7 @@ def learns(*tensors: Tensor) -> bool:
 
 
 def refuse_tangents(*tensors: Tensor) -> None:
-    """Raises on forward-mode derivatives: PyTorch would silently take them for zero."""
+    """Raises on forward-mode derivatives, which PyTorch would silently treat as zero."""
     if forward_ad._current_level < 0:
         return
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
@@ -41,7 +41,7 @@ def refuse_tangents(*tensors: Tensor) -> None:
 
 
 class OnceDifferentiable(torch.autograd.Function):
-    """Passes gradients on, together with what they depend on. Raises on double backward."""
+    """Identity on gradients, connected to the tensors they depend on. Raises on double backward."""
 
     @staticmethod
     def forward(_ctx: Any, count: int, *gradients_and_causes: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -57,9 +57,9 @@ def differentiable(
     backward: Callable[..., tuple[Tensor | None, ...]],
     save: Callable[[Any, tuple[Any, ...], tuple[Tensor, ...]], None],
 ) -> None:
-    """Gives the first of an operator's outputs gradients; the others are what the backward pass needs.
+    """Registers autograd for the first output of an operator; the others are saved for the backward pass.
 
-    Not by ``torch.library.register_autograd``, which reads the schema anew in every call, for 50 microseconds.
+    Not by ``torch.library.register_autograd``, which parses the schema in every call, for 50 microseconds.
     """
 
     class Differentiable(torch.autograd.Function):
@@ -68,7 +68,7 @@ def differentiable(
             *inputs, keys = inputs_and_keys
             output = below(keys, *inputs)
             ctx.mark_non_differentiable(*output[1:])
-            ctx.set_materialize_grads(False)  # zeros for the others would be launches
+            ctx.set_materialize_grads(False)  # zeros for the others would cost launches
             save(ctx, tuple(inputs), output)
             return output
 

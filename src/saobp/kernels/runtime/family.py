@@ -1,7 +1,7 @@
 """A family of kernels as PyTorch operators: schema, shapes for the compiler, gradients and cached launch plans.
 
-Every family has the same flat schema, so one definition serves all: a family adds what it keeps for the backward pass
-and how its launches are planned. A call looks its plan up by its numbers and the layout of its tensors.
+Every family has the same flat schema, so one definition serves all: a family adds the tensors it saves for backward and
+its launch plans. Plans are cached by a call's scalars and the layout of its tensors.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ TENSORS = len(CallTensors._fields)
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor strength, Tensor? mask, Tensor? cu, Tensor? seed"
 NUMBERS = "SymInt longest, float scale, float dropout, float sign, bool hears, float bound"
 INPUT_NAMES = ("q", "k", "v", "strength", "mask", "cu", "seed")
-"""What kernels call the tensors of a call."""
+"""Kernel argument names of a call's tensors."""
 
 Shape = tuple[int, ...]
 Saved = dict[str, tuple[Shape, torch.dtype]]
 
 
 class LaunchPlan(NamedTuple):
-    """Launches of calls that look alike, bytes of a scratch buffer if they use one, and the type that dK and dV are summed
-    up in, if not their own."""
+    """Launches of a cached call, bytes of its scratch buffer, and the type that dK and dV are accumulated in, if not
+    their own."""
 
     launches: LaunchSequence
     scratch: int | None = None
@@ -41,13 +41,13 @@ class LaunchPlan(NamedTuple):
 class KernelFamily:
     """Operators of one family.
 
-    saved:         tensors that the forward pass keeps for the backward pass besides its inputs: shape and type by name
+    saved:         tensors saved for the backward pass besides the inputs: shape and type by name
     plan_forward:  launches on the inputs, "out", the saved tensors and "scratch"
-    plan_backward: launches on the inputs, "grad", "out" if kept, the saved tensors, "dq", "dk", "dv", "strength_grad"
+    plan_backward: launches on the inputs, "grad", "out" if saved, the saved tensors, "dq", "dk", "dv", "strength_grad"
                    and "scratch"
     keeps_output:  whether the backward pass needs the output
-    has_strength:  whether the backward pass gives gamma a gradient, row by row
-    inference:     name of an operator for inference, which saves nothing, where that spares work
+    has_strength:  whether the backward pass computes the gradient of gamma, per row
+    inference:     name of an operator for inference, which saves nothing, if that is cheaper
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class KernelFamily:
             )
 
     def __call__(self, tensors: CallTensors, numbers: CallNumbers) -> Tensor:
-        """The output; where nothing learns, past the layer of PyTorch that only gives it gradients."""
+        """The output; bypasses the autograd key if no input requires a gradient."""
         learning = learns(*tensors[:4])
         if self.output is not None and not learning:
             only: Tensor = self.output(*tensors, *numbers)
@@ -147,7 +147,7 @@ class KernelFamily:
         )  # fmt: skip
 
     def _rows(self, spec: CallSpec) -> Shape:
-        """Of gamma's gradient."""
+        """Shape of gamma's gradient."""
         return spec.rows_shape if self.has_strength else (0,)
 
     def _fake_forward(self, *flat: Any) -> tuple[Tensor, ...]:
@@ -186,4 +186,4 @@ class KernelFamily:
 
 
 _EXAMPLE = CallSpec(1, 1, 1, 1, 16, 16, 16, torch.float16, 1.0, 0.0, 1.0, True, 0.0, False, False)
-"""To count the tensors that a family saves."""
+"""Placeholder call, to count the tensors that a family saves."""

@@ -1,12 +1,11 @@
-"""Launching kernels with little overhead: Triton binds some fifty arguments anew at every launch, which takes longer than
-a short kernel runs.
+"""Launching kernels with little overhead: Triton binds some fifty arguments at every launch, which takes longer than a
+short kernel runs.
 
 The first launch goes through Triton, which compiles; later ones call the binary as Triton's own launcher would. That is
-internal to Triton, so it is done for known versions only; with others every launch goes through Triton.
+internal to Triton, so only known versions do it; with others every launch goes through Triton.
 
-Every kernel names its pointers, which end in ``_ptr``, before its numbers, and between them, ending in ``_map``, tensors
-that a GPU's copy engine (TMA) may fetch tiles of. What Triton specialises a binary for follows from the numbers, from the
-types and the device of the tensors, and from the alignment of their addresses.
+Kernel arguments are pointers, ending in ``_ptr``, then TMA descriptors, ending in ``_map``, then numbers. The binary that
+Triton selects depends on the numbers, the types and device of the tensors, and the alignment of their addresses.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from saobp.kernels.library import arithmetic
 INTERPRETED = bool(arithmetic.INTERPRETED)
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 MAX_CACHED = 4096
-"""Entries of a cache; a full one is cleared, which costs time but nothing else."""
+"""Maximum entries of a cache; a full one is cleared."""
 
 KNOWN_TRITON = ("3.6.", "3.7.")
-"""Versions whose binaries are known to be launched as here, and whose experimental Gluon compiles the kernel for Hopper."""
+"""Versions of Triton tested with direct launches, and whose experimental Gluon compiles the Hopper kernel."""
 
 
 def is_known_triton() -> bool:
@@ -49,10 +48,10 @@ Value = TypeVar("Value")
 
 
 class CachedLaunch(ABC):
-    """One launch or several, on tensors of known types on one device.
+    """One or several launches on tensors of fixed types on one device.
 
-    The first call with addresses of an alignment goes through Triton, which compiles. Later ones go to the binaries
-    directly, with addresses in place of tensors.
+    The first call for each alignment of addresses goes through Triton, which compiles. Later ones launch the cached
+    binaries directly, with addresses instead of tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,13 +88,13 @@ class CachedLaunch(ABC):
 
     @abstractmethod
     def _directly(self, ready: Any, addresses: list[int], stream: int) -> None:
-        """Launches what an earlier call compiled."""
+        """Launches binaries that an earlier call compiled."""
 
 
 class TileDescriptor(NamedTuple):
-    """A tensor for a GPU's copy engine: its shape, strides, and the tiles to fetch.
+    """A TMA descriptor: shape, strides and tile shape of a tensor.
 
-    ``layout`` of tiles in shared memory is for kernels in Gluon; for others Triton decides it.
+    ``layout`` of tiles in shared memory is for Gluon kernels; for others Triton chooses it.
     """
 
     shape: tuple[int, ...]
@@ -116,7 +115,7 @@ class TileDescriptor(NamedTuple):
 
 
 class DescriptorAtAddress(NamedTuple):
-    """What Triton's launcher reads of a descriptor, for an address in place of a tensor."""
+    """The attributes that Triton's launcher reads of a descriptor, for an address instead of a tensor."""
 
     address: int
     shape: tuple[int, ...]
@@ -135,7 +134,7 @@ class DescriptorAtAddress(NamedTuple):
 class KernelLaunch(CachedLaunch):
     """A kernel with its grid and all arguments but its pointers.
 
-    ``tiles`` describes the arguments that end in ``_map``; one that is not described gets the pointer, unused.
+    ``tiles`` has descriptors of ``_map`` arguments; one without gets the pointer, unused.
     """
 
     def __init__(
@@ -170,28 +169,28 @@ class KernelLaunch(CachedLaunch):
 
 @lru_cache
 def compute_capability(device: torch.device) -> int:
-    """Ten times that of an NVIDIA GPU, 0 for others. The interpreter plays Hopper's copy engine."""
+    """Ten times the compute capability of an NVIDIA GPU, 0 for others. The interpreter emulates Hopper's TMA."""
     if INTERPRETED:
         return HOPPER
-    with torch.cuda.device(-1 if device.index is None else device.index):  # -1: the present one
+    with torch.cuda.device(-1 if device.index is None else device.index):  # -1: the current device
         target = driver.active.get_current_target()
     return target.arch if target.backend == "cuda" else 0
 
 
 def kernels_for(family: Family, spec: CallSpec, *states: Tensor) -> KernelChoice:
-    """What ``dispatch.select_kernels`` chooses for states on their GPU."""
+    """``dispatch.select_kernels`` for states on their GPU."""
     aligned = all(is_aligned(one) for one in states)
     return select_kernels(family, spec, aligned=aligned, capability=compute_capability(states[0].device))
 
 
 def is_aligned(states: Tensor) -> bool:
-    """Whether the copy engine can fetch half types from there: addresses and strides in units of 16 bytes."""
+    """Whether the copy engine can fetch half types: address and strides are multiples of 16 bytes."""
     *others, last = states.stride()
     return last == 1 and states.data_ptr() % 16 == 0 and all(one > 0 and one % 8 == 0 for one in others)
 
 
 def has_launch_hooks(*kernels: Any) -> bool:
-    """Whether someone asked Triton to be told of launches, as profilers do."""
+    """Whether launch hooks are registered with Triton, as by profilers."""
     from triton import knobs
 
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -201,7 +200,7 @@ def has_launch_hooks(*kernels: Any) -> bool:
 
 
 class BufferSlice(NamedTuple):
-    """A tensor inside a buffer of bytes: one allocation for many costs the host less."""
+    """A tensor inside a byte buffer: one allocation for several tensors is cheaper."""
 
     buffer: str
     start: int
@@ -221,8 +220,8 @@ def lay_out_buffer(
 ) -> tuple[dict[str, BufferSlice], int]:
     """Slices of these shapes and types in a buffer, and its bytes.
 
-    They start at multiples of ``apart`` bytes: 16 is what Triton's fastest code asks for; 4 leaves no gaps between
-    slices of float32, whose unwritten bytes would differ from call to call.
+    They start at multiples of ``apart`` bytes: 16 for Triton's fastest code; 4 leaves no gaps between slices of
+    float32, whose uninitialised bytes would differ between calls.
     """
     places: dict[str, BufferSlice] = {}
     end = 0
@@ -234,9 +233,9 @@ def lay_out_buffer(
 
 
 class LaunchSequence(CachedLaunch):
-    """Launches that follow each other on the same tensors and slices of them.
+    """Consecutive launches on the same tensors and slices of them.
 
-    Tensors are named, in the order in which a call gives them, as the arguments of kernels, without ``_ptr``.
+    ``tensors`` are the kernels' argument names without ``_ptr``, in the order of a call's tensors.
     """
 
     def __init__(
@@ -253,7 +252,7 @@ class LaunchSequence(CachedLaunch):
         self, kernel: Any, programs: int, numbers: Mapping[str, Any], tiles: Mapping[str, TileDescriptor] | None = None, /,
         **named: str,
     ) -> None:  # fmt: skip
-        """Adds a kernel with those of the numbers that it takes; ``named`` renames: argument="tensor"."""
+        """Adds a kernel; ``numbers`` that it has no argument for are ignored; ``named`` renames: argument="tensor"."""
         arguments = [name.removesuffix("_ptr") for name in kernel.arg_names if name.endswith("_ptr")]
         places = [self._names.index(named.get(name, name)) for name in arguments]
         self._kernels.append(kernel)
@@ -262,9 +261,9 @@ class LaunchSequence(CachedLaunch):
         )
 
     def in_two_streams(self, moves: Mapping[str, int]) -> None:
-        """Splits each launch into two of half the programs, in two streams (see ``runtime.two_streams``).
+        """Splits each launch into two of half the programs, on two streams (see ``runtime.two_streams``).
 
-        moves: bytes from a tensor's or slice's first half to its second; empty for one launch each
+        moves: byte offset of a tensor's or slice's second half; empty for no split
         """
         self._moves = [moves.get(name, 0) for name in self._names] if moves else []
 
@@ -295,7 +294,7 @@ class LaunchSequence(CachedLaunch):
 
 
 def moved(tensor: Tensor, move: int) -> Tensor:
-    """A tensor that begins so many bytes later: to a kernel, an address."""
+    """A view of the tensor that starts ``move`` bytes later; kernels use only its address."""
     if tensor.numel() == 0:
         return tensor
     return tensor.as_strided((1,), (1,), tensor.storage_offset() + move // tensor.itemsize)
@@ -305,7 +304,7 @@ def moved(tensor: Tensor, move: int) -> Tensor:
 def side_by_side(device: torch.device, stream: int) -> Iterator[int]:
     """A second stream that waits for the caller's stream, which waits for it at the end.
 
-    Also where a launch fails or is interrupted: memory that the second one still fills goes back to the first.
+    Also on exceptions: memory that the second stream still writes is freed to the first stream's allocator.
     """
     present, side = torch.cuda.current_stream(device), side_stream(device, stream)
     side.wait_stream(present)
@@ -317,12 +316,12 @@ def side_by_side(device: torch.device, stream: int) -> Iterator[int]:
 
 @lru_cache
 def side_stream(device: torch.device, _stream: int) -> torch.cuda.Stream:
-    """The second stream of each of the caller's: callers with different streams do not share one."""
+    """The second stream, one for each stream of the caller."""
     return torch.cuda.Stream(device)
 
 
 def cached(cache: dict[Key, Value], key: Key, make: Callable[..., Value], *arguments: Any) -> Value:
-    """The entry of a key; made of the arguments where there is none. A full cache is cleared first."""
+    """The entry of a key; on a miss ``make(*arguments)``. A full cache is cleared first."""
     found = cache.get(key)
     if found is None:
         if len(cache) >= MAX_CACHED:

@@ -1,8 +1,8 @@
-"""Two halves of a long call's heads in two streams: each fills the GPU where the last programs of the other leave it idle.
+"""Halves of a long call's heads on two streams, against tail effects.
 
-Sweeps of a call follow each other, and the last programs of each leave most of the GPU idle. Heads are independent, so
-every launch is made twice, each for half of the programs, with addresses moved to their heads. Not for strict causal
-calls: their programs begin with the longest and end with short ones, and their two kinds of kernels share memory.
+Sweeps are sequential, and the last programs of each leave most of the GPU idle. Heads are independent, so every launch is
+split into two, each for half of the programs, with addresses offset to their heads. Not for strict causal calls: their
+programs are sorted, the longest first, and their weak and careful kernels share buffers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from saobp.kernels.call_spec import CallSpec
 from saobp.kernels.runtime.launcher import BufferSlice
 
 LIKE_STATES = ("scaled",)
-"""Slices laid out as states are, ``[batch, length, heads, dim]``; others are ``[batch, heads, ...]``."""
+"""Slices with the layout of states, ``[batch, length, heads, dim]``; others are ``[batch, heads, ...]``."""
 
 
 def second_half_offsets(
     spec: CallSpec, axis: int | None, strength: Tensor, given: Mapping[str, Tensor],
     filled: Mapping[str, torch.dtype], slices: Mapping[str, BufferSlice],
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes from the first to the second half of each tensor and slice; empty for a call that is not split.
+    """Byte offset of the second half of each tensor and slice; empty for a call that is not split.
 
-    axis:   of ``[batch, heads, length, dim]``, which is halved; None for none
-    given:  the call's states, by the names that kernels have for them
-    filled: types of states that the call makes, likewise
+    axis:   the axis of ``[batch, heads, length, dim]`` that is halved, or None
+    given:  the call's input states, by kernel argument name
+    filled: types of its output states, likewise
     """
     if axis is None:
         return {}
