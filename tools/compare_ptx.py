@@ -1,11 +1,11 @@
-"""Shows that a change leaves the kernels as they were: what calls launch for an H200, before and after.
+"""Compares compiled kernels and launches for an H200 before and after a change.
 
     git worktree add ../before main
     python tools/compare_ptx.py record ../before/src before.json
     python tools/compare_ptx.py record src after.json
     python tools/compare_ptx.py compare before.json after.json
 
-No GPU is needed. Of every launch the PTX, the grid and the arguments (but addresses) are recorded.
+Needs no GPU. Records PTX, grid and arguments (without addresses) of every launch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def make(
     dtype: str = "bfloat16", option: str = "plain", dim: int = 64, heads: int = 2, group: int = 1,
     hopper: bool = False, operator: float | None = None,
 ) -> None:  # fmt: skip
-    """One call: inference, then with gradients, so that both ways through an operator are seen."""
+    """One call: inference, then with gradients, so that both operators of a family are recorded."""
     import torch
 
     from saobp.refinement import Refinement
@@ -101,7 +101,7 @@ def make(
         ends = [0, *itertools.accumulate(lengths)]
         options |= {"cumulative_lengths": torch.tensor(ends, dtype=torch.int32), "longest": length}
     attend = found(ENTRIES, "fused_attention").fused_attention
-    two_streams = length >= 8192  # which launch directly from the second time on: not without a GPU
+    two_streams = length >= 8192  # second calls launch directly, which needs a GPU
     for learning in (True,) if two_streams else (False, True):
         given = [one.requires_grad_(learning) for one in (query, key, value)]
         with torch.set_grad_enabled(learning):
@@ -123,10 +123,10 @@ def found(modules: tuple[str, ...], name: str) -> Any:
 
 
 def record(every: int) -> dict[str, list[Any]]:
-    """By call, its launches in their order: kernel, SHA-256 of the PTX, grid, numbers."""
+    """Launches by call, in order: kernel, SHA-256 of the PTX, grid, scalar arguments."""
     from triton.backends.nvidia.compiler import CUDABackend
 
-    # PTX in place of machine code: what makes the one of the other is not ours, and takes most of the time.
+    # PTX instead of machine code: the assembler is not ours, and takes most of the time.
     CUDABackend.make_cubin = lambda _self, ptx, *_: ptx.encode()
     sys.path.insert(0, str(SIMULATORS))
     from pretended_gpu import pretend_gpu

@@ -2,7 +2,7 @@
 
     .venv/bin/python tools/lock.py
 
-pip checks what it installs against these hashes. Files are looked up where pip is configured to. PyTorch's
+pip checks what it installs against these hashes. Files come from pip's configured index. PyTorch's
 wheels of the public index for Linux need CUDA libraries, which are pinned in ``requirements-cuda.lock``; its
 CPU build, preferred where pip finds it, in ``requirements-cpu.lock``.
 """
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 NOT_LOCKED = ("pip", "saobp")
 LINUX_ONLY = ("triton",)
 OLDEST = 11
-"""Python 3.11: wheels for older ones alone are left out."""
+"""Python 3.11: wheels for older versions only are left out."""
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def index_links() -> Iterator[Callable[[str], list[Link]]]:
 
 
 def is_of(link: Link, version: str) -> bool:
-    """Whether the file belongs to that release and a supported Python can take it."""
+    """Whether the file belongs to that release and supports a supported Python."""
     try:
         if not link.filename.endswith(".whl"):
             return str(parse_sdist_filename(link.filename)[1]) == version

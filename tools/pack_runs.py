@@ -1,11 +1,11 @@
-"""Bring the runs of ``saobp reproduce`` home from a machine that is lent for minutes and returns little.
+"""Pack the runs of ``saobp reproduce`` on a machine with limited time and transfer size.
 
     python tools/pack_runs.py pack RUNS ARCHIVES      pack what is finished, without models
     python tools/pack_runs.py unpack ARCHIVES RUNS    put packed runs into a folder of runs
     python tools/pack_runs.py while RUNS ARCHIVES --minutes 9 -- saobp reproduce gtd --runs RUNS ...
 
-The last one runs a command, keeps what it has finished packed, and interrupts it before the time is over; the
-same command goes on from its last checkpoints another time.
+``while`` runs a command, packs finished runs meanwhile, and interrupts it before the time is over; the same
+command later resumes from its last checkpoints.
 
 Finished runs are packed without checkpoints: small files in one archive, each model that ``--models`` names
 in one of its own (``--rounded``: matrices in bfloat16). An archive is split into parts that carry its
@@ -47,7 +47,7 @@ UNPACKED_BYTES = 16 * 2**30
 """Most bytes that one archive may unpack to."""
 PACK_SECONDS = 15.0
 GRACE_SECONDS = 10.0
-"""Between the interruption of a command and its end."""
+"""Seconds between the interruption of a command and its end."""
 
 
 def pack(
@@ -101,7 +101,7 @@ def _write_archive(
     part_bytes: int,
     content: Callable[[], AbstractContextManager[Path]] | None = None,
 ) -> list[Path]:
-    """One archive in parts, which replaces its predecessors; nothing where it is there already.
+    """Write one archive in parts and delete its predecessors; does nothing if it exists.
 
     ``content`` opens another folder to read the files from, by default that of the runs.
     """
@@ -131,7 +131,7 @@ def _write_archive(
 
 
 def _complete(paths: Sequence[Path]) -> list[re.Match[str]]:
-    """The first part of every archive of which all parts are there."""
+    """The first part of every complete archive."""
     parts = [name for path in paths if (name := PART.fullmatch(path.name))]
     kinds = [(name["label"], name["sum"], name["parts"]) for name in parts]
     return [

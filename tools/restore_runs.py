@@ -1,10 +1,9 @@
-"""Rebuild folders of runs that are gone from the records that pages of results keep of them.
+"""Rebuild deleted folders of runs from the records in pages of results.
 
     python tools/restore_runs.py TARGETS --scale mini --runs runs/lab --out results
 
-Their scores, perplexities and strengths come back, so that a page can be extended by runs of another day
-(``saobp reproduce TARGETS --stage tabulate``). What they logged and what was measured of them does not: their
-records are marked as restored.
+Scores, perplexities and strengths are restored, so that a page can be extended by later runs
+(``saobp reproduce TARGETS --stage tabulate``); logs and measurements are not. Records are marked as restored.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from saobp.storage.json_files import write_json
 from saobp.training.finetune.run import summarise
 
 PAGE_FIELDS = ("run", "kind", "result", "recipe")
-"""What a page adds to the record of a run."""
+"""Fields that a page adds to the record of a run."""
 
 
 def restore(plan: ExperimentPlan, runs: Path, out: Path) -> list[str]:
-    """Write folders for runs of the plan that only pages in ``out`` know of; returns their names.
+    """Write folders for runs of the plan that exist only in pages in ``out``; returns their names.
 
-    A run that was begun is left alone.
+    Runs that have a folder are skipped.
     """
     known = recorded_runs(out, plan.scale.name)
     restored = []
@@ -62,7 +61,7 @@ def _restore_finetuning(one: FinetuneRun, known: dict[str, Any], runs: Path) -> 
 
 
 def _write(folder: Path, known: dict[str, Any], recipe: dict[str, Any]) -> None:
-    """Record, recipe and, last, the result, which makes a run count as finished."""
+    """Write record, recipe and, last, the result, which marks a run as finished."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {name: value for name, value in known.items() if name not in PAGE_FIELDS}
     write_json(folder / RECORD, {**record, RESTORED: True})

@@ -16,7 +16,7 @@ Given = TypeVar("Given")
 
 
 class BoundedStrength(NamedTuple):
-    """Strengths ``[heads]``, and a bound if one is known and no head's is negative: kernels use it."""
+    """Strengths ``[heads]``, and for the kernels an upper bound if one is known and no head's is negative."""
 
     values: Tensor
     strongest: float | None
@@ -40,9 +40,9 @@ def read_strength(
     factor = get_factor(refinement.factor)
     if factor is None or not factor.has_strength:
         return BoundedStrength(torch.zeros(heads, device=device), bound)
-    kind = torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs do not have
+    kind = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
     if isinstance(refinement.strength, float):
-        # No copy from the host, so that a CUDA graph can hold it.
+        # No copy from the host, so that a CUDA graph can capture it.
         return BoundedStrength(torch.full((heads,), refinement.strength, dtype=kind, device=device), bound)
     return BoundedStrength(refinement.layer_strengths(0, 1, heads).to(kind).to(device), bound)
 
@@ -65,7 +65,7 @@ def require_tensors(**given: object) -> None:
 def under_autocast(*states: Tensor) -> tuple[Tensor, ...]:
     """The states in the precision of autocast, which casts for PyTorch's attention but not for this one.
 
-    Rotary positions leave queries and keys in single precision, beside values in half.
+    Rotary positions leave queries and keys in single precision while values are in half.
     """
     kind = states[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -144,7 +144,7 @@ def one_of(name: str, given: Given | None, older: str, given_as_older: Given | N
 
 
 def read_zeros_and_ones(name: str, mask: Tensor) -> Tensor:
-    """A mask of 0 and 1 in any type as bool. Values are checked on a CPU only: a GPU would have to wait."""
+    """A mask of 0 and 1 in any type as bool. Values are checked on a CPU only: a GPU would need a sync."""
     if not isinstance(mask, Tensor) or mask.is_complex():
         raise ValueError(f"{name} must be a tensor of True or 1 for real tokens, not {_kind(mask)}")
     if mask.dtype == torch.bool:
@@ -162,7 +162,7 @@ def read_zeros_and_ones(name: str, mask: Tensor) -> Tensor:
 def read_attn_mask(
     mask: Tensor, shape: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Entries that are not masked, bool, and numbers to add to the scores; both broadcast to ``shape``."""
+    """Visible entries, bool, and the bias added to the scores; both broadcast to ``shape``."""
     require_tensors(attn_mask=mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
@@ -187,9 +187,9 @@ def read_attn_mask(
 
 
 def check_two_way(graph: FactorGraph, refinement: Refinement, is_causal: bool) -> None:
-    """Refuse a mask that hides one row's token from another but not the reverse, unless rows have an order.
+    """Raises on a mask that is not symmetric between nodes, unless messages are causal.
 
-    All rows hear each other then, so one would hear of tokens that are hidden from it.
+    Every row receives messages of all others, so a row would learn about tokens that are hidden from it.
     """
     factor = get_factor(refinement.factor)
     if is_causal or factor is None or not factor.remembers or isinstance(factor, Similarity):

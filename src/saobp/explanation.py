@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LayerPath(NamedTuple):
-    """Who computes an attention call of a model; ``path`` is None where :func:`saobp.attention` does not."""
+    """The path of one attention call of a model; None if :func:`saobp.attention` does not compute it."""
 
     name: str
     path: Path | None
@@ -35,10 +35,10 @@ class ModelPaths(tuple[LayerPath, ...]):
 
 
 def explain(first: Tensor | nn.Module, *others: Any, **options: Any) -> Path | ModelPaths:
-    """``print(saobp.explain(query, key, value, refinement, ...))`` says who computes that call, and why.
+    """``print(saobp.explain(query, key, value, refinement, ...))`` says which path that call takes, and why.
 
-    Arguments are those of :func:`saobp.attention`. Gradients, autocast and the like count as they would for
-    the call itself; nothing is computed.
+    Arguments are those of :func:`saobp.attention`. Gradients and autocast count as they would for the
+    call itself; nothing is computed.
 
     ``print(saobp.explain(model, inputs))`` runs a Transformers model on its inputs, a mapping or a tensor of
     token ids, and says the same of every attention layer.
@@ -77,7 +77,7 @@ def _layer_path(call: AttentionCall) -> LayerPath:
 
 
 def explain_call(first: Tensor, *others: Any, **options: Any) -> Path:
-    """Who computes a call of :func:`saobp.attention` with these arguments, and why."""
+    """The path of a call of :func:`saobp.attention` with these arguments, and why."""
     read = read_call(first, *others, **options)
     call, states = read.call, (read.query, read.key, read.value)
     path = select(call)

@@ -59,16 +59,16 @@ def attention(
     name). Returns ``[batch, heads, queries, dim]``. Padding rows send no message; rows that see no key give
     zeros. Under autocast the states are cast, as for PyTorch's own attention.
 
-    strength ``[heads]``, of either sign, takes the place of ``refinement.strength``: the way in for
-    trained values. The kernels are for strengths up to 8: beyond, half precision lacks range and single
-    precision errs by 0.05 and more on rows that are all on one key.
+    strength ``[heads]``, of either sign, overrides ``refinement.strength``, for trained values. The kernels
+    are for strengths up to 8: beyond, half precision lacks range and single precision errs by 0.05 and more
+    on rows with all weight on one key.
 
     attn_mask, broadcastable to ``[batch, heads, queries, keys]``, is that of PyTorch's
     ``scaled_dot_product_attention``: bool, True where a row may attend, or numbers added to the scores, minus
     infinity where it may not. A masked entry has weight 0 and sends the neutral message. A node is a row that
     may attend to a key, unless no row may attend to its own token, which is then padding. Without is_causal
-    every node hears all others, so a mask that is not symmetric between nodes (a causal or a prefix mask) is
-    refused, save for ``none``, the listing factors and ElemMul. With is_causal later keys are hidden too and
+    every node hears all others, so a mask that is not symmetric between nodes (a causal or a prefix mask)
+    raises, except for ``none``, the listing factors and ElemMul. With is_causal later keys are hidden too and
     nodes hear earlier ones, under any mask. There is no kernel for attn_mask yet.
 
     backend ``auto`` takes the fused kernels on a CUDA GPU where they support the call and warns once why
@@ -138,7 +138,7 @@ class ReadCall(NamedTuple):
     query, key, value: cast under autocast
     strength:          ``[heads]``
     padding_mask:      bool ``[batch, keys]``
-    seen, bias:        of ``attn_mask``: entries that are not masked, and numbers added to the scores
+    seen, bias:        of ``attn_mask``: visible entries, and numbers added to the scores
     """
 
     query: Tensor
@@ -167,7 +167,7 @@ def read_call(
     strength: Tensor | BoundedStrength | None = None,
     padding_mask: Tensor | None = None,
 ) -> ReadCall:
-    """Check the arguments of :func:`attention` and bring them to one form."""
+    """Check and normalise the arguments of :func:`attention`."""
     refinement = Refinement.of(refinement)
     check_no_variants(refinement)
     require_tensors(query=query, key=key, value=value)
@@ -189,9 +189,9 @@ def read_call(
 
 
 def choose_path(call: Call) -> Path:
-    """Who computes this call.
+    """The path of this call.
 
-    Warns once where the kernels would have been better, and raises where backend='fused' cannot do it.
+    Warns once on a fallback from the kernels; raises if backend='fused' and they do not support the call.
     """
     path = select(call)
     if path.is_fallback and not torch.compiler.is_compiling():
@@ -208,11 +208,11 @@ def refine(
     strength: Tensor | None = None,
     padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """Refine rows of attention that are already there: ``[..., heads, length, length]`` in and out.
+    """Refine given attention maps: ``[..., heads, length, length]`` in and out.
 
     An entry of 0 is a key that the row cannot see. attention_mask ``[batch, length]`` is True or 1 for real
     tokens (padding_mask is its older name); for maps without a batch, ``[heads, length, length]`` or
-    ``[length, length]``, it is ``[length]``. Entries that are no probability (negative, NaN) give NaN rows.
+    ``[length, length]``, it is ``[length]``. Invalid entries (negative, NaN) give NaN rows.
     """
     refinement = Refinement.of(refinement)
     check_no_variants(refinement)

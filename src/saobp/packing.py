@@ -30,7 +30,7 @@ def pack(attention_mask: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
     """Cumulative lengths, and each of the states without its padding.
 
     States ``[batch, length, ...]`` become ``[total, ...]``. attention_mask ``[batch, length]`` is True or 1
-    for real tokens, which may stand anywhere. A sequence that is all padding becomes an empty one.
+    for real tokens, at any positions. A sequence that is all padding becomes an empty one.
     """
     real = _read_mask(attention_mask)
     for padded in states:
@@ -78,13 +78,13 @@ def attention_packed(
 
     query ``[total, heads, dim]``, key and value ``[total, key_heads, dim]``; cu_seqlens int32
     ``[sequences + 1]`` on the same device, from 0 to total. Empty sequences are allowed. Returns
-    ``[total, heads, dim]``: what each sequence would give alone.
+    ``[total, heads, dim]``, equal to separate calls for each sequence.
 
     max_seqlen is the length of the longest sequence. Without it the kernels prepare for one of ``total``
     tokens, which costs time but not correctness.
 
     The reference path checks the values of cu_seqlens and max_seqlen. The fused path does so only for
-    lengths on the CPU, because reading them from a GPU would make it wait. Lengths that do not rise from 0 to
+    lengths on the CPU, because reading them from a GPU would need a sync. Lengths that do not rise from 0 to
     total, or a max_seqlen that is too small, give undefined results there.
 
     cumulative_lengths and max_length are older names of cu_seqlens and max_seqlen.
@@ -146,7 +146,7 @@ def _read_mask(attention_mask: Tensor) -> Tensor:
 
 
 def _check_lengths(cu_seqlens: Tensor, max_seqlen: int | None, query: Tensor) -> None:
-    """What can be seen without reading the lengths from a GPU."""
+    """Checks that need no device sync."""
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or not len(cu_seqlens):
         what = f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
         raise ValueError(f"cu_seqlens must be int32 [sequences + 1], not {what}")

@@ -1,4 +1,4 @@
-"""Progress of long work, the same in all commands: bars on a terminal, elsewhere a line now and then."""
+"""Progress of long work, the same in all commands: bars on a terminal, elsewhere occasional lines."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rich.progress import (
 from rich.text import Text
 
 PLAIN_SECONDS = 60.0
-"""Between two plain lines, and before the first: short work prints none."""
+"""Seconds between plain lines, and before the first: short work prints none."""
 
 
 class ProgressBars:
-    """Bars that vanish when the block ends. Text printed to the same terminal stands above them."""
+    """Bars that are cleared when the block ends. Text printed to the same terminal appears above them."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()

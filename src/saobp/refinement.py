@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MAX_STRENGTH = 16.0
-"""Beyond e^16 single precision no longer tells gamma = 1 - e^(-strength) from 1."""
+"""Beyond this, gamma = 1 - e^(-strength) is 1 in single precision."""
 
 Strength = float | str | tuple[float | tuple[float, ...], ...]
 
@@ -26,7 +26,7 @@ _factor_names = [
 
 
 SINKS = ("sink", "softmax-plus-one")
-"""Variants that take the place of softmax."""
+"""Variants that replace softmax."""
 VARIANTS = ("temperature", "qk-norm", "sigma-reparam", "gate", *SINKS)
 """Other changes to attention; :mod:`saobp.variants` defines them."""
 
@@ -52,9 +52,9 @@ class Refinement:
               model's parameter count) or ``"learned"`` (per head, trained, either sign, starts at 0)
     steps:    belief-propagation steps
     damping:  share of the old belief kept at each of several steps (no effect on a single step)
-    future:   causal attention only. ``strict``: a row hears earlier rows alone. ``paper``: it hears all
-              rows, which leaks the future and serves only to reproduce the paper's decoder table.
-    variants: other changes to a model's attention that go along: names of ``VARIANTS``
+    future:   causal attention only. ``strict``: a row hears earlier rows only. ``paper``: it hears all
+              rows, which leaks the future, only to reproduce the paper's decoder table.
+    variants: other changes to a model's attention: names of ``VARIANTS``
     """
 
     factor: str = "high"
@@ -88,12 +88,12 @@ class Refinement:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is ordinary softmax attention by name (a strength of zero is not looked at)."""
+        """Whether this is ordinary softmax attention by name (regardless of its strength)."""
         return self.factor == "none" and not self.variants
 
     @property
     def strongest(self) -> float | None:
-        """Largest strength of any head, or None where it is not a fixed number."""
+        """Largest strength of any head, or None if not fixed."""
         if isinstance(self.strength, float):
             return self.strength
         if isinstance(self.strength, str):
@@ -156,7 +156,7 @@ class Refinement:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Refinement:
-        """Read the plain form that travels in ``config.saobp``."""
+        """Read the dict form stored in ``config.saobp``."""
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
@@ -166,7 +166,7 @@ class Refinement:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plain form, ready for JSON: tuples become lists. Without variants it does not name them."""
+        """The JSON-serialisable form: tuples become lists; ``variants`` is omitted if empty."""
         plain = asdict(self)
         plain["variants"] = list(self.variants)
         if not self.variants:
@@ -204,7 +204,7 @@ class Refinement:
 
 
 def _checked_variants(names: Any, factor: str) -> tuple[str, ...]:
-    """In the order of ``VARIANTS``, each known and given once, and fit to go with the factor."""
+    """In the order of ``VARIANTS``, each known, given once and compatible with the factor."""
     names = tuple(names)
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:

@@ -31,12 +31,12 @@ from saobp.transformers.projections import query_key_weights
 class Regularizer(nn.Module, ABC):
     """A penalty on a model's attention, already multiplied by its weight.
 
-    What it learns or remembers are its own parameters and buffers, made when it first meets a model: call
-    :meth:`attach` before the optimizer is built, give the optimizer ``parameters()``, save ``state_dict()``.
+    Its parameters and buffers are created for a model by :meth:`attach`: call it before the optimizer is
+    built, give the optimizer ``parameters()``, save ``state_dict()``.
     """
 
     sums_over_texts: bool = False
-    """Whether a batch computed in parts has the whole penalty as the sum of theirs, not as their mean."""
+    """Whether the penalty of a batch is the sum over its micro-batches, not the mean."""
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -46,15 +46,15 @@ class Regularizer(nn.Module, ABC):
 
     @abstractmethod
     def attach(self, model: nn.Module) -> None:
-        """Make what is learned for the attention modules of this model; does nothing the second time."""
+        """Create the parameters for this model's attention modules; does nothing the second time."""
 
     @abstractmethod
     def watch(self, model: nn.Module) -> Any:
-        """A context in which the model's forward pass is seen."""
+        """A context in which the model's forward passes are recorded."""
 
     @abstractmethod
     def penalty(self) -> Tensor:
-        """The penalty of the forward passes since it was last asked for, a scalar with a gradient."""
+        """The penalty of the forward passes since the last call, a scalar with a gradient."""
 
 
 class EntropyReg(Regularizer):
@@ -73,7 +73,7 @@ class EntropyReg(Regularizer):
     """
 
     threshold_bias: nn.ParameterList
-    """Per layer ``[heads]``; the name keeps weight decay away, which goes by names."""
+    """Per layer ``[heads]``; the name excludes them from weight decay, which goes by names."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class EntropyReg(Regularizer):
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Keep queries and keys of each attention call; the rows are made later, one layer at a time."""
+        """Store queries and keys of each attention call; the rows are computed later, one layer at a time."""
         self.attach(model)
         self._calls.clear()
         if self._watcher is None or self._watcher.model is not model:
@@ -143,7 +143,7 @@ class EntropyReg(Regularizer):
         return self.weight * torch.stack(found).mean()
 
     def _of_call(self, query: Tensor, key: Tensor, call: AttentionCall) -> Tensor:
-        """Mean over heads of one call's penalties. The map lives only in here, also in the backward pass."""
+        """Mean over heads of one call's penalties. The map is recomputed in the backward pass, not stored."""
         with torch.autocast(query.device.type, enabled=False):
             query, key = query.float(), key.float()
             seen = replace(call, query=query, key=key, value=key)
@@ -214,7 +214,7 @@ class EigenReg(Regularizer):
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Remember the model, whose weights are all that this penalty looks at."""
+        """Store the model: this penalty depends on its weights only."""
         self.attach(model)
         yield
 
@@ -232,9 +232,9 @@ class EigenReg(Regularizer):
         return (square - mean**2 + self.mean_weight * away**2).mean()
 
     def _moments(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-        """First and second moment of each head's eigenvalues ``[heads]``, and what holds the trace still.
+        """First and second moment of each head's eigenvalues ``[heads]``, and a trace-preserving correction.
 
-        The third is zero; its gradient is the part of the second moment's that would move the trace.
+        The third has value 0; its gradient is the part of the second moment's that would change the trace.
         """
         query, key = query_key_weights(module)
         with torch.autocast(query.device.type, enabled=False):
@@ -255,7 +255,7 @@ PENALTIES: dict[str, type[Regularizer]] = {"entropy": EntropyReg, "eigen": Eigen
 def regularizer(name: str, **options: Any) -> Regularizer:
     """``entropy`` or ``eigen``, with the options of :class:`EntropyReg` or :class:`EigenReg`.
 
-    Options may stand in the text, as on the command line: ``"entropy,weight=1e-4,reduction=released"``.
+    Options may be part of the text, as on the command line: ``"entropy,weight=1e-4,reduction=released"``.
     """
     name, *written = [part.strip() for part in name.split(",")]
     if name not in PENALTIES:
@@ -273,7 +273,7 @@ def regularizer(name: str, **options: Any) -> Regularizer:
 
 
 def _value(option: str, text: str, default: object) -> float | bool | str:
-    """What a written option means, which is of the same kind as its default."""
+    """Parse an option, of the same type as its default."""
     if isinstance(default, bool):
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{option} is true or false, not {text!r}")
@@ -308,7 +308,7 @@ def _rows_and_maxima(call: AttentionCall, rows: Tensor, longest: str) -> tuple[T
 
 
 def _pull(query: Tensor, key: Tensor) -> Tensor:
-    """How fast the second moment moves with the trace, ``[heads]``, from ``[heads, head dim, width]``.
+    """Derivative of the second moment along the trace, ``[heads]``, from ``[heads, head dim, width]``.
 
     The trace's gradient is K for Q and Q for K. Its product with the second moment's, over its own square;
     both spreads have the same product.

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 FAMILY_NAMES = {"bert": "BERT", "gpt2": "GPT-2", "modernbert": "ModernBERT", "llama": "Llama"}
 DECODERS = ("gpt2", "llama")
-"""Families that predict the next token; they share GPT-2's tokenizer. The others fill in hidden ones."""
+"""Families that predict the next token, with GPT-2's tokenizer. The others predict masked tokens."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Layers, width of hidden states, heads, and width inside the feed-forward part."""
+    """Layers, width of hidden states, heads, and width of the feed-forward layer."""
 
     layers: int
     hidden: int

@@ -1,4 +1,4 @@
-"""Medians of repeated timings, with versions in turn so that a drifting machine hits them alike."""
+"""Medians of repeated timings, interleaved so that drift affects all versions equally."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Timing:
         return (high - low) / 2 / self.median
 
     def over(self, other: Timing) -> float:
-        """How many times as long as the other: the median over turns, each against its neighbour in time."""
+        """Ratio to the other timing: the median over turns of the ratio within a turn."""
         return statistics.median(a / b for a, b in zip(self.turns, other.turns, strict=True))
 
 
@@ -60,8 +60,8 @@ def in_turn(
 ) -> dict[str, Result]:
     """Time every call ``turns`` times, one after the other in each turn; a failing one is left out.
 
-    Each turn begins with another call, because what ran before leaves its mark: clocks, caches, heat.
-    ``budget`` is the number of seconds that one call may take in all turns together. ``clock`` returns
+    Turns start with different calls, because the preceding one affects clocks, caches and heat.
+    ``budget`` is the number of seconds for one call over all turns. ``clock`` returns
     milliseconds per call for a number of calls in a row.
     """
     results: dict[str, Result] = {}
@@ -106,7 +106,7 @@ def processor_clock(call: Call, repeats: int) -> float:
 def cuda_clock(call: Call, repeats: int) -> float:
     """Milliseconds per call between two CUDA events around a queue of calls.
 
-    One more call goes ahead of them: while the GPU is at it, the first of the others is made ready.
+    An extra call comes first, so that the GPU is busy while the host queues the timed ones.
     """
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""Other changes to attention that a refinement is compared with, or goes along with.
+"""Other changes to attention, to compare or combine with a refinement.
 
-Each is a small module beside an attention module's refinement, in plain PyTorch. ``high:learned+gate``
-refines and gates; ``gate`` alone gates plain attention. Heads are measured as the variants change their
-scores, without the part of a row that a sink takes.
+Each is a small module next to an attention module's refinement, in plain PyTorch. ``high:learned+gate``
+refines and gates; ``gate`` alone gates plain attention. Statistics of heads include the variants' changes
+of scores, without the part of a row that a sink takes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ States = tuple[Tensor, Tensor, Tensor]
 Weights = Callable[[], States]
 
 OPEN = 3.0
-"""Bias of gates at the start: they let 95 % through."""
+"""Initial bias of gates: sigmoid of it is 0.95."""
 
 
 class Variant(nn.Module):
@@ -33,21 +33,21 @@ class Variant(nn.Module):
     """Whether ``output`` reads the inputs of the attention module."""
 
     def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:  # noqa: ARG002
-        """What takes the place of the states ``[batch, heads, length, dim]``.
+        """Changed states ``[batch, heads, length, dim]``.
 
-        weights gives the matrices ``[outputs, width]`` that made query, key and value.
+        weights returns the projection matrices ``[outputs, width]`` of query, key and value.
         """
         return query, key, value
 
     def output(self, output: Tensor, inputs: Tensor | None) -> Tensor:  # noqa: ARG002
-        """What takes the place of each head's output ``[batch, heads, queries, dim]``.
+        """Changed output of each head ``[batch, heads, queries, dim]``.
 
         inputs ``[batch, queries, width]`` are those of the attention module.
         """
         return output
 
     def reset_parameters(self) -> None:
-        """Write the initial values again."""
+        """Reset to the initial values."""
         for name, parameter in self.named_parameters():
             nn.init.constant_(parameter, OPEN if name == "gate_bias" else 0.0)
 
@@ -55,8 +55,8 @@ class Variant(nn.Module):
 class SigmaReparam(Variant):
     """Projections W of queries, keys and values become gain * W / (largest singular value of W).
 
-    The gain is learned and starts at 1. One power iteration a training step finds the singular value; its
-    vector is kept with the weights. Projections have no biases, so that scaling states is the same.
+    The gain is learned and starts at 1. One power iteration per training step finds the singular value; its
+    vector is a buffer. Projections have no biases, so that scaling states is equivalent.
     """
 
     directions: Tensor

@@ -46,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Trainer is slow to import, so its callback comes when it is asked for."""
+    """Imports the Trainer callback on first use, because Trainer is slow to import."""
     if name == "HealthCallback":
         from saobp.metrics.health.trainer_callback import HealthCallback
 

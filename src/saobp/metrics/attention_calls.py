@@ -17,8 +17,7 @@ def inputs_of(
 ) -> AttentionInputs | None:
     """Inputs of one call for its first ``texts`` texts; None for cross-attention and cached decoding.
 
-    ``linear`` looks for a causal or full mask inside a 4-D one, which keeps the sampled method on fused
-    kernels.
+    ``linear`` detects a causal or full mask in a 4-D one, so that the sampled method can use fused kernels.
     """
     length = call.query.shape[-2]
     if length != call.key.shape[-2] or _is_cross_attention(call):
@@ -63,7 +62,7 @@ def inputs_of(
 
 
 def _mask_kind(visible: Tensor, padding: Tensor | None) -> str | None:
-    """``causal`` or ``full`` if that, with padding, is all that the mask says about real rows."""
+    """``causal`` or ``full`` if the mask equals that, up to padding, in all real rows."""
     length = visible.shape[-1]
     keys = torch.arange(length, device=visible.device)
     fits = {"full": True, "causal": True}

@@ -61,7 +61,7 @@ class AttentionInputs:
         )
 
     def without_empty_texts(self) -> AttentionInputs:
-        """Without texts that are all padding, as in a filled-up last batch."""
+        """Without texts that are all padding, as in a padded last batch."""
         if self.padding_mask is None:
             return self
         kept = self.padding_mask.any(-1).nonzero()[:, 0]

@@ -30,13 +30,13 @@ Method = Literal["exact", "sampled"]
 
 PLAIN = Refinement("none")
 WORKING_BYTES = 384 * 2**20
-"""Memory for the heads that are worked on together; at least one head is."""
+"""Bytes for the heads processed together; at least one head is."""
 MAPS_HELD = 8
 """Maps that one head needs at the peak of the exact method, roughly."""
 STATES_HELD = 8
 SUMS_HELD = 2
-"""Tensors ``[tokens, probes]`` that one head needs at the peak of the sampled method: so many in the states'
-type, so many in at least single precision."""
+"""Tensors ``[tokens, probes]`` that one head needs at the peak of the sampled method: in the states' type,
+and in at least single precision."""
 
 _WITHOUT_PATHS: dict[str, Callable[[Maps], Tensor]] = {
     "attention_entropy": attention_entropy_of,
@@ -107,7 +107,7 @@ def measure_heads(
     hops: int = HOPS,
     sampling: Sampling | None = None,
 ) -> dict[str, Estimate]:
-    """What ``measure`` does, on states that are known to fit together."""
+    """``measure`` without checks."""
     wanted = checked_statistics(method, statistics)
     with torch.no_grad(), without_autocast(heads.query.device.type):
         if method == "sampled":
@@ -116,7 +116,7 @@ def measure_heads(
 
 
 def checked_statistics(method: str, statistics: Collection[str] | None) -> tuple[str, ...]:
-    """The statistics asked for, or all that the method has."""
+    """The requested statistics, or all that the method has."""
     if method not in ("exact", "sampled"):
         raise ValueError(f"method must be 'exact' or 'sampled', not {method!r}")
     known = STATISTICS if method == "exact" else SAMPLED

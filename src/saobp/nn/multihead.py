@@ -1,4 +1,4 @@
-"""Refined self-attention in the place of ``torch.nn.MultiheadAttention``."""
+"""Drop-in replacement for ``torch.nn.MultiheadAttention`` with refined self-attention."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
             nn.init.zeros_(self.out_proj.bias)
-        strengths = getattr(self, "strength_bias", None)  # not there yet when PyTorch's constructor calls
+        strengths = getattr(self, "strength_bias", None)  # not yet set when PyTorch's constructor calls
         if strengths is not None:
             nn.init.zeros_(strengths)
 
@@ -88,7 +88,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             states = query.transpose(0, 1)
         batch, length, _ = states.shape
         if attn_mask is not None:
-            known = not torch.compiler.is_compiling()  # the compiler cannot trace a look at the mask
+            known = not torch.compiler.is_compiling()  # the compiler cannot trace a read of the mask's values
             causal = _is_causal_mask(attn_mask, length) if known else is_causal
             is_causal = is_causal or causal
             attn_mask = None if causal else _positive(attn_mask, batch, self.num_heads)
@@ -140,7 +140,7 @@ def _is_causal_mask(mask: Tensor, length: int) -> bool:
 def _positive(mask: Tensor, batch: int, heads: int) -> Tensor:
     """PyTorch's attn_mask for modules, ``[length, length]`` or ``[batch * heads, length, length]``.
 
-    True hides there; it shows in :func:`saobp.attention`.
+    There True means masked; in :func:`saobp.attention` it means visible.
     """
     mask = mask.unflatten(0, (batch, heads)) if mask.ndim == 3 else mask
     return ~mask if mask.dtype == torch.bool else mask

@@ -1,4 +1,4 @@
-"""Self-attention with its projections, and what refined modules share."""
+"""Self-attention with its projections, and helpers of refined modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention whose rows are refined, as ``[batch, length, embed_dim]`` to the same.
 
     refinement: a strength of ``learned`` (the default) is the parameter ``strength_bias``, one number per
-                head of either sign that starts at 0; optimisers that spare biases weight decay spare it
+                head of either sign that starts at 0; excluded from weight decay where biases are
     dropout:    on refined rows, while training
     is_causal:  rows see and hear earlier tokens only
     """
@@ -65,7 +65,7 @@ class SelfAttention(nn.Module):
         return self.out_proj(output.transpose(1, 2).flatten(2))
 
     def reset_parameters(self) -> None:
-        """For the strengths of a module made on the meta device; its projections have their own."""
+        """Initialises the strengths of a module made on the meta device, as the projections do theirs."""
         if self.strength_bias is not None:
             nn.init.zeros_(self.strength_bias)
 
@@ -94,6 +94,6 @@ def learned_strengths(refinement: Refinement, like: Tensor, heads: int) -> nn.Pa
 
 
 def split_heads(projected: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value ``[batch, heads, length, dim]`` of ``[batch, length, 3 * embed_dim]``."""
+    """Query, key and value ``[batch, heads, length, dim]`` from ``[batch, length, 3 * embed_dim]``."""
     query, key, value = projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     return query, key, value

@@ -14,7 +14,7 @@ from saobp.propagation.graph import FactorGraph
 
 
 class Beliefs(NamedTuple):
-    """Refined rows ``[..., node, label]`` and, if asked for, the log messages that later nodes will hear.
+    """Refined rows ``[..., node, label]`` and, if requested, the log messages for later nodes.
 
     ``messages`` is ``[steps, ..., label]``: for each step the sum over all nodes so far.
     """
@@ -60,5 +60,5 @@ def propagate(
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Keeps products in the precision of their inputs. Meta tensors know no autocast."""
+    """Keeps products in the precision of their inputs. Meta tensors have no autocast."""
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)

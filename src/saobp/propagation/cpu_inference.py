@@ -1,7 +1,7 @@
 """Refined attention for inference on a CPU: the reference's arithmetic with little memory traffic.
 
-The maps of a few heads at a time are computed in two buffers that stay in the cache and are used again. The
-belief is the softmax of scores plus heard log messages, as in the reference, so that no row underflows.
+The maps of a few heads at a time are computed in two reused buffers that fit the CPU cache. The belief is the
+softmax of scores plus received log messages, as in the reference, so that no row underflows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENTRIES_PER_THREAD = 1 << 16
 """Map entries per thread and chunk: two buffers of them in single precision fill half a megabyte of cache."""
 
 _TINY = 1e-20
-"""A row of ElemMul whose similarities sum to less than this feels the floor under each of them."""
+"""Below this sum of similarities a row of ElemMul is affected by the floor under each of them."""
 
 _SUPPORTED = (Potts, PottsListing, Similarity)
 Slices = tuple[slice, slice]
@@ -38,7 +38,7 @@ def cpu_obstacle(
 ) -> str | None:
     """Why a call on a CPU with states of these shapes cannot take this path; None where it can.
 
-    It must be :func:`is_unwatched` besides: ``torch.compile`` fuses the reference, which is then better.
+    Also requires :func:`is_unwatched`: under ``torch.compile`` the fused reference is faster.
     """
     factor = get_factor(refinement.factor)
     if type(factor) not in _SUPPORTED:
@@ -55,7 +55,7 @@ def cpu_obstacle(
 
 
 def is_unwatched(*states: Tensor) -> bool:
-    """Whether only values matter: no gradient of any kind, autocast, compiler, tracer or subclass."""
+    """Whether only values are needed: no gradient of any kind, autocast, compiler, tracer or subclass."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
         return False
     if torch.autograd.forward_ad._current_level >= 0:
@@ -81,8 +81,8 @@ def plain_attention(
 ) -> Tensor:
     """Attention without refinement by PyTorch's own operation; rows that see no key give zeros.
 
-    ``visible`` as in a FactorGraph, and with it ``bias``, added to the scores; ``is_causal`` stands for a
-    triangle of as many queries as keys.
+    ``visible`` as in a FactorGraph, and with it ``bias``, added to the scores; ``is_causal`` is a
+    square causal mask.
     """
     key, value = share_heads(key, query.shape[1]), share_heads(value, query.shape[1])
     if visible is None:
@@ -98,7 +98,7 @@ def plain_attention(
 
 
 def masks_hold(query: Tensor, key: Tensor, graph: FactorGraph, scale: float | None) -> bool:
-    """Whether adding minus infinity hides scores on a CPU: those that are NaN or infinite become NaN."""
+    """Whether adding minus infinity masks all scores: those that are NaN or infinite become NaN."""
     if graph.visible is None or query.device.type != "cpu" or not query.numel() or not key.numel():
         return True
     arithmetic = torch.promote_types(query.dtype, torch.float32)
@@ -116,10 +116,10 @@ def cpu_attention(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention with refined rows where there is no ``cpu_obstacle``; arguments as ``reference_attention``.
+    """Attention with refined rows if ``cpu_obstacle`` is None; arguments as ``reference_attention``.
 
-    The output ``[batch, heads, queries, dim]`` is a view of ``[batch, queries, heads, dim]``, the order that
-    models want next. Half precision is computed in single precision throughout.
+    The output ``[batch, heads, queries, dim]`` is a view of ``[batch, queries, heads, dim]``, the layout that
+    models use next. Half precision is computed in single precision throughout.
     """
     factor = get_factor(refinement.factor)
     batch, heads, queries, dim = query.shape
@@ -166,7 +166,7 @@ def cpu_attention(
 def _strong_messages(rows: Tensor, message: Tensor, repulsion: Tensor) -> Tensor:
     """Log messages as :class:`Potts` has them, exact near 1; arguments ``[chunk, node or 1, label or 1]``.
 
-    message is -gamma, and 0 for rows that do not speak.
+    message is -gamma, and 0 for rows that send none.
     """
     near_one = (rows > 0.5) & (message != 0)
     others = rows.masked_fill(near_one, 0.0).sum(-1, keepdim=True)
@@ -175,7 +175,7 @@ def _strong_messages(rows: Tensor, message: Tensor, repulsion: Tensor) -> Tensor
 
 
 def _hear_potts(scores: Tensor, rows: Tensor, causal: bool, listing: bool) -> None:
-    """Log messages in ``rows`` become refined rows ``[chunk, node, label]``; ``scores`` are used up."""
+    """Log messages in ``rows`` to refined rows ``[chunk, node, label]``, in place; overwrites ``scores``."""
     if listing:
         scores.sub_(rows)
     elif causal:
@@ -204,7 +204,7 @@ def _similar(scores: Tensor, rows: Tensor, value: Tensor, hidden: Tensor | None,
 
 
 def _product(rows: Tensor, value: Tensor, spare: Tensor) -> Tensor:
-    """rows @ value, written over ``spare`` where it fits."""
+    """rows @ value, written into ``spare`` if it fits."""
     shape = *rows.shape[:2], value.shape[2]
     if value.shape[2] > spare.shape[2]:
         return torch.bmm(rows, value)
@@ -222,7 +222,7 @@ def _parts(batch: int, heads: int, entries: int) -> Iterator[Slices]:
 
 
 class _Scratch(threading.local):
-    """Memory for maps, kept from call to call: fresh pages cost as much as a softmax."""
+    """Thread-local buffer for maps, reused across calls: page faults cost as much as a softmax."""
 
     kept: Tensor | None = None
 
@@ -231,7 +231,7 @@ _scratch = _Scratch()
 
 
 def _two_maps(chunk: int, queries: int, keys: int, arithmetic: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two ``[chunk, queries, keys]`` to write to, which the next call on this thread writes to again."""
+    """Two uninitialised ``[chunk, queries, keys]``, valid until the next call on this thread."""
     entries, room = chunk * queries * keys, ENTRIES_PER_THREAD * torch.get_num_threads()
     if entries > room or arithmetic != torch.float32:
         first, second = torch.empty(2, entries, dtype=arithmetic)

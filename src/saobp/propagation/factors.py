@@ -1,4 +1,4 @@
-"""Pairwise factors: what a row of attention tells the other rows about each key.
+"""Pairwise factors: the messages that a row of attention sends to other rows about each key.
 
 A factor is a small object with ``log_messages``. Leaving out the own message, the prior, padding, the
 order of causal rows and further steps are shared and live in ``beliefs.py``.
@@ -30,22 +30,22 @@ class Factor(ABC):
     """Whether the strength enters; a factor without one needs no value for it."""
 
     hears_itself: bool = False
-    """Whether a row also hears its own message; without causality all rows then share one bias per key."""
+    """Whether a row also receives its own message; without causality all rows then share one bias per key."""
 
     remembers: bool = True
-    """Whether rows hear earlier rows, so that cached decoding must carry the sum of their messages."""
+    """Whether rows receive messages of earlier rows, whose sum cached decoding must carry."""
 
     @abstractmethod
     def log_messages(self, beliefs: Tensor, strength: Tensor) -> Tensor:
         """Log message of every node about every label.
 
         beliefs ``[..., node, label]``, strength broadcastable to it; the result has the shape of beliefs.
-        A node that is indifferent to a label sends 0. A row that sees no key is all zero: its messages are
-        silenced afterwards, but they and their gradient must be finite.
+        The neutral message is 0. A row that sees no key is all zero: its messages are masked afterwards, but
+        they and their gradient must be finite.
         """
 
     def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
-        """Unnormalised log belief of every node: its prior and what it hears. ``[..., node, label]``"""
+        """Unnormalised log belief of every node: its prior and received messages. ``[..., node, label]``"""
         messages = self.log_messages(beliefs, strength)
         if messages.shape != beliefs.shape:
             raise ValueError(
@@ -68,7 +68,7 @@ class Potts(Factor):
     def log_messages(self, beliefs: Tensor, strength: Tensor) -> Tensor:
         """log(1 - gamma A), and near A = 1, where that cancels, log(1 - A + A e^(-strength)).
 
-        1 - A is the sum of the row's other weights, so that e^(-strength) down to e^-16 counts in float32.
+        1 - A is the sum of the row's other weights, so e^(-strength) down to e^-16 is resolved in float32.
         """
         repulsion = self.sign * strength
         if _is_weak(repulsion):
@@ -80,7 +80,7 @@ class Potts(Factor):
 
 
 def _is_weak(repulsion: Tensor) -> bool:
-    """Whether 1 - gamma A is exact enough for every head; False where looking at values costs or fails."""
+    """Whether 1 - gamma A is exact enough for every head; False where reading it would sync or fail."""
     if repulsion.device.type != "cpu" or type(repulsion) is not Tensor or torch.compiler.is_compiling():
         return False
     if torch.jit.is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(repulsion):
@@ -91,14 +91,14 @@ def _is_weak(repulsion: Tensor) -> bool:
 class PottsKeyBias(Potts):
     """Potts factor with the own message included: softmax_k(s_jk + c_k), c_k = sum_i log(1 - gamma A_ik).
 
-    Strict causal rows hear rows i <= j, so that no row hears a later one.
+    Strict causal rows receive messages of rows i <= j only.
     """
 
     hears_itself = True
 
 
 class PottsListing(Potts):
-    """The paper's Algorithm 1: its product over labels cancels, so a row hears its own message, inverted."""
+    """The paper's Algorithm 1: its product over labels cancels; a row receives its own message, inverted."""
 
     remembers = False
 
@@ -107,8 +107,8 @@ class PottsListing(Potts):
 
 
 class Sinkhorn(Factor):
-    """Rows and columns balanced in turn: each iteration divides every key by what all rows together give it
-    and then every row by its sum. For comparison; it has no strength and no strict causal form.
+    """Sinkhorn normalisation: each iteration divides every column by its sum and then every row by its sum.
+    For comparison; it has no strength and no strict causal form.
     """
 
     has_strength = False
@@ -136,7 +136,7 @@ class Sinkhorn(Factor):
 
 
 class Similarity(Factor):
-    """ElemMul: rows attend to tokens whose rows look alike, A A^T. With ``prior``, A o (A A^T)."""
+    """ElemMul: rows attend to tokens with similar rows, A A^T. With ``prior``, A o (A A^T)."""
 
     has_strength = False
 
@@ -155,8 +155,8 @@ class Similarity(Factor):
 def similarity(rows: Tensor) -> Tensor:
     """A A^T for rows A.
 
-    The compiler takes no function with a forward-mode derivative of its own; a trace with any function of
-    this kind cannot be saved.
+    Not by ``Alike`` under the compiler, which rejects functions with their own ``jvp``, nor in a trace, which
+    could not be saved.
     """
     if torch.autograd.forward_ad._current_level >= 0 or torch.jit.is_tracing():
         return rows @ rows.transpose(-1, -2)
@@ -167,8 +167,8 @@ class Alike(torch.autograd.Function):
     """A A^T, whose gradient is one product with a symmetric matrix.
 
     Left to autograd it is the sum of two products, one of them transposed. Inductor fuses that sum with the
-    gradient of softmax into a kernel that stores it and loads it again without a barrier (PyTorch's pull
-    request 190519 has more): in one of the sizes it may choose, threads load what others are still to store.
+    gradient of softmax into a kernel that stores and reloads it without a barrier (PyTorch's pull
+    request 190519 has more): with one of its tile sizes threads load what others have not stored yet.
     """
 
     generate_vmap_rule = True
@@ -188,7 +188,7 @@ class Alike(torch.autograd.Function):
 
 
 def floored(values: Tensor) -> Tensor:
-    """Keeps log finite with a zero gradient where two rows share no key, and 1 / value far from overflow."""
+    """Clamps from below, so that where two rows share no key log and 1 / value stay finite."""
     precision = torch.finfo(values.dtype)
     return values.clamp(min=precision.tiny / precision.eps)
 
@@ -216,7 +216,7 @@ def get_factor(name: str) -> Factor | None:
 
 
 def register_factor(name: str, factor: Factor) -> Factor:
-    """Make a new factor available by name wherever a refinement is: functions, plug-in, training, metrics."""
+    """Make a factor available by name in all refinements: functions, plug-in, training, metrics."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"a factor's name is made of letters, digits, '-' and '_', unlike {name!r}")
     if name in _BUILT_IN:

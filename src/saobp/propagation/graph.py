@@ -1,4 +1,4 @@
-"""Who speaks to whom: the rows of one attention head as nodes of a factor graph."""
+"""The rows of one attention head as nodes of a factor graph: masks and the order of messages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class FactorGraph:
-    """The nodes and labels that take part, and the order in which nodes hear each other.
+    """Visible labels, nodes that send messages, and the order in which nodes receive them.
 
     visible: bool, broadcastable to ``[..., node, label]``: keys a row may attend to; None means all
     speaks:  bool, broadcastable to ``[..., node, 1]``: False for padding, which is no node; None means all
-    causal:  a node hears earlier nodes alone, instead of all the others
+    causal:  a node receives messages of earlier nodes only, instead of all others
     past:    ``[..., 1, label]``: summed log messages of nodes before the first one here (cached decoding)
     """
 
@@ -24,7 +24,7 @@ class FactorGraph:
     past: Tensor | None = None
 
     def spoken(self, messages: Tensor) -> Tensor:
-        """Log messages with padding made silent, and neutral about keys their row cannot see.
+        """Log messages, set to 0 for padding rows and for keys that the row cannot see.
 
         ``[..., node, label]``. The second is what lets cached decoding start new labels at 0.
         """
@@ -33,7 +33,7 @@ class FactorGraph:
         return messages if self.speaks is None else messages.masked_fill(~self.speaks, 0.0)
 
     def heard(self, messages: Tensor, *, own: bool = False) -> Tensor:
-        """Sum of the log messages that reach each node, broadcastable to ``[..., node, label]``.
+        """Sum of the log messages that each node receives, broadcastable to ``[..., node, label]``.
 
         ``own`` includes each node's own message, else it is left out.
         """

@@ -1,4 +1,4 @@
-"""Refined attention the plain way, with the whole map in memory."""
+"""Reference implementation of refined attention, with the whole map in memory."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def reference_attention(
 
 
 def share_heads(states: Tensor, heads: int) -> Tensor:
-    """Repeat ``[batch, key_heads, length, dim]`` so that each group of query heads finds its keys."""
+    """Repeat ``[batch, key_heads, length, dim]`` so that every query head has its own keys."""
     groups = heads // states.shape[1]
     return states if groups == 1 else states.repeat_interleave(groups, dim=1)
 
 
 def head_strength(strength: Tensor, scores: Tensor) -> Tensor:
-    """``[heads]`` as ``[heads, 1, 1]`` in the scores' precision, bounded where gamma is still told from 1."""
+    """``[heads]`` as ``[heads, 1, 1]`` in the scores' precision, clamped so that gamma stays below 1."""
     return strength.to(scores).clamp(-MAX_STRENGTH, MAX_STRENGTH).view(-1, 1, 1)

@@ -1,7 +1,7 @@
 """PEFT adapters of refined models.
 
 An adapter always names ``saobp`` in its ``modules_to_save``: learned strengths are trained and saved with it,
-and its config tells that it belongs to a refined model.
+and its config shows that it belongs to a refined model.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 from saobp.transformers.layer_refinement import ATTACHED, attached
 
 TUNERS = "peft.tuners.tuners_utils"
-"""The module that defines how PEFT puts an adapter into a model."""
+"""The PEFT module that defines the injection of adapters."""
 
 
 def patch_adapters(tuners: ModuleType) -> None:
-    """Wrap the method that all kinds of adapters go through, when they are made and when they are loaded."""
+    """Wrap ``inject_adapter``, which all kinds of adapters use, when created and when loaded."""
     original = tuners.BaseTuner.inject_adapter
     if hasattr(original, "saobp"):
         return
@@ -35,7 +35,7 @@ def patch_adapters(tuners: ModuleType) -> None:
 
 
 def mark_adapter(config: Any, model: nn.Module) -> None:
-    """Name the refinement in an adapter's config; warns if one that names it is put into a plain model."""
+    """Name the refinement in an adapter's config; warns if one that names it is added to a plain model."""
     if not hasattr(config, "modules_to_save"):
         return
     saved = list(config.modules_to_save or ())

@@ -36,7 +36,7 @@ _BEFORE = "_saobp_before"
 
 @dataclass
 class Before:
-    """What a model used before: each config with its attention implementation."""
+    """Attention implementations of a model's configs before :func:`apply`."""
 
     implementations: list[tuple[Any, str | None]]
 
@@ -45,7 +45,7 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
     """Refine the attention rows of a Transformers model, in place, and return it.
 
     ``refinement`` may be in text form, for instance ``"high:0.2"``. It is written to ``config.saobp`` and is
-    saved with the model, learned strengths with the weights. Applying again replaces what was there.
+    saved with the model, learned strengths with the weights. Applying again replaces the refinement.
     """
     refinement = Refinement.of(refinement)
     check_model(model)
@@ -63,7 +63,7 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
 
 
 def warn_of_strength(refinement: Refinement, parameters: int) -> None:
-    """``auto`` follows the paper's rule, which was made for 11 to 41 million parameters."""
+    """Warn if ``auto`` gives a strength far above the paper's, made for 11 to 41 million parameters."""
     factor = get_factor(refinement.factor)
     if factor is not None and factor.has_strength and (refinement.strongest or 0) > 1:
         warnings.warn(
@@ -75,7 +75,7 @@ def warn_of_strength(refinement: Refinement, parameters: int) -> None:
 
 
 def remove(model: Model) -> Model:
-    """Take a refinement off again, in place: the model is as it was before :func:`apply`."""
+    """Remove a refinement, in place: the model is as before :func:`apply`."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"saobp.remove takes a Transformers model, not {type(model).__name__}")
     for name, _ in list(attached(model)):
@@ -94,7 +94,7 @@ def remove(model: Model) -> Model:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what cannot be refined as a whole."""
+    """Raises for models that cannot be refined as a whole."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"saobp.apply takes a Transformers model, not {type(model).__name__}: give it the model inside, "
@@ -110,13 +110,13 @@ def check_model(model: Any) -> None:
 
 
 def has_decoder(model: PreTrainedModel) -> bool:
-    """Whether a model or a part of it attends to the states of an encoder."""
+    """Whether a model or a part of it has cross-attention to an encoder."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return any("encoder_hidden_states" in inspect.signature(part.forward).parameters for part in parts)
 
 
 def attention_modules(model: nn.Module) -> Modules:
-    """The attention modules of a model that ask the attention registry, with names, first layer first."""
+    """The attention modules of a model that use the attention registry, with names, first layer first."""
     found = [(name, module) for name, module in model.named_modules() if uses_registry(type(module))]
     if not found:
         raise ValueError(
@@ -145,7 +145,7 @@ def uses_registry(kind: type) -> bool:
 
 
 def build(modules: Modules, refinement: Refinement) -> list[LayerRefinement]:
-    """One refinement per attention module, ready to be attached; nothing is changed yet."""
+    """One refinement per attention module, to be attached; does not change the model."""
     factor = get_factor(refinement.factor)
     if refinement.is_learned and (factor is None or not factor.has_strength):
         raise ValueError(f"factor {refinement.factor!r} has no strength that could be learned")
@@ -165,7 +165,7 @@ def build(modules: Modules, refinement: Refinement) -> list[LayerRefinement]:
 
 
 def separate_configs(model: PreTrainedModel) -> None:
-    """Give a model configs of its own: others that were built from the same one stay as they are."""
+    """Copy a model's configs, which other models built from the same config may share."""
     copies: dict[int, Any] = {}
     for module in model.modules():
         for name, value in vars(module).items():
@@ -180,9 +180,9 @@ def attach(modules: Modules, owns: list[LayerRefinement]) -> None:
 
 
 def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) -> None:
-    """Write the refinement to the configs and select the implementation, remembering the earlier one.
+    """Write the refinement to the configs and select the implementation, storing the earlier one.
 
-    The configs of parts, such as CLIP's towers, get their share: a part may be loaded by its own class.
+    Configs of parts, such as CLIP's towers, are included: a part may be loaded by its own class.
     """
     configs = _configs(model, modules)
     setattr(model, _BEFORE, Before([(config, config._attn_implementation) for config in configs]))
@@ -200,7 +200,7 @@ def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) 
 
 
 def refuse_to_generate(*_: Any, **__: Any) -> NoReturn:
-    """Stands in for ``generate`` of a model that sees the future."""
+    """Replaces ``generate`` of a model with ``future="paper"``."""
     raise ValueError(
         "future='paper' lets rows hear later rows, which do not exist yet while a text is generated: "
         "apply a refinement with future='strict'"
@@ -218,7 +218,7 @@ def head_count(module: nn.Module) -> int:
 
 
 def width(module: nn.Module) -> int:
-    """Numbers per token in what an attention module takes in."""
+    """Hidden size of an attention module's input."""
     found: Any = getattr(getattr(module, "config", None), "hidden_size", 0)
     return found if isinstance(found, int) else 0
 

@@ -61,7 +61,7 @@ KNOWN_ARGUMENTS = frozenset(
         "use_cache",
     }
 )
-"""Arguments that models pass on: those of packed sequences, and others that do not concern attention."""
+"""Accepted arguments: those of packed sequences, and others that do not affect attention."""
 
 
 def saobp_attention(
@@ -78,7 +78,7 @@ def saobp_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Refined attention for a model: query ``[batch, heads, queries, dim]``, key and value with key heads.
 
-    Returns ``[batch, queries, heads, dim]``, contiguous, and the refined rows where they were asked for.
+    Returns ``[batch, queries, heads, dim]``, contiguous, and the refined rows if requested.
     """
     reject(module, kwargs)
     query, key, value = under_autocast(query, key, value)
@@ -94,7 +94,7 @@ def saobp_attention(
     queries, keys = query.shape[-2], key.shape[-2]
     _check_lengths(refinement, queries, keys, causal, messages)
     if not causal:
-        messages = None  # its layer stays stale and refuses the next call
+        messages = None  # its layer stays stale, so the next call raises
     lengths = kwargs.get("cu_seq_lens_q")
     if lengths is not None:
         attention_mask = with_sequences(attention_mask, sequence_numbers(lengths, query, keys))
@@ -150,7 +150,7 @@ def why_whole_map(
     sink: PlusOne | None,
     wants_rows: bool,
 ) -> str | None:
-    """Why a call of ``(queries, keys)`` computes its whole map in memory; None if the operation takes it."""
+    """Why a call of ``(queries, keys)`` computes its whole map in memory; None if it does not."""
     queries, keys = lengths
     if wants_rows:
         return "the attention rows were asked for"
@@ -183,7 +183,7 @@ def rows_wanted(kwargs: dict[str, Any]) -> bool:
 def own_refinement(
     module: nn.Module, own: LayerRefinement | None, query: Tensor
 ) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
-    """The module's refinement, strengths ``[heads]`` and the cache layer that its hook found for the call."""
+    """The module's refinement, strengths ``[heads]`` and the cache layer set by its pre-hook."""
     if own is None:
         reject_cross_attention(module)
     else:
@@ -211,7 +211,7 @@ def own_refinement(
 
 
 def reject(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse an argument that changes attention in a way the refinement knows nothing of."""
+    """Raises on arguments that change attention in unsupported ways."""
     for name, value in kwargs.items():
         if name in KNOWN_ARGUMENTS or value is None or value is False:
             continue

@@ -1,6 +1,6 @@
-"""Cached decoding: the summed log messages of earlier rows live in the key-value cache, beside the keys.
+"""Cached decoding: the summed log messages of earlier rows are stored in the key-value cache.
 
-Each cache layer becomes one that also carries ``[steps, batch, heads, keys]`` and treats it as it treats its
+Each cache layer is replaced by one that also stores ``[steps, batch, heads, keys]`` and updates it like its
 keys: beam reordering, repeating, selecting, cropping, resetting and the eviction of a sliding window.
 """
 
@@ -23,9 +23,9 @@ from transformers.cache_utils import (
 )
 
 MAX_CROPPED_ROWS = 128
-"""Rows that a cache which records its past can give back to ``crop``."""
+"""Rows that ``crop`` can remove from a cache which records its past."""
 ROWS_PER_CHUNK = 1024
-"""Rows of a prompt that are refined together: the map never has more rows than this in memory."""
+"""Rows of a prompt refined at a time, which bounds the map in memory."""
 
 
 class DeferredPrefill(Protocol):
@@ -35,12 +35,12 @@ class DeferredPrefill(Protocol):
 
 
 class MessageCacheLayer(ABC):
-    """Mixin for a cache layer: the messages that all rows so far have sent about each key.
+    """Mixin for a cache layer: the sum of all rows' log messages about each key.
 
     totals:    ``[steps, batch, heads, keys]`` for the keys that the layer holds
-    past:      the same for the keys of the call under way, zero for its new keys; None in the first call
-    filled_by: the refinement whose messages these are, in text form
-    stale:     keys came in and their rows' messages did not, so ``totals`` is out of date
+    past:      the same for the keys of the current call, zero for its new keys; None in the first call
+    filled_by: the refinement of these messages, in text form
+    stale:     keys were added without their rows' messages, so ``totals`` is out of date
     prefill:   a first call whose messages are not computed yet; only a later call needs them
     snapshots: with ``record_past``, totals before and after each of the last rows, for ``crop``
     """
@@ -75,7 +75,7 @@ class MessageCacheLayer(ABC):
             )
 
     def defer(self, prefill: DeferredPrefill) -> None:
-        """Leave the messages of a first call for later: training and scoring never need them."""
+        """Defer the messages of a first call: training and scoring never need them."""
         self.prefill = prefill
         self.stale = False
 
@@ -91,7 +91,7 @@ class MessageCacheLayer(ABC):
         return self.__dict__
 
     def row_chunks(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Pieces in which the rows of a call are refined: single rows where ``crop`` may need them back."""
+        """Chunks of rows to refine at a time: single rows if ``crop`` may remove them."""
         single = min(rows, MAX_CROPPED_ROWS) if self.record_past else 0
         start = 0
         while start < rows:
@@ -101,17 +101,17 @@ class MessageCacheLayer(ABC):
 
     @abstractmethod
     def store(self, history: list[Tensor]) -> None:
-        """Take over the totals after each piece of the call's rows; the last of them counts."""
+        """Store totals, given after each chunk of the call's rows; the last is current."""
 
     def _length_before(self) -> int:
         return 0
 
     @abstractmethod
     def _align(self, before: int, new: int, returned: int) -> None:
-        """Make the totals fit the keys that an update returned."""
+        """Extend or evict totals to match the keys that an update returned."""
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Change the totals and their snapshots alike."""
+        """Apply ``change`` to the totals and their snapshots."""
         if self.totals is not None:
             self.totals = change(self.totals)
         self.snapshots = tuple(None if past is None else change(past) for past in self.snapshots)
@@ -129,7 +129,7 @@ class MessageCacheLayer(ABC):
 
 
 class DynamicMessages(MessageCacheLayer):
-    """For layers that grow by concatenation, whole or as a window."""
+    """For layers that grow by concatenation, with or without a sliding window."""
 
     front: Tensor | None = None
     values: Tensor | None
@@ -190,12 +190,12 @@ class DynamicMessages(MessageCacheLayer):
     def reset(self) -> None:
         super().reset()
         self.totals = self.front = None
-        self.keys = self.values = None  # older versions of Transformers leave zeros in their place
+        self.keys = self.values = None  # older versions of Transformers only zero them
         self.is_initialized = False
 
 
 class StaticMessages(MessageCacheLayer):
-    """For preallocated layers: one tensor, changed in place, so that compiled steps find it where it was."""
+    """For preallocated layers: one tensor, updated in place, so that compiled steps keep its address."""
 
     def _align(self, before: int, new: int, returned: int) -> None:  # noqa: ARG002
         self.past = self.totals
@@ -256,7 +256,7 @@ def self_attention_cache(cache: Cache) -> Cache:
 
 
 def cache_layer(cache: Cache, index: int) -> Any:
-    """The cache's layer of that index, made if the cache makes its layers as they are needed."""
+    """The cache's layer of that index; created if the cache is lazy."""
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
@@ -264,7 +264,7 @@ def cache_layer(cache: Cache, index: int) -> Any:
 
 
 def message_layer(cache: Cache, index: int) -> MessageCacheLayer:
-    """The cache's layer of that index, exchanged at its first use for one that carries messages too."""
+    """The cache's layer of that index, replaced on first use by one that also stores messages."""
     layer = cache_layer(cache, index)
     if isinstance(layer, MessageCacheLayer):
         return layer
@@ -288,7 +288,7 @@ def message_layer(cache: Cache, index: int) -> MessageCacheLayer:
 
 
 def holds_keys(layer: Any) -> bool:
-    """Whether a cache layer has been filled; a compiled call cannot look into a static one and assumes so."""
+    """Whether a cache layer has keys; a compiled call cannot inspect a static one and assumes so."""
     if not layer.is_initialized:
         return False
     if isinstance(layer, StaticLayer) and torch.compiler.is_compiling():
@@ -297,7 +297,7 @@ def holds_keys(layer: Any) -> bool:
 
 
 def patch_past_recording() -> None:
-    """Let caches remember that their past is to be recorded, for layers that come later or ignore it."""
+    """Make caches store that their past is recorded, for layers created later or that ignore it."""
     activate = Cache.activate_past_recording
     if hasattr(activate, "saobp"):
         return

@@ -1,4 +1,4 @@
-"""A call of attention with a key-value cache: rows hear the messages of earlier calls and add their own."""
+"""A call of attention with a key-value cache: rows receive messages of earlier calls and add their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from saobp.transformers.masks import graph_of
 
 @dataclass(slots=True)
 class Prefill:
-    """A plain causal call on an empty cache: its output needs nothing from the cache, a later call's does."""
+    """A causal call on an empty cache, whose messages only later calls need."""
 
     query: Tensor
     key: Tensor
@@ -47,7 +47,7 @@ def cached_attention(
     scale: float | None = None,
     wants_rows: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and, if wanted, rows of a cached call, and new totals in ``messages``.
+    """Output and, if requested, rows of a cached call; stores new totals in ``messages``.
 
     Returned rows are those that the output is computed from, so that gradients reach them.
     """

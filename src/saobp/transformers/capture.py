@@ -1,4 +1,4 @@
-"""See every attention call of a model, whatever its attention implementation."""
+"""Intercept every attention call of a model, for any attention implementation."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _ARGUMENTS = ("query", "key", "value", "attention_mask", "dropout", "scaling")
 class AttentionCall:
     """One call of one attention module, just before it is computed.
 
-    name, index:         the attention module's name in the model, and its place among them
+    name, index:         the attention module's name in the model, and its index among them
     query:               ``[batch, heads, queries, dim]``; key and value may have fewer heads
-    mask, options:       as the implementation gets them; ``graph`` reads the mask
-    sequences:           number of each token's sequence, ``[batch, keys]``, where they are packed
+    mask, options:       as passed to the implementation; ``graph`` reads the mask
+    sequences:           sequence number of each token, ``[batch, keys]``, if packed
     """
 
     name: str
@@ -77,7 +77,7 @@ class AttentionCall:
         return refinement, strength
 
     def graph(self) -> tuple[FactorGraph, Tensor | None]:
-        """Who sees and hears whom, with padding rows silent, and what the mask adds to the scores."""
+        """The factor graph, in which padding rows send no message, and the mask's bias on scores."""
         if self.is_refined:
             return graph_of(
                 self.mask if self.sequences is None else with_sequences(self.mask, self.sequences),
@@ -109,7 +109,7 @@ class AttentionCall:
         ).rows
 
     def why_whole_map(self) -> str | None:
-        """Why a refined call computes its whole map in memory; None if :func:`saobp.attention` takes it."""
+        """Why a refined call computes its whole map in memory; None if it does not."""
         _, _, messages = self._own()
         mask = self.mask if self.sequences is None else with_sequences(self.mask, self.sequences)
         lengths = self.query.shape[-2], self.key.shape[-2]
@@ -145,8 +145,8 @@ Callback = Callable[[AttentionCall], object]
 class Watcher:
     """Calls ``callback`` with every attention call of ``model`` made inside :meth:`watching`.
 
-    Made once for a model, its steps cost nothing; and a step compiled inside of it, callback included, goes
-    on fitting, since the compiler finds the same capture every time.
+    Create it once per model and reuse it: entering is then free, and a step compiled inside, callback
+    included, is not recompiled, since the compiler's guards see the same objects.
     """
 
     def __init__(self, model: nn.Module, callback: Callback) -> None:
@@ -176,8 +176,8 @@ class Watcher:
 def watch(model: nn.Module, callback: Callback) -> Iterator[None]:
     """Call ``callback`` with every attention call of ``model``, for any attention implementation.
 
-    The recomputation of gradient checkpointing is not reported again. Watch the model itself rather than a
-    form of it that was compiled earlier.
+    The recomputation of gradient checkpointing is not reported again. Watch the model itself, not its
+    compiled form.
     """
     with Watcher(model, callback).watching():
         yield
@@ -187,7 +187,7 @@ def watch(model: nn.Module, callback: Callback) -> Iterator[None]:
 def record_attention(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """Collect the attention rows ``[batch, heads, queries, keys]`` of every call, by attention module name.
 
-    Works for models that swallow ``output_attentions`` and for implementations that never form the rows.
+    Works for models that ignore ``output_attentions`` and for implementations that never form the rows.
     A module that serves several layers, as in ALBERT, lists them in order.
     """
     recorded: dict[str, list[Tensor]] = {name: [] for name, _ in attention_modules(model)}
@@ -205,7 +205,7 @@ _original: list[Callable] = []
 
 
 def _install() -> None:
-    """Have the registry hand out functions that report their calls, for as long as anyone watches."""
+    """Make the registry return functions that report their calls, while any watcher is active."""
     if not _original:
         _original.append(AttentionInterface.get_interface)
         AttentionInterface.get_interface = _observed_interface  # type: ignore[method-assign]

@@ -19,16 +19,16 @@ from saobp.variants import KINDS, Variant
 IMPLEMENTATION = "saobp"
 """Name of the attention implementation in Transformers' registries."""
 PER_HEAD = ("strength_bias", "head_bias")
-"""How the names of parameters end that hold one number per head."""
+"""Name suffixes of parameters with one number per head."""
 ATTACHED = "saobp"
 """Name of the attached module inside an attention module, and of the field in a model's config."""
 
 
 class LayerRefinement(nn.Module):
-    """One attention module's share of a refinement: a strength per head.
+    """The refinement of one attention module: a strength per head.
 
-    Learned strengths are the parameter ``strength_bias``: optimisers that spare biases weight decay, as
-    Trainer does, spare it too. Fixed strengths are a buffer that is not saved and keeps single precision.
+    Learned strengths are the parameter ``strength_bias``: optimisers that exclude biases from weight
+    decay, as Trainer does, exclude it too. Fixed strengths are a non-persistent buffer in single precision.
     Calling the module returns the strengths, so that hooks which fetch weights just in time (Accelerate's
     offloading, ZeRO-3) and wrappers that replace it (PEFT's ``modules_to_save``) see the access.
     """
@@ -53,7 +53,7 @@ class LayerRefinement(nn.Module):
 
     @property
     def active(self) -> LayerRefinement:
-        """Itself; PEFT's wrapper passes the question on to the copy of the active adapter."""
+        """Itself; PEFT's wrapper forwards this attribute to the active adapter's copy."""
         return self
 
     def forward(self) -> Tensor:
@@ -66,7 +66,7 @@ class LayerRefinement(nn.Module):
         return self.refinement.layer_strengths(self.layer, self.layers, self.heads).float().to(device)
 
     def reset_parameters(self) -> None:
-        """Write the initial values: fixed strengths, or 0 where they are learned, and those of variants."""
+        """Set the initial values: fixed strengths, or 0 if learned, and those of variants."""
         if self.refinement.is_learned:
             nn.init.zeros_(self.strength_bias)
         for variant in self.variants.values():
@@ -100,7 +100,7 @@ def own_layer(module: nn.Module) -> LayerRefinement | None:
 
 
 def bind_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention module: keeps the inputs, which the attention function never sees."""
+    """Forward pre-hook of an attention module: stores the inputs for the attention function."""
     own_layer(module).inputs = args[0] if args else kwargs["hidden_states"]  # type: ignore[union-attr]
 
 
@@ -113,8 +113,8 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
 
 
 def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention module: notes the cache layer of the call as ``saobp_messages``, since
-    the attention function never sees the cache."""
+    """Forward pre-hook of an attention module: stores the cache layer of the call as ``saobp_messages``,
+    since the attention function does not get the cache."""
     if module.saobp_messages is not None:
         module.saobp_messages = None  # type: ignore[assignment]
     own: Any = own_layer(module)
@@ -149,7 +149,7 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _implementation(config: Any) -> str | None:
-    """``config._attn_implementation``, past a config's slow attribute look-up unless compiled."""
+    """``config._attn_implementation``, bypassing a config's slow attribute lookup unless compiled."""
     if torch.compiler.is_compiling():
         return config._attn_implementation
     return object.__getattribute__(config, "_attn_implementation_internal")
@@ -177,14 +177,14 @@ def add_cache_hook(module: nn.Module) -> None:
 
 
 def variants_of(own: LayerRefinement | None) -> list[Variant]:
-    """What else changes the attention of a module beside its refinement."""
+    """Variants of a module's attention, besides its refinement."""
     if own is None or not own.refinement.variants:
         return []
     return list(own.variants.values())  # type: ignore[arg-type]
 
 
 def remove_cache_hook(module: nn.Module) -> None:
-    """Take the hooks away again; looked up by identity, so that it works on copies of a model too."""
+    """Remove the hooks; finds them by identity, so that it works on copies of a model too."""
     hooks = (bind_cache, bind_inputs)
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook in hooks]:
         del module._forward_pre_hooks[key]
@@ -202,7 +202,7 @@ def reject_cross_attention(module: nn.Module) -> None:
 
 
 def is_causal_call(module: nn.Module, is_causal: bool | None = None) -> bool:
-    """Whether rows may see earlier keys only: the call's word, else the config's, else the module's."""
+    """Whether rows may see earlier keys only: from the call, else the config, else the module."""
     if is_causal is not None:
         return is_causal
     if not getattr(module, "is_causal", True):
@@ -221,7 +221,7 @@ def attached(model: nn.Module) -> Iterator[tuple[str, LayerRefinement]]:
 def strength_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The learned strengths of a model, one ``[heads]`` per attention module, for an optimiser group.
 
-    With them whatever else variants of attention learn as one number per head.
+    Includes other per-head parameters of variants.
     """
     return [
         parameter

@@ -51,7 +51,7 @@ def load(path: str | PathLike[str], auto_class: Any, **kwargs: Any) -> Any:
 
 
 def checked_folder(folder: str | PathLike[str]) -> str:
-    """The folder of a saved model, or a name on the hub; the folder of a run stands for the model in it."""
+    """The folder of a saved model, or a name on the hub; the folder of a run means the model in it."""
     path = Path(folder)
     if path.is_dir():
         for place in (path, path / "model"):
@@ -70,7 +70,7 @@ def _looks_local(path: str | PathLike[str]) -> bool:
 
 
 def warn_without_refinement() -> None:
-    """Wrap ``from_pretrained`` so that a refined checkpoint is not silently loaded as a plain model."""
+    """Wrap ``from_pretrained`` to warn when a refined checkpoint is loaded as a plain model."""
     original = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
     if hasattr(original, "saobp"):
         return

@@ -16,7 +16,7 @@ from saobp.storage.atomic import first_line
 
 @contextmanager
 def explained(folder: str, what: str = "a model") -> Iterator[None]:
-    """Raise what a library says of files that it cannot load as a ValueError about ``folder``."""
+    """Re-raise loading errors of libraries as a ValueError about ``folder``."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):

@@ -1,8 +1,8 @@
-"""Masks: what Transformers' mask creation hands to the attention function, and how it is read there.
+"""Masks: created for Transformers' mask interface, and read by the attention function.
 
 A plain causal or bidirectional square batch keeps its 2-D padding mask, and packed sequences keep their
-numbers, so that no map is built for them.
-Everything else becomes a 4-D mask that also tells which query rows are padding, for those send no message.
+sequence numbers, so that no 4-D mask is built for them.
+Everything else becomes a 4-D mask that also marks padding query rows, which send no message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HIDDEN, SEEN, SEEN_BY_PADDING = 0, 1, 2
 
 
 class View(NamedTuple):
-    """Who sees what in one attention call.
+    """Mask of one attention call.
 
     visible: bool, broadcastable to ``[batch, heads, queries, keys]``; None means every key
     speaks:  bool, broadcastable to ``[batch, heads, queries, 1]``: False for padding rows; None means all
@@ -50,7 +50,7 @@ def saobp_mask(
     allow_is_bidirectional_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask that the model carries to each attention layer.
+    """The mask that the model passes to each attention layer.
 
     Without earlier keys: None or bool ``[batch, keys]`` (True for real tokens) for a plain causal or
     bidirectional batch, and int64 ``[batch, keys]`` (number of each token's sequence) for packed sequences.
@@ -116,7 +116,7 @@ def graph_of(
 
 
 def read_mask(mask: Tensor, queries: int, keys: int) -> View:
-    """What a 4-D mask says: ours (int8), or one of the user's own (bool, or numbers to add to the scores)."""
+    """Read a 4-D mask: ours (int8), or the user's (bool, or numbers to add to the scores)."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         what = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"saobp reads masks [batch, keys] or [batch, heads, queries, keys], not {what}")
@@ -154,7 +154,7 @@ def in_window(window: int, queries: int, keys: int, is_causal: bool, device: tor
 
 
 def padded_view(visible: Tensor | None, padding: Tensor | None) -> View:
-    """Add a padding mask ``[batch, keys]`` to what a square batch sees."""
+    """Combine a padding mask ``[batch, keys]`` with the visible keys of a square batch."""
     if padding is None:
         return View(visible)
     real = padding[:, None, None, :]

@@ -1,7 +1,7 @@
 """Packed sequences: several texts in one row of tokens, each attending to itself alone.
 
 Their mask is int64 ``[batch, length]``: the sequence number of each token. It comes from position ids that
-start again, which Transformers' mask creation finds, or from ``cu_seq_lens_q``, which data collators add.
+restart, which Transformers' mask creation detects, or from ``cu_seq_lens_q``, which data collators add.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
 
 
 def packed_sequences(mask_function: Callable) -> Tensor | None:
-    """Sequence numbers ``[batch, length]`` of a mask function that says no more than causal and packed.
+    """Sequence numbers ``[batch, length]`` of a mask function that is just causal and packed.
 
-    Transformers builds it from two closures; where they change, or in a compiled call, None is returned and
-    the mask is built as for any other mask function.
+    Transformers builds it from two closures; if they differ, or in a compiled call, returns None, and the
+    mask is built as for any other mask function.
     """
     if torch.compiler.is_compiling() or getattr(mask_function, "__code__", None) is not _AND_MASKS:
         return None
@@ -44,17 +44,17 @@ def packed_sequences(mask_function: Callable) -> Tensor | None:
 
 
 def are_sequences(mask: object) -> TypeGuard[Tensor]:
-    """Whether a mask numbers the sequences of packed tokens rather than telling padding."""
+    """Whether a mask holds sequence numbers of packed tokens rather than padding."""
     return isinstance(mask, Tensor) and mask.ndim == 2 and mask.dtype != torch.bool
 
 
 def same_sequence(sequences: Tensor) -> Tensor:
-    """Which tokens belong together, ``[batch, 1, queries, keys]``."""
+    """Which tokens are in the same sequence, ``[batch, 1, queries, keys]``."""
     return sequences[:, None, :, None] == sequences[:, None, None, :]
 
 
 def sequence_numbers(cumulative_lengths: Tensor, query: Tensor, keys: int) -> Tensor:
-    """Number of each token's sequence, int64 ``[1, length]``, from ``cu_seq_lens_q`` ``[sequences + 1]``."""
+    """Sequence number of each token, int64 ``[1, length]``, from ``cu_seq_lens_q`` ``[sequences + 1]``."""
     if query.shape[0] != 1 or query.shape[-2] != keys:
         raise ValueError(
             "cu_seq_lens_q describes sequences packed into one row of tokens, not a batch of "
@@ -65,7 +65,7 @@ def sequence_numbers(cumulative_lengths: Tensor, query: Tensor, keys: int) -> Te
 
 
 def with_sequences(mask: Tensor | None, sequences: Tensor) -> Tensor:
-    """A mask that also parts packed sequences."""
+    """A mask that also separates packed sequences."""
     if mask is None or are_sequences(mask):
         return sequences
     if mask.ndim == 2:

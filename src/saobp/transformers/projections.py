@@ -69,7 +69,7 @@ def _is_linear(layer: object) -> bool:
 
 
 def _rows(layer: nn.Module | None) -> Tensor:
-    """Weights with a row per output ``[outputs, inputs]``; GPT-2's Conv1D stores them the other way."""
+    """Weights with a row per output ``[outputs, inputs]``; GPT-2's Conv1D stores them transposed."""
     weight = layer.weight  # type: ignore[union-attr]
     assert isinstance(weight, Tensor)
     return weight.mT if isinstance(layer, Conv1D) else weight

@@ -15,7 +15,7 @@ from saobp.transformers.masks import saobp_mask
 
 
 def register() -> None:
-    """Register the attention function and its mask under one name: without the mask, none would apply."""
+    """Register the attention function and its mask under one name: without it, no mask would apply."""
     AttentionInterface.register(IMPLEMENTATION, saobp_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, saobp_mask)
     warn_without_refinement()

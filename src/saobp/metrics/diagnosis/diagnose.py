@@ -15,7 +15,7 @@ from saobp.metrics.health.recorder import probe
 from saobp.metrics.health.verdicts import Verdict
 
 CHARACTERS_PER_TOKEN = 32
-"""More than any usual token has; whole books need not be read for their first few tokens."""
+"""Upper bound on characters per token, so that long texts are cut before they are tokenised."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def diagnose(
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Diagnosis:
-    """Run ``model`` on ``texts`` and measure every head; ``progress`` is told how many texts are done.
+    """Run ``model`` on ``texts`` and measure every head; ``progress`` gets the number of texts done.
 
     ``length`` cuts texts to so many tokens; without it a text longer than the model can take is an error.
     """
@@ -98,14 +98,14 @@ def diagnose(
 
 
 def check_weights(model: nn.Module, subject: str) -> None:
-    """Refuse a model whose weights are not numbers."""
+    """Raises if weights are not finite."""
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise ValueError(f"the weights of {subject} hold NaN or infinite values, first in {name}")
 
 
 def longest_text(model: PreTrainedModel) -> int | None:
-    """Tokens that the model's positions reach; None if it does not say."""
+    """Maximum length from the model's config; None if it does not say."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)

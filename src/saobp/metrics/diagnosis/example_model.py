@@ -16,7 +16,7 @@ from transformers import (
 
 LENGTH, SHARPNESS = 48, 200.0
 PLANTED = ("uniform", "diagonal", "first token", "previous token", "two-hop pointer")
-"""Heads in order. The pointer sends each third of the tokens, place modulo three, to the next."""
+"""Heads in order. The pointer attends from each token to those whose position modulo three is one more."""
 
 
 def example_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -33,7 +33,7 @@ def planted_model() -> BertModel:
     """A BERT of one layer that attends by position alone, for texts of up to 48 tokens.
 
     Position vectors are one-hot; layer normalisation turns them into a multiple of themselves minus a
-    constant, which the biases take away again.
+    constant, which the biases cancel.
     """
     heads = len(PLANTED)
     config = BertConfig(
@@ -62,7 +62,7 @@ def planted_model() -> BertModel:
 
 
 def _patterns() -> tuple[Tensor, Tensor]:
-    """What each place asks for and holds in each head, ``[places, heads, dim]``; a score is their product."""
+    """Query and key of each position in each head, ``[positions, heads, dim]``; a score is their product."""
     asks, holds = torch.zeros(2, LENGTH, len(PLANTED), LENGTH)
     place = torch.eye(LENGTH)
     third = torch.arange(LENGTH) % 3

@@ -1,4 +1,4 @@
-"""Models and texts for a diagnosis, from folders, files, the hub, or made on the spot."""
+"""Models and texts for a diagnosis, from folders, files, the hub, or built in."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXAMPLE_TEXT = (
 def load_model(
     name: str, refinement: Refinement | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer from its folder, that of its run or the hub, refined as saved or as asked."""
+    """A model and its tokenizer from its folder, its run's folder or the hub, refined as saved or given."""
     if name == EXAMPLE:
         model, tokenizer = example_model()
     else:
@@ -44,7 +44,7 @@ def is_refinement(text: str) -> bool:
     """Whether ``text`` is the written form of a refinement, right or wrong, rather than a model's name."""
     if Path(text).exists():
         return False
-    if ":" in text:  # which no name on the hub has
+    if ":" in text:  # not allowed in hub names
         return True
     try:
         Refinement.parse(text)

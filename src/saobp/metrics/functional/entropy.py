@@ -28,7 +28,7 @@ def sparsity(
     """Share of entries between real tokens that lie below ``threshold`` (default: 1 / real tokens).
 
     Entries hidden by a causal mask are zero and count as sparse. Those of a uniform row are not below the
-    default, however they were rounded. Not differentiable.
+    default, despite rounding. Not differentiable.
     """
     if threshold is not None and not 0 <= threshold <= 1:
         raise ValueError(f"threshold must lie from 0 to 1, not {threshold}")
@@ -36,7 +36,7 @@ def sparsity(
 
 
 def sink_mass(attention: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
-    """Largest column mean over real rows: the share of all attention that the favourite token receives."""
+    """Largest column mean over real rows: the share of all attention on the most attended token."""
     return sink_mass_of(checked_maps(attention, padding_mask))
 
 

@@ -1,4 +1,4 @@
-"""Attention maps checked once and freed of padding, the common entrance of every exact statistic."""
+"""Attention maps, validated and with padding zeroed: the input of every exact statistic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class Maps(NamedTuple):
     """Maps that are known to be stochastic.
 
-    rows:   ``[..., length, length]`` in at least single precision; zero wherever padding takes part
+    rows:   ``[..., length, length]`` in at least single precision; zero in rows and columns of padding
     real:   ``[..., length]``, True for real tokens, broadcastable to the rows; None means all
     tokens: ``[...]``, real tokens per map, broadcastable to the maps
     """
@@ -26,7 +26,7 @@ class Maps(NamedTuple):
 
 
 def unchecked_maps(attention: Tensor, padding_mask: Tensor | None = None) -> Maps:
-    """Maps from attention that is stochastic by construction: no look at the values, so no device sync."""
+    """Maps from attention that is stochastic by construction: values are not checked, so no device sync."""
     rows = attention.to(torch.promote_types(attention.dtype, torch.float32))
     if padding_mask is None:
         return Maps(rows, None, torch.tensor(float(rows.shape[-1]), dtype=rows.dtype, device=rows.device))
@@ -37,7 +37,7 @@ def unchecked_maps(attention: Tensor, padding_mask: Tensor | None = None) -> Map
 
 
 def checked_maps(attention: Tensor, padding_mask: Tensor | None = None) -> Maps:
-    """Maps from any tensor, after saying clearly what is wrong with it.
+    """Maps from any tensor. Raises if it is not a stochastic map.
 
     attention ``[..., length, length]``; padding_mask ``[batch, length]`` (``[length]`` for a single map),
     True for real tokens, where batch is the first dimension.

@@ -16,7 +16,7 @@ def rollout(layers: Sequence[Tensor], *, residual: float = 0.5, padding_mask: Te
 
     layers are maps ``[batch, heads, length, length]`` from first to last. Each is averaged over heads and
     mixed with the identity (``residual``, the share of the skip connection), then all are multiplied.
-    GTD differs in that it leaves single steps and skips out, looks at one head, and gives one number.
+    GTD in contrast leaves out single steps and skips, is of one head, and is one number.
     Padding tokens have zero rows and columns.
     """
     if not layers:

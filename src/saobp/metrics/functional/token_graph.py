@@ -119,7 +119,7 @@ def token_graphs(maps: Maps, tau: float, nodes: int, seed: int) -> tuple[Tensor,
 
 
 def _sampled_tokens(maps: Maps, batch: int, nodes: int, seed: int) -> Tensor:
-    """Places of the drawn tokens in ascending order, ``[batch, nodes]``; -1 fills up short texts."""
+    """Positions of the drawn tokens in ascending order, ``[batch, nodes]``; padded with -1."""
     length = maps.rows.shape[-1]
     if maps.real is None:
         return _draw(torch.arange(length), nodes, seed).expand(batch, -1)

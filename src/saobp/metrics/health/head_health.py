@@ -1,4 +1,4 @@
-"""Running statistics of every head of a model: sums on the device, numbers when asked for."""
+"""Running statistics of every head of a model: sums on the device, read on request."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RunningSums:
 
 
 class Health:
-    """What a probe has gathered so far; filled as the model runs, and readable at any time."""
+    """Statistics a probe has gathered so far; updated as the model runs, readable at any time."""
 
     def __init__(self, statistics: tuple[str, ...]) -> None:
         self.statistics = statistics
@@ -93,8 +93,8 @@ class Health:
     def reduced(self) -> Health:
         """The sum over the processes of a distributed run, by one packed all-reduce; all must take part.
 
-        All of them must have measured the same layers, be it in another order, as where layers are dropped
-        at random. Without a process group it is this very object.
+        All must have measured the same layers, in any order (layers may be dropped at random). Returns itself
+        without a process group.
         """
         distributed = torch.distributed
         if not distributed.is_available() or not distributed.is_initialized() or not self.layers:
@@ -108,7 +108,7 @@ class Health:
         return total
 
     def heads(self) -> list[HeadHealth]:
-        """Every head measured, first layer first; none of a layer that has met nothing but padding."""
+        """Every head measured, first layer first; none of a layer that has seen only padding."""
         found = []
         for layer, (name, totals) in enumerate(self.layers.items()):
             texts, entropies, *_ = totals.context.tolist()
@@ -142,7 +142,7 @@ class Health:
         }
 
     def cross_layer_gtd(self) -> dict[str, float]:
-        """GTD along the depth by layer name, from the second layer on; empty unless it was asked for."""
+        """GTD along the depth by layer name, from the second layer on; empty unless requested."""
         contexts = {name: totals.context.tolist() for name, totals in self.layers.items()}
         return {name: across / texts for name, (_, _, across, texts) in contexts.items() if texts}
 

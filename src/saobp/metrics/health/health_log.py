@@ -92,7 +92,7 @@ class HealthLog:
 
 
 def _is_judged(head: HeadHealth) -> bool:
-    """Whether its verdict says something: without GTD, only that a number is not finite."""
+    """Whether its verdict is meaningful: without GTD only ``not finite`` is."""
     return "gtd" in head.values or not all(map(math.isfinite, head.values.values()))
 
 

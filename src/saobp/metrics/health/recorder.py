@@ -24,7 +24,7 @@ from saobp.transformers.apply import attention_modules
 from saobp.transformers.capture import AttentionCall, watch
 
 EXACT_UP_TO = 1024
-"""Texts up to this many tokens are measured exact_estimate by method ``auto``."""
+"""Texts up to this many tokens are measured exactly by method ``auto``."""
 
 
 @contextmanager
@@ -107,7 +107,7 @@ class Recorder:
                 self.health.skipped.add(call.name)
                 return
             heads = heads.without_empty_texts()
-            if not len(heads.query):  # known to the layer all the same, so that processes reduce alike
+            if not len(heads.query):  # still adds the layer: all processes must reduce alike
                 nothing = exact_estimate(heads.query.new_zeros(heads.query.shape[:2], dtype=torch.float32))
                 found = dict.fromkeys(self.statistics, nothing)
                 self.health.add(self._layer(call.name), found, _largest_entropies(heads))
@@ -124,20 +124,20 @@ class Recorder:
             self.health.add(self._layer(call.name), found, _largest_entropies(heads), across)
 
     def _sampling(self) -> Sampling:
-        """Other draws in every forward, so that errors average out."""
+        """New random draws in every forward, so that errors average out."""
         drawn = self.sampling
         return Sampling(drawn.probes, drawn.rows, drawn.seed + self.health.forwards - 1)
 
     def _layer(self, name: str) -> str:
-        """A module that serves several layers, as in ALBERT, counts as several."""
+        """Name of the layer; a module shared by several layers, as in ALBERT, counts as several."""
         calls = self._calls[name] = self._calls.get(name, 0) + 1
         name = re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
         return name if calls == 1 else f"{name} ({calls})"
 
     def _across(self, name: str, heads: AttentionInputs) -> Tensor | None:
-        """Cross-layer GTD of each text for the layer at hand, from head averages of the layers below.
+        """Cross-layer GTD of each text for the current layer, from head averages of the layers below.
 
-        A decoder does not stand on its encoder, nor a text model on that for images: their tokens differ.
+        Separate for encoder and decoder, and for text and image models: their tokens differ.
         """
         stack = re.split(r"\.\d+(?:\.|$)", name)[0]
         if stack != self._stack:
@@ -164,7 +164,7 @@ class Recorder:
 
 
 def _largest_entropies(heads: AttentionInputs) -> Tensor:
-    """The entropy of uniform rows for each text, ``[texts]``, without waiting for the device."""
+    """The entropy of uniform rows for each text, ``[texts]``, without a device sync."""
     batch, _, length, _ = heads.query.shape
     if heads.padding_mask is None:
         tokens = torch.full((batch,), float(length), device=heads.query.device)
@@ -184,7 +184,7 @@ class ForwardHooks:
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """A model compiled in place is wrapped outside its compiled call, for hooks would run inside."""
+        """Hooks a model; one compiled in place is wrapped, since hooks would run inside its compiled call."""
         compiled = model.__dict__.get("_compiled_call_impl")
         if compiled is not None:
             model.__dict__["_compiled_call_impl"] = self._around(compiled)

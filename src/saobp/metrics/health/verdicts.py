@@ -1,4 +1,4 @@
-"""What the statistics of a head say about it, in one word."""
+"""Verdict on a head from its statistics, in one word."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ LOCALISED_BELOW, HEALTHY_FROM, HEALTHY_TO, DIFFUSE_ABOVE = 0.5, 0.6, 0.8, 0.85
 SINK_FROM = 0.5
 """From this share of all attention on one token a head is a sink."""
 COLLAPSED_BELOW = 0.1
-"""Below this share of the largest possible entropy every row has settled on single tokens."""
+"""Below this share of the largest possible entropy rows attend to single tokens."""
 
 ALARMING: frozenset[Verdict] = frozenset({"localised", "sink", "diffuse", "undefined"})
 
 
 def verdict(gtd: float, *, entropy_share: float | None = None, sink_mass: float | None = None) -> Verdict:
-    """Judge a head by its GTD, and by what GTD cannot see.
+    """Judge a head by its GTD, entropy and sink mass.
 
     Attention that repeats itself (A A = A) has the same high GTD whether it is uniform, a single sink or the
     diagonal. So a head most of whose attention lands on one token is a ``sink``, and one whose rows have
-    hardly any entropy (``entropy_share`` of the largest possible) is ``localised``; the rest goes by the
+    hardly any entropy (``entropy_share`` of the largest possible) is ``localised``; the rest follows the
     paper's ranges.
     """
     if not all(math.isfinite(value) for value in (gtd, entropy_share or 0.0, sink_mass or 0.0)):

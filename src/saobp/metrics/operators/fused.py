@@ -1,4 +1,4 @@
-"""Refined attention as an operator, by the fused kernels: A^T X is the gradient that their values receive."""
+"""Refined attention as an operator, by the fused kernels: A^T X is the gradient of the values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from saobp.metrics.operators.tiled import Mask, TiledOperator
 from saobp.refinement import Refinement
 
 ROWS_AT_ONCE = 16
-"""Single rows that are refined together; each takes several times its size on the way."""
+"""Single rows refined at a time; each needs several times its size in temporaries."""
 
 
 class FusedOperator:
     """Products with refined maps where the kernels support them.
 
-    What the kernels sum up beforehand, the rows' normalisers and what keys hear, does not depend on the
-    values: it is kept, and each product is a single sweep. Single rows follow from the same sums.
+    The rows' normalisers and the keys' sums of messages do not depend on the values: they are cached, and
+    each product is a single sweep. Single rows are computed from the same sums.
     """
 
     causal = False
@@ -44,7 +44,7 @@ class FusedOperator:
         self.saved = run_sums(self.spec, query, key, strength)
         self.rows_known = False
         heard = None
-        if hears:  # kernels count in powers of two
+        if hears:  # kernels use base-2 logarithms
             heard = saved_slices(self.spec)[0]["heard"].view(self.saved) * math.log(2)
         self.single_rows = TiledOperator(
             query[0], key[0], refinement, strength, Mask(), scale=scale, heard=heard
@@ -58,7 +58,7 @@ class FusedOperator:
         return output, None if backward is None else self._by_width(backward, self._transposed_product)
 
     def _by_width(self, states: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """The kernels take values as wide as keys: pad, and go in pieces."""
+        """The kernels take values as wide as keys: pads, and splits into chunks of that width."""
         parts = []
         width = self.spec.dim
         for part in states.split(width, -1):

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 
 TILE_BYTES = 32 * 2**20
-"""Size of the largest tile of a map that is in memory at a time."""
+"""Maximum bytes of a tile of a map."""
 EARLY = 64
 """Rows at the start of a causal map that are computed directly."""
 ROW_STEPS = {"cuda": 128}
-"""Sequence lengths are padded to a multiple of this where kernels are faster then, by type of device."""
+"""By device type: lengths are padded to a multiple of this, where kernels are faster."""
 
 
 class AttentionOperator(Protocol):
-    """A linear operator: maps ``[heads, tokens, tokens]`` through their products alone."""
+    """A linear operator: maps ``[heads, tokens, tokens]`` accessed by their products only."""
 
     causal: bool
 
@@ -30,7 +30,7 @@ class AttentionOperator(Protocol):
         """Exact rows at ``positions [rows]``: ``[heads, rows, tokens]`` in at least single precision."""
 
     def sweep(self, forward: Tensor | None, backward: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """``A @ forward`` and ``A^T @ backward``, both ``[heads, tokens, channels]``; None is left out."""
+        """``A @ forward`` and ``A^T @ backward``, both ``[heads, tokens, channels]``; None is skipped."""
 
 
 class PlainOperator:
@@ -38,13 +38,13 @@ class PlainOperator:
 
     A^T X is attention with queries and keys exchanged and each row of X divided by its own normaliser. The
     kernel's normalisation is undone by an anchor: one more key whose score is known, with a value channel of
-    its own, so that every row reports the anchor's share. The rows' normalisers, as log-sum-exp, come from an
+    its own, so that every row returns the anchor's share. The rows' normalisers, as log-sum-exp, come from an
     anchor in the first forward product. Heads whose scores are too far apart for that carry the anchor's
     score or the normaliser as one more dimension of queries and keys.
 
     Tokens and anchor together are padded to a length that suits the kernels: under a causal mask by rows at
-    the end, which nothing attends to, otherwise by more anchors. The first rows of a causal map, of which an
-    anchor would take nearly all, are computed directly.
+    the end, which nothing attends to, otherwise by more anchors. The first rows of a causal map, where an
+    anchor would get nearly all weight, are computed directly.
     """
 
     def __init__(self, query: Tensor, key: Tensor, *, causal: bool, scale: float) -> None:
@@ -72,7 +72,7 @@ class PlainOperator:
         return output, None if backward is None else self._backward(backward)
 
     def _first_forward(self, values: Tensor | None) -> Tensor | None:
-        """``A @ values``, and each row's log-sum-exp ``[heads, tokens]`` on the way."""
+        """``A @ values``, which also computes each row's log-sum-exp ``[heads, tokens]``."""
         if values is None:
             values = self.query.new_zeros(*self.query.shape[:2], 0)
         early = self._early_scores()
@@ -114,7 +114,7 @@ class PlainOperator:
         output = self._real_rows(_fused(queries, keys_and_anchors, values_and_share, self.causal, self.scale))
         share = output[..., channels].to(self.precision, copy=True)
         if self.causal:
-            share[:, :EARLY] = 0.5  # computed directly, so they must not decide about the others
+            share[:, :EARLY] = 0.5  # computed directly, so their share is ignored below
         return output[..., :channels], share
 
     def _query_rows(self, states: Tensor, width: int) -> Tensor:
@@ -122,7 +122,7 @@ class PlainOperator:
         return self._key_rows(states, width) if self.causal else _widened(states, width)
 
     def _key_rows(self, states: Tensor, width: int) -> Tensor:
-        """States behind the anchors' rows, in zeros ``[heads, length, width]``."""
+        """States after the anchors' rows, zero-padded to ``[heads, length, width]``."""
         padded = states.new_zeros(len(states), self._length, width)
         self._after_anchors(padded)[..., : states.shape[-1]] = states
         return padded
@@ -162,7 +162,7 @@ class PlainOperator:
         return (self.query * keys.mean(1, keepdim=True)).sum(-1) + crowd / self.scale
 
     def _recompute_underflown(self, partition: Tensor, share: Tensor) -> None:
-        """Compute rows directly where the anchors' share has underflown."""
+        """Compute rows directly where the anchors' share underflowed."""
         lost = (share <= torch.finfo(self.query.dtype).tiny * 16).any(0).nonzero()[:, 0]
         step = max(1, TILE_BYTES // (4 * self.key.shape[0] * self.key.shape[1]))
         for positions in lost.split(step):
@@ -246,7 +246,7 @@ def score_rows(query: Tensor, key: Tensor, positions: Tensor, causal: bool, scal
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
-    """Torch's own attention on ``[heads, tokens, dim]``; states and values get one width for fast kernels."""
+    """Torch's own attention on ``[heads, tokens, dim]``; padded to one width, for fast kernels."""
     channels = value.shape[-1]
     width = _full_width(query.shape[-1], channels)
     query, key, value = (_widened(part, width)[None] for part in (query, key, value))
@@ -255,12 +255,12 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 
 
 def _full_width(*channels: int) -> int:
-    """The width that holds so many channels, as fast kernels want it."""
+    """The smallest width of fast kernels that holds the channels."""
     return -(-max(channels) // 8) * 8
 
 
 def _widened(states: Tensor, width: int) -> Tensor:
-    """States with zeros up to ``width`` channels; the same where nothing is missing."""
+    """States zero-padded to ``width`` channels."""
     missing = width - states.shape[-1]
     return functional.pad(states, (0, missing)) if missing else states
 

@@ -16,7 +16,7 @@ from saobp.propagation.reference import head_strength
 from saobp.refinement import Refinement
 
 TEMPORARIES = 6
-"""Tensors of the size of a tile that propagation holds at once."""
+"""Tile-sized tensors that propagation holds at once."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RowBlockGraph(FactorGraph):
 class Mask:
     """The mask of one text, and whether its rows receive messages of earlier rows alone.
 
-    visible and bias are ``[heads or 1, tokens, tokens]``; None says nothing.
+    visible and bias are ``[heads or 1, tokens, tokens]``; None means no restriction.
     """
 
     causal: bool = False
@@ -43,7 +43,7 @@ class Mask:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused kernels know this mask."""
+        """Whether fused kernels support this mask."""
         return self.window is None and self.visible is None and self.bias is None
 
     def rows(self, positions: Tensor, tokens: int) -> Tensor | None:
@@ -78,7 +78,7 @@ class TiledOperator:
     ) -> None:
         """query and key ``[heads, tokens, dim]``; strength ``[heads]``.
 
-        ``heard [steps, heads, tokens]`` is the sum of all rows' messages, where it is already known.
+        ``heard [steps, heads, tokens]`` is the sum of all rows' messages, if already known.
         """
         factor = get_factor(refinement.factor)
         self.precision = torch.promote_types(query.dtype, torch.float32)

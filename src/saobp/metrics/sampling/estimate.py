@@ -42,7 +42,7 @@ def exact_estimate(value: Tensor) -> Estimate:
 def ratio_estimate(indirect: Tensor, direct: Tensor) -> Estimate:
     """``indirect / (direct + indirect)`` from independent unbiased pairs along the last dimension.
 
-    The error follows from the linearised ratio, so what both norms have in common does not count.
+    The error is that of the linearised ratio, so fluctuations common to both norms cancel.
     """
     probes = indirect.shape[-1]
     total = (indirect + direct).mean(-1)
@@ -75,7 +75,7 @@ class Strata(NamedTuple):
 def _degrees_of_freedom(variances: Tensor) -> Tensor:
     """Degrees of freedom of a sum of variances along the last dimension, each from one pair.
 
-    Satterthwaite's rule, freed of the bias that comes from squaring estimates of one degree of freedom each.
+    Satterthwaite's rule, corrected for the bias of squared estimates with one degree of freedom each.
     """
     squares = variances.square().sum(-1)
     degrees = 3 * variances.sum(-1).square() / squares - 2
@@ -86,7 +86,7 @@ def draw_rows(tokens: int, rows: int, generator: torch.Generator, *, causal: boo
     """Draw ``rows`` of a text's rows by strata: neighbours resemble each other.
 
     In a causal map the first rows, which see little, change fastest; there the stretches grow linearly, which
-    is the best allocation for a value that follows the logarithm of the place.
+    is the best allocation for a value that follows the logarithm of the position.
     """
     device = generator.device
     if tokens <= rows:
@@ -108,7 +108,7 @@ def balanced_signs(tokens: int, probes: int, generator: torch.Generator) -> tupl
     """Random columns of +1 and -1 that sum to zero, ``[tokens, probes]``, and the scale of their squares.
 
     Attention maps the constant vector to itself, so that part of a norm is known without sampling; balanced
-    signs have no share in it: E[z z^T] * scale is the projection onto the rest. An odd text leaves one zero.
+    signs are orthogonal to it: E[z z^T] * scale is the projection onto the rest. Odd lengths have one zero.
     """
     pattern = torch.zeros(tokens, 1, device=generator.device)
     pattern[: tokens // 2] = 1

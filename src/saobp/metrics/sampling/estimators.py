@@ -31,7 +31,7 @@ SAMPLED = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
 class Sampling:
     """How much is drawn: random signs for the norms, queries for the entropies, and the seed of both.
 
-    With two more channels, for anchor and column sums, 62 fill the width of a usual head.
+    With two more channels, for anchor and column sums, 62 fill a head size of 64.
     """
 
     probes: int = 62
@@ -66,10 +66,10 @@ def observe(
     hops: int,
     draws: Draws,
 ) -> dict[str, Tensor]:
-    """What the draws show of the maps that ``operator`` stands for; states ``[heads, tokens, dim]``.
+    """Raw observations of the operator's maps with these draws; states ``[heads, tokens, dim]``.
 
     Entropies of the drawn rows ``[heads, rows]``, squared norms of G z and A z ``[heads, 2, probes]``, sink
-    mass ``[heads]``. ``estimate`` makes statistics of them, for all heads of a text at once.
+    mass ``[heads]``. ``estimate`` turns them into statistics, for all heads of a text at once.
     """
     heads, tokens, _ = states.shape
     precision = torch.promote_types(states.dtype, torch.float32)
@@ -114,7 +114,7 @@ def observe(
 
 
 def estimate(name: str, seen: Tensor, draws: Draws, dtype: torch.dtype) -> Estimate:
-    """The statistic ``[heads]`` from what was seen of it with states of the given type.
+    """The statistic ``[heads]`` from its observations with states of the given type.
 
     Its error is no smaller than what that type and long sums can resolve.
     """
@@ -149,7 +149,7 @@ class RunningNorms:
             self.paths.add_(states, alpha=self.beta ** (hop - 2))
 
     def found(self) -> Tensor:
-        """Squared norms of G z and A z, ``[heads, 2, probes]``; the paths are used up.
+        """Squared norms of G z and A z, ``[heads, 2, probes]``; overwrites the paths.
 
         The constant vector's part, a power sum for G and 1 for A, is exact.
         """
