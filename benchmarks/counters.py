@@ -46,7 +46,7 @@ COUNTERS = {
     "level 1 cache": "l1tex__throughput.avg.pct_of_peak_sustained_active",
     "warps": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
-"""What is read, in per cent of the hardware's peak."""
+"""Counters, in per cent of the hardware's peak."""
 TIME, REGISTERS = "gpu__time_duration.sum", "launch__registers_per_thread"
 LEAST_SHARE = 0.02
 """Kernels with a smaller share of their call's time are left out."""
@@ -91,13 +91,13 @@ def attention_counters(lengths: tuple[int, ...] = LENGTHS) -> BenchmarkTable:
 
 
 def launches(printed: str) -> list[Reading]:
-    """Readings of all launches; lines that are no table, and the one of units, are passed over."""
+    """Parse the readings of all launches; skips lines outside the table and the units."""
     lines = [line for line in printed.splitlines() if line.startswith('"')]
     return list(csv.DictReader(io.StringIO("\n".join(lines))))[1:]
 
 
 def kernel_rows(found: list[Reading], lengths: tuple[int, ...]) -> Iterator[dict[str, Cell]]:
-    """One row for each kernel of each call. Refined and plain calls take turns: names tell where one ends."""
+    """One row for each kernel of each call. Refined and plain calls alternate, told apart by kernel names."""
     calls = [
         (length, causal, plain) for length in lengths for causal in (False, True) for plain in (False, True)
     ]
@@ -126,7 +126,7 @@ def kernel_rows(found: list[Reading], lengths: tuple[int, ...]) -> Iterator[dict
 
 
 def short_name(kernel: str) -> str:
-    """A kernel's name without its types; of cuDNN's generated ones what they are for."""
+    """A kernel's name without its types; cuDNN's generated names by their purpose."""
     generated = re.search(r"cudnn_generated.*flash_(fprop|bprop)", kernel)
     return f"flash_{generated[1]}" if generated else re.split(r"[<(]", kernel.removeprefix("void "))[0]
 

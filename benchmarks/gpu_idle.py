@@ -1,4 +1,4 @@
-"""How busy a GPU is: from a trace of its kernels, and from what the driver says without one."""
+"""GPU utilisation: from a trace of its kernels, and from ``nvidia-smi``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from itertools import pairwise
 from types import TracebackType
 
 LONG = 5.0
-"""Microseconds; neighbouring kernels follow each other sooner, so in a longer gap the GPU waits."""
+"""Microseconds; in a longer gap between kernels the GPU is idle."""
 SETTLING = timedelta(seconds=0.5)
-"""What the driver says is of the time just before, so the beginning of an interval is left out."""
+"""Lag of the driver's readings: the start of an interval is dropped."""
 EVERY = 100
 """Milliseconds between two readings of the driver."""
 
@@ -32,7 +32,7 @@ class Trace:
 
     @classmethod
     def of(cls, spans: Sequence[Span], steps: int) -> Trace:
-        """Spans are in microseconds."""
+        """From spans in microseconds."""
         merged = union(spans)
         busy = sum(end - start for start, end in merged)
         gaps = [later[0] - earlier[1] for earlier, later in pairwise(merged)]
@@ -46,7 +46,7 @@ class Trace:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The spans in order, those that touch or overlap as one."""
+    """Sorted spans, overlapping or adjacent ones merged."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -57,9 +57,9 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 class Utilisation:
-    """Meanwhile ``nvidia-smi`` says ten times a second for how long kernels ran; nothing where it is missing.
+    """Context that reads utilisation from ``nvidia-smi`` ten times a second; empty if it is missing.
 
-    It runs in a process of its own and needs no trace, so it disturbs no measurement.
+    It runs in a subprocess and needs no trace, so it disturbs no measurement.
     """
 
     def __init__(self, gpu: str) -> None:
@@ -95,7 +95,7 @@ class Utilisation:
             self._reader.join()
 
     def share(self, intervals: Sequence[Interval]) -> float | None:
-        """Mean share of time in which some kernel ran in intervals; None where nothing was read in them."""
+        """Mean utilisation in intervals; None without readings."""
         found = [
             percent
             for moment, percent in map(reading, tuple(self.lines))
@@ -105,7 +105,7 @@ class Utilisation:
 
 
 def reading(line: str) -> tuple[datetime, float]:
-    """A line of ``nvidia-smi``: moment and percent; one that says something else is of no moment."""
+    """Parse a line of ``nvidia-smi``: time and percent; ``datetime.min`` for other lines."""
     moment, _, percent = line.partition(",")
     try:
         return datetime.strptime(moment.strip(), "%Y/%m/%d %H:%M:%S.%f"), float(percent)

@@ -1,4 +1,4 @@
-"""What the probe costs in a training run: seconds per step with and without it.
+"""Cost of the probe in a training run: seconds per step with and without it.
 
     python benchmarks/metrics_probe.py --steps 60                         BERT-mini on a CPU, a minute or two
     python benchmarks/metrics_probe.py --device cuda --steps 400 --batch 256

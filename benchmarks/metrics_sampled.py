@@ -35,7 +35,7 @@ WAYS = ("attention", "sampled", "exact")
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: states of one shape, causal or not, refined or not."""
+    """A benchmark case: states of one shape, causal or not, refined or not."""
 
     name: str
     length: int
@@ -78,7 +78,7 @@ class Measured:
 
 
 def on_gpu(case: Case, ways: list[str]) -> dict[str, Measured]:
-    """All ways in one process; the allocator's peak belongs to each alone."""
+    """All methods in one process; the allocator's peak is reset for each."""
     calls, found = case.calls(), {}
     for way in ways:
         calls[way]()
@@ -94,7 +94,7 @@ def on_gpu(case: Case, ways: list[str]) -> dict[str, Measured]:
 
 
 def on_cpu(case: Case, ways: list[str]) -> dict[str, Measured]:
-    """Each way in a process of its own, so that the process's peak memory belongs to it."""
+    """Each method in a subprocess, to measure its peak memory."""
     context = get_context("spawn")
     found = {}
     for way in ways:

@@ -1,4 +1,4 @@
-"""Do the kernels learn what the specification learns? The same training by both, loss by loss.
+"""Loss curves of the same training with kernels and with the reference.
 
 python benchmarks/overlay.py                       on a GPU: 300 steps of BERT-mini, in bfloat16
 TRITON_INTERPRET=1 python benchmarks/overlay.py --size tiny --steps 3 --batch 2        in Triton's interpreter
@@ -29,12 +29,12 @@ from saobp.training.pretrain import new_model
 from saobp.training.recipes import PretrainRecipe, fast, tiny, with_steps
 
 RATE = 5e-4
-"""Below that of the recipes: near the edge of stability a last bit decides when a loss falls."""
+"""Below that of the recipes: near the edge of stability, losses depend on rounding."""
 
 
 @contextmanager
 def kernels(used: bool) -> Iterator[None]:
-    """All refined attention by the kernels, or none of it."""
+    """Force all refined attention to the kernels, or to the reference."""
     backend: Backend = "fused" if used else "reference"
     with mock.patch("saobp.functional.select", lambda call: select(call._replace(backend=backend))):
         yield

@@ -1,4 +1,4 @@
-"""Tokens per second of pretraining against Transformers' own way.
+"""Tokens per second of pretraining against plain Transformers.
 
 python benchmarks/pretraining.py                                          on a GPU: BERT and GPT-2 mini, ...
 python benchmarks/pretraining.py --sizes tiny --device cpu --seconds 0.2  on a CPU, in half a minute

@@ -1,4 +1,4 @@
-"""Tokens per second of pretraining, against Transformers' own way, in turn in one run."""
+"""Tokens per second of pretraining against plain Transformers, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>")
 
 
 class RandomBlocks(Dataset):
-    """Random tokens ``[rows, length]``, row by row as lists, which Transformers' collator likes."""
+    """Random tokens ``[rows, length]``, row by row as lists, as Transformers' collator expects."""
 
     def __init__(self, rows: int, length: int, vocabulary: int) -> None:
         drawn = np.random.default_rng(0).integers(len(SPECIAL), vocabulary, (rows, length), dtype=np.uint16)
@@ -101,7 +101,7 @@ def made_up_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 class Stopwatch(TrainerCallback):
-    """Time from the end of the warm-up to the end of training; optionally with the GPU's kernels traced."""
+    """Time from the end of the warm-up to the end of training; optionally traces GPU kernels."""
 
     def __init__(self) -> None:
         self.steps, self.seconds, self.start = 0, 0.0, 0.0
@@ -130,7 +130,7 @@ class Stopwatch(TrainerCallback):
 
 @dataclass
 class Contestant:
-    """A trainer that can be run again and again for some steps."""
+    """A trainer that can be run repeatedly for some steps."""
 
     trainer: Trainer
     watch: Stopwatch
@@ -142,7 +142,7 @@ class Contestant:
         return self.watch.seconds * 1000 / self.watch.steps
 
     def trace(self, steps: int = PROFILED) -> Trace:
-        """The GPU's kernels in steps of their own: tracing slows launches down and makes the GPU wait."""
+        """Trace GPU kernels in separate steps: tracing slows launches down."""
         self.watch.trace = True
         try:
             self.milliseconds(steps)
@@ -159,7 +159,7 @@ class Contestant:
 
 @contextmanager
 def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: bool) -> Iterator[Contestant]:
-    """A trainer of a version, ready to run; ours has a run folder that does not stay."""
+    """A trainer of a version, ready to run; ours has a temporary run folder."""
     tokenizer = made_up_tokenizer(vocabulary)
     watch = Stopwatch()
     name, _, dropout = version.partition("-")

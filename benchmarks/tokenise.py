@@ -40,7 +40,7 @@ def tokenise_speed(
     turns: int = 3,
     say: Callable[[str], object] = print,
 ) -> BenchmarkTable:
-    """Processor seconds of every way on the first ``megabytes`` of each corpus, in turn, in one run."""
+    """CPU seconds of every method on the first ``megabytes`` of each corpus, interleaved."""
     facts = machine("cpu") | {name: version(name) for name in ("tokenizers", "datasets", "pyarrow")}
     title = f"Raw text to packed blocks of {LENGTH} tokens, one core"
     table = BenchmarkTable("tokenise", title, facts)
@@ -88,7 +88,7 @@ def tokenise_speed(
 
 
 def by_store(text: Path, tokenizer: PreTrainedTokenizerFast, folder: Path) -> int:
-    """Our way; returns the tokens packed."""
+    """With the word cache; returns the number of packed tokens."""
     store = prepare_tokens(open_corpus(text), tokenizer, folder, processes=1)
     blocks = Blocks({"text": store}, length=LENGTH, prefix=prefix_of(tokenizer), held_out=0.0)
     assert blocks[0]["input_ids"].shape == (LENGTH,)
@@ -96,13 +96,13 @@ def by_store(text: Path, tokenizer: PreTrainedTokenizerFast, folder: Path) -> in
 
 
 def by_batches(text: Path, tokenizer: PreTrainedTokenizerFast, folder: Path) -> int:
-    """Our way with ``encode_batch_fast`` of whole texts instead of the cache of words."""
+    """The same with ``encode_batch_fast`` of whole texts instead of the word cache."""
     with patch.object(word_encoder, "kind_of", lambda _: "whole"):
         return by_store(text, tokenizer, folder)
 
 
 def by_map(text: Path, tokenizer: PreTrainedTokenizerFast, folder: Path) -> int:
-    """The way of the masked-LM example scripts; returns the tokens packed."""
+    """As in Transformers' masked-LM example scripts; returns the number of packed tokens."""
     import datasets
 
     datasets.disable_progress_bars()

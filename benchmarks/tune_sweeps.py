@@ -35,7 +35,7 @@ def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
 
 
 def once(arguments: tuple) -> str | None:
-    """Compile one candidate by running it once; returns what went wrong."""
+    """Compile one candidate by running it once; returns the error."""
     sweep, block, shape = arguments
     plain = launch.sweep_block
     launch.sweep_block = lambda spec, name: block if name == sweep else plain(spec, name)

@@ -28,9 +28,9 @@ SDPA = {
 HEADS, DIM, ROWS = 16, 64, 1 << 18
 """Heads, head size, and about how many rows (batch x heads x length) each measurement has."""
 REPLAYED = 256
-"""Up to this length calls are replayed as a CUDA graph, because launches would hide the kernels."""
+"""Up to this length calls are replayed as a CUDA graph, because launch overhead would dominate."""
 _MAPS = {"forward": 6, "forward + backward": 11}
-"""Maps in single precision that the eager reference holds at once."""
+"""Float32 maps that the eager reference holds at once."""
 STRENGTH = 0.2
 REFINEMENT = Refinement("high", STRENGTH)
 
@@ -133,7 +133,7 @@ def _row(shape: tuple[int, ...], causal: bool, direction: str, found: dict[str, 
 
 
 def fastest(results: dict[str, Result]) -> tuple[str, Result]:
-    """Name and result of the fastest that could be timed; the first failure where none could."""
+    """Name and result of the fastest version; the first failure if all failed."""
     timed = {name: result for name, result in results.items() if isinstance(result, Timing)}
     if timed:
         best = min(timed, key=lambda name: timed[name].median)
@@ -181,7 +181,7 @@ def training_memory(lengths: Sequence[int]) -> BenchmarkTable:
 
 
 def growth(sizes: dict[int, float]) -> float | None:
-    """Exponent of a power law through positive sizes, by least squares in logarithms."""
+    """Exponent of a power law fitted to positive sizes by least squares in logarithms."""
     points = [(math.log(n), math.log(size)) for n, size in sizes.items() if size > 0]
     if len(points) < 2:
         return None
@@ -190,7 +190,7 @@ def growth(sizes: dict[int, float]) -> float | None:
 
 
 def _peak(call: Call) -> float:
-    """MiB allocated at most during a call, beyond what was there before; the second call is measured."""
+    """Peak MiB allocated by a call beyond the baseline; the second call is measured."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -215,7 +215,7 @@ def attend_plain(backend: SDPBackend | None, causal: bool, q: Tensor, k: Tensor,
 
 
 def states_and_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Query, key, value and the output's gradient, strided as models pass them."""
+    """Query, key, value and the output's gradient, with the strides that models use."""
     batch, heads, length, dim = shape
     random = torch.Generator(device).manual_seed(0)
     make = partial(torch.randn, batch, length, heads, dim, generator=random, device=device, dtype=dtype)

@@ -76,7 +76,7 @@ def _calls(
     compiled: bool,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Call], dict[str, Result]]:
-    """What to time, warmed up (and so compiled), and what failed on the way."""
+    """Callables to time, warmed up and compiled, and failures."""
     ids, labels = masked_batch(shape, vocabulary, device)
     calls: dict[str, Call] = {}
     failed: dict[str, Result] = {}
@@ -120,7 +120,7 @@ def _row(
 
 
 def masked_batch(shape: tuple[int, int], vocabulary: int, device: str) -> tuple[Tensor, Tensor]:
-    """Random tokens ``[batch, length]`` with 15 % masked, and labels that count at these places alone."""
+    """Random tokens ``[batch, length]`` with 15 % masked, and labels at these positions only."""
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, shape, generator=random)
     chosen = torch.rand(shape, generator=random) < 0.15

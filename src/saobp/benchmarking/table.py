@@ -23,7 +23,7 @@ Cell = str | int | float | None
 
 @dataclass
 class BenchmarkTable:
-    """Rows with the same columns, and the facts that belong above them."""
+    """Rows of measurements, with a header of facts."""
 
     name: str
     title: str
@@ -114,12 +114,12 @@ class BenchmarkTable:
 
 
 def _spoken(column: str, value: str) -> str:
-    """A panel's value in words: a yes or no says what of."""
+    """A panel's value in words; a boolean with its column name."""
     return {"yes": f"with {column}", "no": f"without {column}"}.get(value, value)
 
 
 def _scale(axis: Axes, values: Sequence[float]) -> None:
-    """From 0 if all values are of one size; else logarithmic, with plain numbers at the ticks."""
+    """From 0 for values of similar magnitude; else logarithmic, with plain tick labels."""
     from matplotlib.ticker import NullLocator
 
     if not values or min(values) <= 0 or max(values) / min(values) < 4:
@@ -143,7 +143,7 @@ def _plain(cell: str | int | float) -> str:
 
 
 def milliseconds(result: Result | None) -> Cell:
-    """Median of a timing, the reason of a failure, nothing for what was not tried."""
+    """Median of a timing, the reason of a failure, None if not run."""
     if result is None:
         return None
     return result.median if isinstance(result, Timing) else result.reason

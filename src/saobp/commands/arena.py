@@ -1,4 +1,4 @@
-"""``saobp arena``: methods against each other, from runs that are there."""
+"""``saobp arena``: compare methods on existing runs."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def cpu(
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Lengths that the user lists, none if nothing is listed."""
+    """Parse a comma-separated list of lengths; empty for an empty text."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     for part in parts:
         if not part.isdecimal() or int(part) == 0:
@@ -127,7 +127,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _chosen(name: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Entries of a list that the user may have shortened."""
+    """Parse a comma-separated selection of ``known``; all for an empty text."""
     chosen = tuple(part.strip() for part in text.split(",")) if text else known
     for entry in chosen:
         if entry not in known:

@@ -99,7 +99,7 @@ def _subjects(model: str, compare: str | None) -> list[tuple[str, str | None]]:
         return [(model, None)]
     if not is_refinement(compare):
         return [(model, None), (compare, None)]
-    Refinement.parse(compare)  # a wrong one is refused before anything is measured
+    Refinement.parse(compare)  # raises before anything is measured
     return [(model, None), (model, compare)]
 
 
@@ -112,7 +112,7 @@ def _diagnoses(
     method: str,
     full: bool,
 ) -> tuple[list[Diagnosis], dict[str, Any] | None]:
-    """The subjects measured, and what the page's explorer needs of the first of them."""
+    """Diagnoses of the subjects, and the explorer data of the first."""
     from saobp.metrics.diagnosis.diagnose import diagnose as measured
     from saobp.metrics.diagnosis.loading import load_model
     from saobp.metrics.health.head_health import CROSS_LAYER
@@ -147,7 +147,7 @@ def _diagnoses(
 
 
 def _adding_up(bar: ProgressBar, total: int) -> Callable[[int], None]:
-    """Takes how many more texts are done."""
+    """Callback with the number of further texts done."""
     done = 0
 
     def advance(more: int) -> None:
@@ -166,7 +166,7 @@ def _explorer(
     length: int | None,
     subject: str,
 ) -> dict[str, Any] | None:
-    """The first texts to explore; None, and a line that says why, where none of them can be."""
+    """Explorer data of the first texts; None, with a printed reason, if that fails."""
     from saobp.report.explorer import MAX_SENTENCES, MAX_TOKENS, explorer_data
 
     room = min(MAX_TOKENS, length or MAX_TOKENS)
@@ -178,7 +178,7 @@ def _explorer(
 
 
 def show(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
-    """Print GTD by layer and head, with heads to worry about marked, and how many there are."""
+    """Print GTD by layer and head, marking collapsed heads, and their count."""
     most = max(1 + head.head for diagnosis in diagnoses for head in diagnosis.heads)
     for first in range(0, most, HEADS_PER_TABLE):
         tables = [_table(diagnosis, first) for diagnosis in diagnoses]

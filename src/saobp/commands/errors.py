@@ -13,7 +13,7 @@ from rich.text import Text
 
 
 def print_error(sentence: str) -> None:
-    """To stderr, in red on a terminal; of several processes only the first prints."""
+    """To stderr, in red on a terminal; only on rank 0."""
     Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0").print(
         Text(sentence, style="red"), soft_wrap=True
     )
@@ -35,6 +35,6 @@ def in_words(problem: BaseException) -> str:
 
 
 def check_data_dir(folder: Path | None) -> None:
-    """Refuse a missing folder at once, not once for every run or after asking the hub."""
+    """Fail early on a missing folder, not once per run or after a hub lookup."""
     if folder is not None and not folder.is_dir():
         raise ValueError(f"the data folder {folder} does not exist: check --data-dir")

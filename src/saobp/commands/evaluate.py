@@ -82,7 +82,7 @@ def evaluate(
 
 
 def _compared(out: Path, base: Any) -> str:
-    """How the results on blimp in a folder differ from those of another model, pair by pair."""
+    """Paired difference of BLiMP results in a folder from another model's."""
     from saobp.training.evaluation.blimp import difference, read_items
 
     found = difference(read_items(out), base)
@@ -104,7 +104,7 @@ def _table(results: dict[str, Any]) -> Table:
 
 
 def _lines(results: dict[str, Any]) -> list[tuple[str, str, dict[str, Any], str]]:
-    """Task, name of the measure, its numbers, and what they are counted over."""
+    """Rows of the table: task, metric, values, sample size."""
     lines = []
     text = results.get("wikitext")
     if text is not None and results["decoder"]:

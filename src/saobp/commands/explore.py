@@ -1,4 +1,4 @@
-"""``saobp explore``: the attention of a local model on sentences that you type."""
+"""``saobp explore``: the attention of a local model on typed sentences."""
 
 from __future__ import annotations
 

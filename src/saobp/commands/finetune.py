@@ -60,7 +60,7 @@ def finetune(
         numbers = parse_seeds(seeds)
         if refinement is not None:
             Refinement.parse(refinement)
-        config_of(model)  # that it is there is asked once, not for every task
+        config_of(model)  # checked once, not per task
         if jobs > 1 and len(specs) > 1:
             options: dict[str, Any] = {
                 "model": model, "seeds": seeds, "data-dir": data_dir, "out": out, "refinement": refinement,
@@ -97,7 +97,7 @@ def _in_turn(
     limit: int | None,
     keep_model: bool,
 ) -> list[dict[str, Any]]:
-    """One task after the other in this process; one that fails is left out."""
+    """Run tasks one by one in this process; a failing one is skipped."""
     from saobp.commands.quiet_logs import quiet_transformers
     from saobp.data.tasks import load_task
     from saobp.training.finetune import finetune as run
@@ -136,7 +136,7 @@ def _in_turn(
 def _side_by_side(
     console: Console, specs: Sequence[TaskSpec], line: list[str], jobs: int, data_dir: Path | None, out: Path
 ) -> list[dict[str, Any]]:
-    """Several tasks at a time, the largest first, each by this command in a process of its own."""
+    """Run several tasks in parallel, the largest first, each in a subprocess of this command."""
     from saobp.data.tasks.load import find_file
     from saobp.runs.folder import RunFolder
     from saobp.runs.worker_processes import run_jobs
@@ -164,7 +164,7 @@ def _side_by_side(
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Whole numbers joined by commas."""
+    """Parse comma-separated integers."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""``saobp pretrain``: train a model from nothing, with or without a refinement."""
+"""``saobp pretrain``: train a model from scratch, with or without a refinement."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _recipe(
     regularizer: str | None,
     corpus: str,
 ) -> PretrainRecipe:
-    """The named recipe with what the command line changes."""
+    """The named recipe with command-line overrides."""
     from dataclasses import replace
 
     from saobp.training.recipes import named_recipe, parse_override, with_steps

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 STEPS = 1000
 SECONDS = 42.0
-"""For each of two runs; a slow machine takes fewer steps."""
+"""Time budget of each of the two runs; slow machines take fewer steps."""
 HELD_OUT = "held_out.txt"
-"""The file by which the folder of an earlier quickstart is known, whose other entries may be replaced."""
+"""Marks the folder of an earlier quickstart, whose other entries may be replaced."""
 
 
 def quickstart(
@@ -119,7 +119,7 @@ def run(
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """A folder to write into, whose entries take their place in ``out`` when all are complete."""
+    """Context with a temporary folder, whose entries are moved to ``out`` when all are complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.writing-") as name:
         new = Path(name, "new")

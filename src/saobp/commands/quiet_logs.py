@@ -1,4 +1,4 @@
-"""Less talk: Transformers' progress bars and load reports would break ours, and our own repeats itself."""
+"""Quieter logging: Transformers' progress bars and load reports would break ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def quiet_transformers() -> None:
 
 @contextmanager
 def only_errors() -> Iterator[None]:
-    """Meanwhile the package logs errors alone; afterwards it logs as before."""
+    """Context in which the package logs errors only."""
     logger = logging.getLogger("saobp")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -14,7 +14,7 @@ from saobp.commands.errors import fail
 
 
 class Format(StrEnum):
-    """What a report is written as."""
+    """Output format of a report."""
 
     html = "html"
     svg = "svg"
@@ -64,7 +64,7 @@ def report(
 
 
 def _explore(runs: list[Path], sentences: list[str]) -> None:
-    """Leave ``explorer.json`` in every run, from the model that training saved there."""
+    """Write ``explorer.json`` to every run, from its saved model."""
     from saobp.metrics.diagnosis.loading import load_model
     from saobp.report import explorer_data, write_explorer
     from saobp.runs.layout import MODEL, run_folders, seed_folders

@@ -97,7 +97,7 @@ def reproduce(
             else:
                 for one in stages:
                     session.run(one, jobs)
-        if session.has_failed:  # which was said when it did
+        if session.has_failed:  # reported when it happened
             raise typer.Exit(1)
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)

@@ -61,7 +61,7 @@ def obtain_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """A tokenizer by name; ``train:SIZE`` learns a WordPiece one from the corpora.
 
-    Both that and the two of the families are left in ``out``: the folder is then all that training needs.
+    That one and the families' own are saved in ``out``, so that training needs no other folder.
     """
     from saobp.data import load_tokenizer
     from saobp.data.tokenizer_store import save_family_tokenizer, size_to_train, trained_tokenizer

@@ -1,4 +1,4 @@
-"""The paper's tables and figures, and questions that it leaves open, as experiments that anyone can rerun."""
+"""The paper's tables and figures, and open questions, as reproducible experiments."""
 
 from saobp.lab.experiments import EXPERIMENTS, Experiment, choose_experiments
 from saobp.lab.scales import SCALES, Scale, get_scale

@@ -1,7 +1,7 @@
-"""Methods against each other on the recipe modern: paired differences of runs, a page and a forest plot.
+"""Comparison of methods on the recipe modern: paired differences, a page and a forest plot.
 
 Runs come from ``saobp pretrain``, on any machine. Runs whose recipes differ in method and seed alone are
-compared; their records stay beside the page, so that runs may be added later.
+compared; their records are saved with the page, so that runs may be added later.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from saobp.storage.json_files import read_json, read_object, write_json
 
 ORIGINAL = "none"
 BLIMP = "blimp"
-"""Where a run's folder holds what ``saobp evaluate --tasks blimp`` found of its model."""
+"""Subfolder of a run with the output of ``saobp evaluate --tasks blimp``."""
 EFFECT = 0.5
-"""In per cent of perplexity: the effect that the plan of runs is asked about."""
+"""Effect of the power analysis, in per cent of perplexity."""
 MARKERS = "osD^vP"
 FREE = (
     "refinement",
@@ -44,7 +44,7 @@ FREE = (
     "log_steps",
     "health_texts",
 )
-"""Fields of a recipe that may differ between runs of one setting: method, seed, and what is written when."""
+"""Recipe fields that may differ between runs of one setting: method, seed, logging and checkpoints."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Setting:
         return f"{family}-{self.recipe['size']}, length {self.recipe['length']}, {tokens / 1e6:,.0f} M tokens"
 
     def gains(self) -> dict[str, Gain]:
-        """Paired differences from Original in per cent of perplexity, lowest first; less is better."""
+        """Paired differences from Original in per cent of perplexity, ascending; lower is better."""
         base = self.losses.get(ORIGINAL, {})
         pairs = {
             method: paired_gain(own, base, higher_is_better=False)
@@ -98,7 +98,7 @@ def in_per_cent(gain: Gain) -> Gain:
 
 
 def method_of(recipe: Mapping[str, Any]) -> str:
-    """What a run does to attention, in the text form of refinements and regularizers."""
+    """The method of a run, as the text form of its refinement and regularizer."""
     refinement = recipe.get("refinement")
     text = ORIGINAL if refinement is None else str(Refinement.of(refinement))
     penalty = recipe.get("regularizer")
@@ -108,7 +108,7 @@ def method_of(recipe: Mapping[str, Any]) -> str:
 
 
 def title_of(method: str) -> str:
-    """What tables call a method; parts that go together are joined by plus signs."""
+    """Title of a method in tables; combined parts are joined by plus signs."""
     titles = {one.refinement or one.regularizer or ORIGINAL: one.title for one in METHODS.values()}
     return titles.get(method) or " + ".join(titles.get(part, part) for part in method.split("+"))
 
@@ -133,7 +133,7 @@ def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def settings_of(records: Iterable[Mapping[str, Any]]) -> list[Setting]:
-    """Runs by what they share, those with more runs first; a seed that was run twice counts once."""
+    """Runs grouped by setting, largest group first; a repeated seed counts once."""
     found: dict[str, Setting] = {}
     for record in records:
         recipe, result = record["recipe"], record["result"]
@@ -197,7 +197,7 @@ HEADERS = (
     "verdict",
     "parameters",
 )
-"""Not the time: runs may have shared their GPU with others."""
+"""No timings: runs may have shared their GPU with others."""
 
 
 def rows(setting: Setting) -> Iterable[list[str]]:
@@ -258,7 +258,7 @@ def per_cent(gain: Gain) -> str:
 
 
 def power(setting: Setting) -> str:
-    """How many pairs an effect needs, by the spread of the pairs that are there."""
+    """Power analysis: pairs needed for an effect, from the spread of the available pairs."""
     found = [setting.deviation(method) for method in setting.gains()]
     known = [deviation for deviation in found if deviation]
     if not known:
@@ -315,7 +315,7 @@ def forest(settings: Sequence[Setting]) -> Figure:
 
 
 def _reach(settings: Sequence[Setting]) -> tuple[float, float]:
-    """Ends of the axis: all differences, and the intervals of three pairs or more."""
+    """Axis limits: all differences, and the intervals of three pairs or more."""
     gains = [gain for setting in settings for gain in setting.gains().values()]
     ends = [0.0, *(gain.difference for gain in gains)]
     ends += [end for gain in gains if gain.pairs >= LEAST_PAIRS for end in (gain.low, gain.high) if end]

@@ -1,4 +1,4 @@
-"""Axes for values of several sizes: logarithmic, or broken where one method lies far beyond the others."""
+"""Axes for a wide range of values: logarithmic, or broken for an outlying method."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 Side = Literal["x", "y"]
 SEVERAL_SIZES = 4.0
 FAR = 3.0
-"""Spans of all other methods between them and one beyond a break."""
+"""Least distance of an outlier, in ranges of the other methods."""
 TIMES = 1.5
-"""And so many times as large as they are: scores of 66 and 69 need no break."""
+"""Least ratio of an outlier to them: scores of 66 and 69 need no break."""
 FEWEST = 4
-"""Methods of a broken axis: with fewer, a distance is what the figure is about."""
-PLACES = (0.0, 0.68, 0.75, 1.0)
-"""Where the two parts of a broken axis start and end, as shares of its length."""
+"""Least methods of a broken axis: with fewer, the distance is the point of the figure."""
+PART_BOUNDS = (0.0, 0.68, 0.75, 1.0)
+"""Starts and ends of the two parts of a broken axis, as shares of its length."""
 
 
 def fit(axes: Axes, side: Side, methods: Iterable[Sequence[float]]) -> None:
-    """Choose the axis by the values of each method: broken, logarithmic or, mostly, left as it is."""
+    """Choose the axis by the values of each method: broken, logarithmic or, by default, linear."""
     methods = [list(values) for values in methods if values]
     everything = [value for values in methods for value in values]
     beyond = far_beyond(methods)
@@ -45,7 +45,7 @@ def far_beyond(methods: Sequence[Sequence[float]]) -> int | None:
 
 
 def logarithmic(axes: Axes, side: Side) -> None:
-    """With plain numbers."""
+    """Logarithmic axis with plain tick labels."""
     axes.set(**{f"{side}scale": "log"})
     axis = axes.xaxis if side == "x" else axes.yaxis
     axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
@@ -58,7 +58,7 @@ def _break(axes: Axes, side: Side, near: Sequence[float], far: Sequence[float]) 
     ends = [end for part in (near, far) for end in _padded(part)]
     first, last = ends[1] - ends[0], ends[3] - ends[2]
     known = [ends[0] - first, *ends, ends[3] + last]
-    indices = [PLACES[0] - PLACES[1], *PLACES, 2 * PLACES[3] - PLACES[2]]
+    indices = [PART_BOUNDS[0] - PART_BOUNDS[1], *PART_BOUNDS, 2 * PART_BOUNDS[3] - PART_BOUNDS[2]]
     functions = (lambda x: np.interp(x, known, indices), lambda y: np.interp(y, indices, known))
     (axes.set_xscale if side == "x" else axes.set_yscale)("function", functions=functions)
     axes.set(**{f"{side}lim": (ends[0], ends[3])})

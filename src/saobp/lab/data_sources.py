@@ -1,4 +1,4 @@
-"""Where texts and tasks come from."""
+"""Sources of texts and tasks."""
 
 from __future__ import annotations
 

@@ -17,23 +17,23 @@ from saobp.training.recipes import PretrainRecipe
 FAMILIES = ("bert", "gpt2", "modernbert", "llama")
 Work = TypeVar("Work", "PretrainRun", "FinetuneRun", "Measurement")
 SMOKE_SEEDS = 2
-"""Unless the command says otherwise."""
+"""Default number of seeds at the smoke scale."""
 
 
 def matching_pattern(name: str, patterns: str) -> int | None:
-    """Index of the first pattern that matches, of those joined by commas; None where none does."""
+    """Index of the first matching pattern of a comma-separated list, or None."""
     matches = (index for index, one in enumerate(patterns.split(",")) if fnmatch(name, one.strip()))
     return next(matches, None)
 
 
 def matches(name: str, patterns: str) -> bool:
-    """Whether one of the patterns, joined by commas, matches: ``"*-seed42,*-high-*"``."""
+    """Whether a pattern of a comma-separated list matches: ``"*-seed42,*-high-*"``."""
     return matching_pattern(name, patterns) is not None
 
 
 @dataclass(frozen=True)
 class PretrainRun:
-    """A model to pretrain. ``other_corpus`` names the corpus where it is not the scale's own."""
+    """A model to pretrain. ``other_corpus`` names a corpus other than the scale's."""
 
     family: str
     method: Method = field(compare=False)
@@ -54,7 +54,7 @@ class PretrainRun:
 
 @dataclass(frozen=True)
 class FinetuneRun:
-    """A pretrained model to fine-tune on a task, with the seed that it was pretrained with."""
+    """A pretrained model to fine-tune on a task, with its pretraining seed."""
 
     model: PretrainRun
     task: str
@@ -84,9 +84,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class ExperimentPlan:
-    """Experiments at a scale; ``seeds`` in place of each one's own number.
+    """Experiments at a scale; ``seeds`` overrides each one's own number.
 
-    ``only`` filters work by name: first what its first pattern names, then what the second does.
+    ``only`` filters work by name and orders it by its patterns.
     """
 
     experiments: Sequence[Experiment]
@@ -95,7 +95,7 @@ class ExperimentPlan:
     only: str = "*"
 
     def models_of(self, experiment: Experiment) -> list[PretrainRun]:
-        """What one experiment trains, in the order of its tables."""
+        """Models of one experiment, in the order of its tables."""
         most = SMOKE_SEEDS if self.scale.name == "smoke" else len(SEEDS)
         seeds = first_seeds(self.seeds or min(experiment.seeds, most))
         found = [
@@ -118,7 +118,7 @@ class ExperimentPlan:
         return PretrainRun(family, METHODS[method], seed, recipe, other_corpus)
 
     def pretrain_runs(self) -> list[PretrainRun]:
-        """All models, seed after seed, of each seed the main methods first."""
+        """All models, ordered by seed, then by tier of the method."""
         models = (model for experiment in self.experiments for model in self.models_of(experiment))
         return self._by_pattern(sorted(self._kept(models), key=self._order))
 
@@ -164,12 +164,12 @@ class ExperimentPlan:
 
     @staticmethod
     def _order(model: PretrainRun) -> tuple[int, int]:
-        """All methods of one seed before the next seed, other texts after the scale's own."""
+        """Sort key: all methods of one seed before the next seed, other corpora last."""
         return SEEDS.index(model.seed), model.method.tier + (len(METHODS) if model.other_corpus else 0)
 
 
 def check_same(run: RunFolder, recipe: PretrainRecipe) -> None:
-    """Refuse a finished run of the right name that was trained otherwise; when it saved does not matter."""
+    """Raise if a finished run of this name has another recipe; checkpoint intervals may differ."""
     found = PretrainRecipe.from_dict(run.recipe)
     if replace(found, checkpoint_steps=recipe.checkpoint_steps) != recipe:
         was, asked = found.to_dict(), recipe.to_dict()

@@ -1,4 +1,4 @@
-"""Every experiment in one place: what is trained, what is measured, what is tabulated.
+"""All experiments: what is trained, measured and tabulated.
 
 ``saobp.lab.experiment_plan`` turns a selection of them into runs, which they share; ``saobp.lab.pages`` has
 one function for each that writes its page.
@@ -31,13 +31,13 @@ RIVALS = (*CAUSAL_RIVALS, "sinkhorn", "sinkhorn-3", "entropy", "eigen")
 class Experiment:
     """One table, figure or question.
 
-    asks:      what the paper shows there, or the question
+    asks: the paper's claim, or the question
     bert, gpt2, modernbert, llama: methods that are trained in each family
     measures:  taken of every trained model (see ``saobp.lab.measurements``)
     tasks:     that the BERT models are fine-tuned on
     seeds:     how many, unless the command says otherwise
-    corpora:   corpora that all of this is repeated on alone, beside the mixture
-    logs:      whether its page also draws what runs log while they train
+    corpora: single corpora on which all of this is repeated, in addition to the mixture
+    logs: whether its page also plots training logs
     """
 
     name: str
@@ -251,7 +251,7 @@ EXPERIMENTS = {
 def choose_experiments(names: str) -> list[Experiment]:
     """Targets joined by commas; ``all``, ``tables``, ``figures`` or ``questions`` for groups of them.
 
-    The arena, which has as many runs as all others, is in no group.
+    The arena, which has as many runs as all others together, is in no group.
     """
     groups = {
         "all": [name for name, one in EXPERIMENTS.items() if one.kind != "arena"],

@@ -26,7 +26,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def save_figure(figure: Figure, path: Path) -> list[Path]:
-    """``path.svg`` and ``path.png``, the same bytes each time."""
+    """``path.svg`` and ``path.png``, byte-reproducible."""
     svg, png = path.with_name(f"{path.name}.svg"), path.with_name(f"{path.name}.png")
     with matplotlib.rc_context(PLAIN):
         figure.savefig(svg, metadata={"Date": None}, dpi=DOTS_PER_INCH)
@@ -35,7 +35,7 @@ def save_figure(figure: Figure, path: Path) -> list[Path]:
 
 
 def panels(count: int, columns: int = 4, size: tuple[float, float] = PANEL) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels, unused places hidden."""
+    """A figure of so many panels, unused axes hidden."""
     columns = min(columns, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
@@ -53,7 +53,7 @@ def dots(
 ) -> Figure:
     """A panel per measure: methods down, a mark per seed, bar and number at the mean, a cross for the paper.
 
-    A thin line joins the marks of a seed, which are pairs, between methods that follow each other.
+    A thin line joins the paired marks of a seed between neighbouring methods.
     """
     measures = {measure: methods for measure, methods in measures.items() if any(methods.values())}
     keys = _all_of(measures)
@@ -100,7 +100,7 @@ def _row(axis: Axes, row: int, key: str, values: Sequence[float], paper: float |
 
 
 def brief(value: float) -> str:
-    """Three figures, as they are read beside a mark."""
+    """Three significant digits, for labels next to marks."""
     if value == 0 or abs(value) >= 999.5:
         return f"{value:,.0f}"
     return f"{value:#.3g}".rstrip(".")
@@ -131,7 +131,7 @@ def curves(
 
 
 def progress(methods: Mapping[str, Mapping[int, Points]]) -> Figure:
-    """Perplexity over tokens, a line per run; and the later half in pairs, less the first method's."""
+    """Perplexity over tokens, a line per run; and the later half as paired differences from the first."""
     figure, (whole, end) = panels(2, size=(5.0, 4.0))
     for key, runs in methods.items():
         for points in runs.values():
@@ -163,7 +163,7 @@ def progress(methods: Mapping[str, Mapping[int, Points]]) -> Figure:
 
 
 def _less(runs: Mapping[int, Points], base: Mapping[int, Points]) -> Points:
-    """Mean difference of runs of the same seed, where all of them have a value, in the later half."""
+    """Mean paired difference by seed, where all runs have a value, in the later half."""
     pairs = [(dict(points), dict(base[seed])) for seed, points in runs.items() if seed in base]
     shared = set.intersection(*(own.keys() & other.keys() for own, other in pairs)) if pairs else set()
     late = sorted(x for x in shared if x >= max(shared) / 2)
@@ -176,7 +176,7 @@ def _all_of(panels: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 
 def _legend_below(figure: Figure, keys: Sequence[str], line: str = "-") -> None:
-    """A legend of some methods, below all panels, where it hides nothing."""
+    """A legend of some methods, below all panels."""
     handles = [
         Line2D([], [], color=style.colour, marker=style.marker, ms=4, lw=1.4, ls=line)
         for style in (STYLES[key] for key in keys)
@@ -298,5 +298,5 @@ def head_grid(grids: Mapping[str, np.ndarray], label: str) -> Figure:
 
 
 def _safe(title: str) -> str:
-    """No mathematics by accident."""
+    """Escape mathtext."""
     return title.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Every head of a model on many texts: means by layer and head, and single pairs of text and head."""
+"""Statistics of every head on many texts: means by layer and head, and a sample of (text, head) pairs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from saobp.transformers.capture import AttentionCall, watch
 
 TEXTS_AT_ONCE = 32
 POINTS = 1500
-"""Pairs of text and head that are kept for scatter plots, drawn evenly."""
+"""(text, head) pairs saved for scatter plots, evenly sampled."""
 POINT_STATISTICS = ("gtd", "clustering", "betweenness")
 
 
@@ -30,9 +30,9 @@ def measure_texts(
     *,
     length: int,
 ) -> dict[str, Any]:
-    """Statistics of every head on texts cut to ``length`` tokens, ready for JSON.
+    """Statistics of every head on texts cut to ``length`` tokens, JSON-serialisable.
 
-    ``layers`` has for each statistic and layer the mean of each head, ``points`` pairs of text and head.
+    ``layers`` has for each statistic and layer the mean of each head, ``points`` (text, head) pairs.
     """
     check_weights(model, "the model")
     device = next(model.parameters()).device

@@ -1,4 +1,4 @@
-"""What is measured of a pretrained model; each measurement is a file, taken once."""
+"""Measurements of a pretrained model; each is a file, taken once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Taken = dict[str, Any]
 
 
 def take(measure: str, model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
-    """One measurement of a saved model that was pretrained on texts of ``length`` tokens, ready for JSON."""
+    """One measurement of a saved model that was pretrained on texts of ``length`` tokens, as JSON."""
     began = time.monotonic()
     taken = MEASURES[measure](model, scale, length, data_dir)
     return {"measure": measure, "model": model_checksum(model), "seconds": time.monotonic() - began, **taken}
@@ -53,7 +53,7 @@ def on_texts(task: str) -> Callable[[Path, Scale, int, Path | None], Taken]:
 
 
 def texts_of(split: Split, task: str) -> list[str]:
-    """The texts of a task's rows, in one piece each."""
+    """The texts of a task's rows, columns joined."""
     columns = [split.column(name) for name in TASKS[task].texts]
     return [" ".join(parts) for parts in zip(*columns, strict=True)]
 
@@ -74,8 +74,8 @@ def wikitext(model: Path, scale: Scale, length: int, data_dir: Path | None) -> T
 def zero_shot(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
     """Perplexity of a decoder on WikiText-2 and its answers on RACE-Middle and BoolQ.
 
-    Windows and prompts have the length of pretraining: later positions were never trained. At the smoke scale
-    that is shorter than some answers, so there prompts have all positions.
+    Windows and prompts have the length of pretraining: later positions are untrained.
+    At the smoke scale that is shorter than some answers, so prompts use all positions there.
     """
     loaded, tokenizer, is_decoder = load_language_model(model)
     if not is_decoder:
@@ -97,7 +97,7 @@ def zero_shot(model: Path, scale: Scale, length: int, data_dir: Path | None) -> 
 
 
 def leak(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
-    """How far the states of the first half of a text move when its second half is replaced."""
+    """Causality check: change of the first half's hidden states when the second half is replaced."""
     del scale
     loaded, tokenizer, _ = load_language_model(model)
     row = read_wikitext(tokenizer, data_dir).row
@@ -114,7 +114,7 @@ def leak(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken
 
 
 def maps(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
-    """The last layer's maps of one SQuAD text, as they are and as they would be without refinement."""
+    """The last layer's attention maps of one SQuAD text, with and without refinement."""
     del scale
     loaded, tokenizer, _ = load_language_model(model)
     split = load_split(TASKS["squad"], "validation", data_dir)
@@ -130,7 +130,7 @@ def maps(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken
 
 
 def last_layer(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
-    """``after`` as it is, ``before`` by softmax of the same scores: ``[heads, length, length]``."""
+    """``after``: refined; ``before``: softmax of the same scores; ``[heads, length, length]``."""
     found: list[dict[str, Tensor]] = []
 
     def keep(call: AttentionCall) -> None:
@@ -185,13 +185,13 @@ def _packed(rows: Tensor) -> str:
 
 
 def unpacked(taken: Taken) -> np.ndarray:
-    """A map of ``maps``, ``[heads, length, length]``."""
+    """Decode a map of ``maps``, ``[heads, length, length]``."""
     raw = np.frombuffer(base64.b64decode(taken["float16"]), dtype=np.float16)
     return raw.reshape(taken["shape"]).astype(np.float32)
 
 
 TIMED_ALONE = ("cost",)
-"""Timings, which are taken while no other process of the lab runs."""
+"""Timings, taken while no other process of the lab runs."""
 MEASURES: dict[str, Callable[[Path, Scale, int, Path | None], Taken]] = {
     "race-middle": on_texts("race-middle"),
     "squad": on_texts("squad"),

@@ -1,4 +1,4 @@
-"""Colour and marker of each method, the same on every figure and different from every other method's.
+"""Colour and marker of each method, unique and the same on every figure.
 
 The colours of the common methods are those of Okabe and Ito, which colour-blind readers can tell apart.
 Variants of one kind share a marker and go from light to dark.
@@ -18,7 +18,7 @@ class MethodStyle(NamedTuple):
 
     @property
     def on_dark(self) -> str:
-        """The colour for a dark ground: of the same hue, light where the other is dark."""
+        """The colour for dark mode: the same hue with inverted lightness."""
         hue, lightness, saturation = rgb_to_hls(*to_rgb(self.colour))
         return to_hex(hls_to_rgb(hue, 1 - 0.6 * lightness, saturation))
 

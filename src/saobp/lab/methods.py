@@ -1,4 +1,4 @@
-"""The ways to train that are compared: what is done to attention, and what each is called."""
+"""The compared training methods and their names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAPER_STRENGTH = {"tiny": 0.2, "mini": 0.2, "small": 0.08, "medium": 0.05}
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train.
+    """A training method.
 
     key:         what experiments call it
     title:       what tables call it
@@ -71,7 +71,7 @@ METHODS = {
 
 
 def method_name(refinement: Refinement | None, regularizer: str | None) -> str:
-    """What a run is called after: the contents of its recipe, not the key of a method."""
+    """Part of a run's name: from its recipe, not from the key of a method."""
     if refinement is None or refinement.is_plain:
         return "original" if regularizer is None else regularizer.replace(",", "-").replace("=", "-")
     return re.sub("[:,=/]", "-", str(refinement).replace("steps=", "steps"))

@@ -1,4 +1,4 @@
-"""The HTML page of a reproduction: what was claimed, what was found, and the runs behind it."""
+"""The HTML page of a reproduction: claims, outcomes and runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from saobp.sizes import FAMILY_NAMES
 from saobp.storage.json_files import read_object
 
 MOST_RUNS = 8
-"""Runs that one page still tells apart by colour."""
+"""Most runs that colours can distinguish on one page."""
 
 
 def write_reproduction(
@@ -22,8 +22,8 @@ def write_reproduction(
 ) -> Path:
     """``report-SCALE-FAMILY.html`` in the results folder: outcomes of some targets, first runs of a family.
 
-    Targets of which nothing could be decided come last.
-    Perplexities of masked and of causal models do not compare, so each family has a page.
+    Inconclusive targets come last. Each family has a page, since masked and causal perplexities do not
+    compare.
     runs: folders with their methods, whose colours are those of the lab's figures
     """
     decided: list[PageTable] = []

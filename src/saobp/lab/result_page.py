@@ -34,17 +34,17 @@ HEADERS = (
     "verdict",
 )
 PAPER_S = (2, 4, 5)
-"""Columns that are left out where the paper has no numbers."""
+"""Columns dropped where the paper has no numbers."""
 LISTED = 12
-"""Runs that are missing and named; more are counted."""
+"""Missing runs listed by name; the rest are counted."""
 
 ANSWERS: dict[Status, str] = {"reproduces": "yes", "does not reproduce": "no", "not shown": "no gain shown"}
-"""What the status of a question's claim is called."""
+"""Status of a question as an answer."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Something the paper says or a question asks, and what became of it here."""
+    """A claim of the paper or an open question, and its outcome here."""
 
     words: str
     status: Status
@@ -52,7 +52,7 @@ class Claim:
 
 
 class Page:
-    """Collects what a page says and writes it."""
+    """Collects the contents of a page and writes it."""
 
     def __init__(self, experiment: Experiment, scale: Scale) -> None:
         self.experiment, self.scale = experiment, scale
@@ -87,7 +87,7 @@ class Page:
         caption: str,
         paper: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        """A figure of every seed by measure and method, if any; its alternative text has the means."""
+        """A dot plot of every seed by measure and method, if any; its alt text has the means."""
         if any(any(methods.values()) for methods in measures.values()):
             said = f"{caption} Means: {means_in_words(measures)}."
             self.figure(name, dots(measures, paper), caption, said)
@@ -106,12 +106,12 @@ class Page:
         methods: Sequence[str] | None = None,
         same_size: bool = True,
     ) -> dict[str, Gain | None]:
-        """Lines of the comparison table for one measure; gains against ``base`` in pairs of the same seed.
+        """Rows of the comparison table for one metric; paired gains over ``base`` by seed.
 
-        paper:   its numbers by method. Of a partial task only its gains are shown, never its scores
-        same_size: whether the size of the paper's differences compares too, or only their side
+        paper: its numbers by method; for a partial task only gains are shown, not scores
+        same_size: whether the magnitude of the paper's differences is comparable too, or only their sign
         claims:  methods whose gain over the base the paper claims
-        methods: rows, also those without values; by default those that have some
+        methods: rows, including those without values; by default those with values
         """
         paper = paper or {}
         theirs_to = paper_digits(paper.values(), digits)
@@ -171,7 +171,7 @@ class Page:
             self.say(marked)
 
     def claim(self, words: str, status: Status, gain: Gain | None, digits: int = 2, detail: str = "") -> None:
-        """Note a claim with our difference; ``detail`` says what it is where it is a mean over seeds."""
+        """Record a claim with our difference; ``detail`` describes it where it is a mean over seeds."""
         if gain is None:
             self.claims.append(Claim(words, status, "no pair of runs"))
             return
@@ -180,7 +180,7 @@ class Page:
         self.claims.append(Claim(words, status, f"{detail} {shown}".strip()))
 
     def answer(self, words: str, gain: Gain | None, digits: int = 2) -> None:
-        """The answer to a question whether something is better: yes is 'reproduces'."""
+        """Record the answer to whether something is better; 'reproduces' means yes."""
         self.claim(words, answer_status(gain), gain, digits)
 
     def write(self, out: Path, records: list[dict[str, Any]], missing: Sequence[str]) -> list[Path]:
@@ -225,7 +225,7 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def paper_digits(values: Iterable[float], digits: int) -> int:
-    """Decimals that the paper prints for a measure, two at least, and no more than ours have."""
+    """Decimals of the paper's values, at least two and at most ours."""
     printed = [f"{value:.{digits}f}".rstrip("0").partition(".")[2] for value in values]
     return min(digits, max([2, *map(len, printed)]))
 

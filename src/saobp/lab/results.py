@@ -1,4 +1,4 @@
-"""The numbers that runs, fine-tuning and measurements have left, by method and seed."""
+"""Results of runs, fine-tuning and measurements, by method and seed."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from saobp.storage.json_files import read_json, read_object
 Values = dict[str, dict[int, float]]
 """By method, then by seed."""
 EPOCH = "last"
-"""Scores are those of the last epoch: the best one is chosen by the rows that it is scored on."""
+"""Scores are of the last epoch: the best one would be selected on the rows it is scored on."""
 
 RESTORED = "restored"
-"""Marks the record of a run that was rebuilt from a page and so has no logs (``tools/restore_runs.py``)."""
+"""Marks a record that was rebuilt from a page and has no logs (``tools/restore_runs.py``)."""
 RECORDED = ("command", "commit", "model", "environment", "seconds", "data", "texts", "length")
-"""What the record of a measurement keeps of its file."""
+"""Fields of a measurement that its record keeps."""
 
 
 class Fields(dict[str, Any]):
-    """A JSON object that names its file where a field is missing."""
+    """A JSON object whose errors name its file."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
         super().__init__(
@@ -51,7 +51,7 @@ class Fields(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Results:
-    """What is there of an experiment; nothing is run, and what is missing is left out."""
+    """Available results of an experiment; runs nothing and skips what is missing."""
 
     plan: ExperimentPlan
     experiment: Experiment
@@ -66,7 +66,7 @@ class Results:
         ]
 
     def check(self) -> None:
-        """Refuse finished runs of the right name that were trained otherwise."""
+        """Raise if a finished run has another recipe than its name implies."""
         for model in self.plan.models_of(self.experiment):
             if self.run(model).is_finished:
                 check_same(self.run(model), model.recipe)
@@ -84,7 +84,7 @@ class Results:
         family: str = "bert",
         other_corpus: str | None = None,
     ) -> Values:
-        """One number of each model, where there is one; methods in the order of the experiment."""
+        """One number per model, where available; methods in the order of the experiment."""
         found: Values = {}
         for model in self.models(family, other_corpus):
             value = of(model)
@@ -97,13 +97,13 @@ class Results:
         return self.result(model)["eval_perplexity"]
 
     def tokens_until(self, model: PretrainRun, loss: float) -> float | None:
-        """Millions of tokens before the training loss was first below a value; None if it never was."""
+        """Millions of tokens until the training loss first fell below a value; None if it never did."""
         reached = (line["tokens"] for line in self.run(model).metrics() if line.get("loss", loss) < loss)
         found = next(reached, None)
         return None if found is None else found / 1e6
 
     def speed(self, model: PretrainRun) -> float | None:
-        """Tokens a second in training, of a run that had the machine to itself."""
+        """Training tokens per second, of a run that did not share the machine."""
         alone = self.run(model).record.get("environment", {}).get("jobs", 1) == 1
         return self.result(model)["tokens_per_second"] if alone else None
 
@@ -121,11 +121,11 @@ class Results:
         return None if found is None else found[EPOCH]["mean"]
 
     def tasks_done(self, tasks: Iterable[str]) -> list[str]:
-        """Those on which any model was fine-tuned."""
+        """Tasks on which any model was fine-tuned."""
         return [task for task in tasks if any(self.tuned(model, task) for model in self.models())]
 
     def tasks_of_all(self, tasks: Iterable[str]) -> list[str]:
-        """Those on which every method was fine-tuned that was on any: a mean over them leaves none out."""
+        """Tasks on which all fine-tuned methods have results, so that means compare."""
         done = self.tasks_done(tasks)
         by_method = {
             task: {model.method.key for model in self.models() if self.tuned(model, task)} for task in done
@@ -134,7 +134,7 @@ class Results:
         return [task for task in done if by_method[task] == everyone]
 
     def is_partial(self, task: str) -> bool:
-        """Whether any model was fine-tuned on a part of the task or on stand-ins."""
+        """Whether any model was fine-tuned on a partial or replaced task."""
         found = (self.tuned(model, task) for model in self.models())
         return any(one["partial"] for one in found if one is not None)
 
@@ -172,7 +172,7 @@ class Results:
         return found
 
     def missing(self) -> list[str]:
-        """Names of what the experiment would still need."""
+        """Names of the missing runs and measurements."""
         one = ExperimentPlan([self.experiment], self.plan.scale, self.plan.seeds)
         names = [model.name for model in one.pretrain_runs() if not self.run(model).is_finished]
         names += [t.name for t in one.finetune_runs() if not RunFolder(t.folder(self.runs)).is_finished]
@@ -193,7 +193,7 @@ def recorded_runs(out: Path, scale: str, target: str = "*") -> dict[str, dict[st
 
 
 def _recorded(name: str, kind: str, run: RunFolder) -> dict[str, Any]:
-    """The record and result of a run; older records hold whole folders in their command."""
+    """Record and result of a run; older records have full paths in their command."""
     record = run.record
     command = without_folders(shlex.split(record.get("command", "")))
     return {

@@ -8,23 +8,23 @@ from saobp.lab.methods import METHODS
 from saobp.training.recipes import PretrainRecipe, named_recipe, with_steps
 
 SEEDS = (42, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
-"""In the order in which they are used; pairs of runs share the seed and with it the order of the texts."""
+"""In order of use; paired runs share the seed and so the order of the data."""
 CORPUS = "wikipedia_en,gutenberg_books,imdb_reviews"
-"""Stand-ins for WikiText-103, BookCorpus and OpenWebText, each read once in an epoch."""
+"""Substitutes for WikiText-103, BookCorpus and OpenWebText, each read once per epoch."""
 
 CHECKPOINT_STEPS = 4000
-"""Half a minute of a mini model on a large GPU."""
+"""Half a minute of training mini on a large GPU."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """One size of every experiment.
+    """The size of all experiments.
 
     recipe, steps: of pretraining; steps None are the mini model's: all sizes learn from as many tokens
-    vocabulary:    learn one of this size instead of taking the family's
+    vocabulary: train a tokenizer of this size instead of using the family's
     rows, epochs:  of fine-tuning; None for all rows and for the task's own epochs
     texts, length: texts on which heads are measured, and their tokens at most
-    positions:     positions that pseudo-perplexity hides
+    positions: positions that pseudo-perplexity masks
     """
 
     name: str
@@ -40,7 +40,7 @@ class Scale:
     positions: int = 5_000
 
     def recipe_of(self, family: str, method: str, seed: int, corpus: str | None = None) -> PretrainRecipe:
-        """The recipe of one run: the scale's, or ``modern`` for families that it is made for."""
+        """The recipe of one run: the scale's, or ``modern`` for its families."""
         name = "modern" if self.recipe == "fast" and family in ("modernbert", "llama") else self.recipe
         steps = self.steps or named_recipe(name, family, "mini").steps
         recipe = with_steps(named_recipe(name, family, self.size), steps)

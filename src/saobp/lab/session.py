@@ -1,7 +1,7 @@
 """One invocation of ``saobp reproduce``: its plan, its folders, and the stages in one process or several.
 
 With several, the same command runs again in each worker. An environment variable names the stage to work on;
-workers share its items by claiming them, and the parent waits.
+workers share its items by locking them, and the parent waits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LabFolders:
     def of(
         cls, scale: Scale, data_dir: Path | None, tokens: Path | None, runs: Path | None, out: Path | None
     ) -> LabFolders:
-        """The given ones, else the defaults; the smoke scale keeps everything below its folder of runs."""
+        """The given ones, else the defaults; the smoke scale writes everything below its runs folder."""
         smoke = scale.name == "smoke"
         runs = runs or Path("runs/smoke" if smoke else "runs/lab")
         return cls(
@@ -72,7 +72,7 @@ class Session:
         self.plan, self.folders, self.say = plan, folders, say
         self.sources = folders.sources(plan.scale)
         self.has_failed = False
-        """Whether any item failed; the others are done all the same."""
+        """Whether any item failed; the others still run."""
 
     def run(self, stage: str, jobs: int = 1) -> None:
         if stage == "tokens":
@@ -87,7 +87,7 @@ class Session:
             self.work_on(stage)
 
     def work_on(self, stage: str) -> None:
-        """Work on a stage in this process; a worker takes no timings, which other workers would disturb."""
+        """Run a stage in this process; workers take no timings, which others would disturb."""
         runs, sources, say = self.folders.runs, self.sources, self.say
         if stage == "pretrain":
             result = pretrain_all(self.plan.pretrain_runs(), runs, sources, say)

@@ -1,4 +1,4 @@
-"""The stages that compute: pretraining, fine-tuning, measurements. What is there already is reused."""
+"""The compute stages: pretraining, fine-tuning, measurements. Existing results are reused."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from saobp.training.finetune import finetune, recipe_for
 from saobp.training.pretrain import pretrain
 
 NAMED = 3
-"""Missing models that a message names; more are counted."""
+"""Missing models listed in a message; the rest are counted."""
 
 
 def pretrain_all(
     models: Sequence[PretrainRun], runs: Path, sources: DataSources, say: Say = print
 ) -> StageResult:
-    """Train what is not finished, one run after the other in this process, so that code is compiled once."""
+    """Train unfinished runs one by one in this process, so that code is compiled once."""
 
     def item(model: PretrainRun) -> WorkItem:
         run = RunFolder(model.folder(runs))
@@ -67,7 +67,7 @@ def _pretrain(model: PretrainRun, run: RunFolder, sources: DataSources, say: Say
 def finetune_all(
     work: Sequence[FinetuneRun], runs: Path, sources: DataSources, say: Say = print
 ) -> StageResult:
-    """Fine-tune the models that are there. Scores and head health of every epoch are kept, models are not."""
+    """Fine-tune the available models. Saves scores and head health of every epoch, not the models."""
 
     def run(one: FinetuneRun) -> None:
         began = time.monotonic()
@@ -99,7 +99,7 @@ def finetune_all(
 def measure_all(
     work: Sequence[Measurement], runs: Path, sources: DataSources, say: Say = print
 ) -> StageResult:
-    """Take the measurements that are not there, of the models that are."""
+    """Take the missing measurements of available models."""
 
     def run(one: Measurement) -> None:
         model = RunFolder(one.model.folder(runs)).model
@@ -140,7 +140,7 @@ def is_measured(one: Measurement, runs: Path) -> bool:
 
 
 def missing_model(model: PretrainRun, runs: Path) -> str:
-    """The name of a model that is not there, even if its run is finished; empty if it is there."""
+    """The name of a model if it is missing, even if its run is finished; else empty."""
     run = RunFolder(model.folder(runs))
     return "" if run.is_finished and (run.model / "config.json").exists() else model.name
 
@@ -163,9 +163,9 @@ def _with_models(items: Sequence[WorkItem], runs: Path, say: Say) -> StageResult
 
 
 def free_memory() -> None:
-    """Release the last model before the next, and its CUDA graphs, which hold gigabytes.
+    """Free the last model and its CUDA graphs, which hold gigabytes.
 
-    Compiled code stays in the cache on disk, where the next run finds it.
+    Compiled code stays in the disk cache.
     """
     if torch.cuda.is_available():
         torch._dynamo.reset()

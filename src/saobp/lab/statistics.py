@@ -1,4 +1,4 @@
-"""Paired comparisons over seeds: what is called a gain is decided here alone."""
+"""Paired comparisons over seeds; the one definition of a gain."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 LEAST_PAIRS = 3
-"""With fewer, a difference decides nothing."""
+"""With fewer, a comparison is inconclusive."""
 
 Verdict = Literal["gain", "loss", "no gain", "undecided"]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and standard deviation over seeds; the deviation of one seed is not known."""
+    """Mean and standard deviation over seeds; no deviation for one seed."""
 
     mean: float
     deviation: float | None
@@ -28,7 +28,7 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Of nothing, None."""
+    """None for no values."""
     found = list(values)
     if not found:
         return None
@@ -38,9 +38,9 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 @dataclass(frozen=True)
 class Gain:
-    """How much better a method is than another, in pairs of the same seed.
+    """Paired difference between two methods over seeds.
 
-    difference: mean of the paired differences, method less base
+    difference: mean of the paired differences, method minus base
     low, high:  95 % t interval of that mean; None with a single pair
     """
 
@@ -54,10 +54,9 @@ class Gain:
 def paired_gain(
     method: Mapping[int, float], base: Mapping[int, float], *, higher_is_better: bool = True
 ) -> Gain | None:
-    """Compare by seeds that both have; None where there is none.
+    """Compare on common seeds; None if there are none.
 
-    A gain or loss is one whose interval leaves zero out. A difference within the spread is no gain. With
-    fewer than three pairs nothing is decided.
+    A gain or loss is one whose interval excludes zero. With fewer than three pairs it is inconclusive.
     """
     seeds = sorted(set(method) & set(base))
     if not seeds:
@@ -66,7 +65,7 @@ def paired_gain(
     count, mean = len(seeds), float(np.mean(np.subtract(own, other)))
     if count == 1:
         return Gain(mean, None, None, 1, "undecided")
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # on equal differences
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # for equal differences
         interval = stats.ttest_rel(own, other).confidence_interval(CONFIDENCE)
     low, high = float(interval.low), float(interval.high)
     return Gain(mean, low, high, count, _verdict(low, high, count, higher_is_better))
@@ -81,13 +80,13 @@ def _verdict(low: float, high: float, pairs: int, higher_is_better: bool) -> Ver
 
 
 def pairs_needed(deviation: float, effect: float, power: float = 0.8) -> int:
-    """Paired seeds after which a t test at 5 % sees an effect with that probability.
+    """Sample size of a paired t test at 5 % for an effect at the given power.
 
     deviation: standard deviation of the paired differences, in the unit of the effect
     """
     if not deviation > 0 or effect == 0:
         raise ValueError(f"power needs a spread above 0 and an effect, not {deviation} and {effect}")
-    ratio = min(abs(effect) / deviation, 30.0)  # beyond, two pairs are enough, and the distribution overflows
+    ratio = min(abs(effect) / deviation, 30.0)  # two pairs are enough, and the distribution overflows
     for pairs in range(2, 10_000):
         beyond = float(stats.t.ppf(0.5 + CONFIDENCE / 2, pairs - 1))
         if stats.nct.sf(beyond, pairs - 1, ratio * math.sqrt(pairs)) >= power:
@@ -100,13 +99,13 @@ UNDECIDED: Status = "could not be decided"
 
 
 def claim_status(paper: float, gain: Gain | None, *, same_size: bool = True) -> Status:
-    """Whether a difference that the paper reports is seen here too.
+    """Whether a difference that the paper reports reproduces.
 
-    It is if the interval leaves zero out on its side, and is not if the interval lies on the other side. An
-    interval that holds zero refutes the paper's difference only if it leaves that out; else three seeds are
-    too few to tell. Without ``same_size`` only the side compares, as between training sets that differ.
+    It does if the interval excludes zero with the same sign, and does not with the opposite sign. An interval
+    that contains zero refutes the paper's difference only if it excludes that; else it is inconclusive.
+    Without ``same_size`` only the sign is compared, as between different training sets.
 
-    paper: its difference, method less base
+    paper: its difference, method minus base
     """
     if gain is None:
         return "not run"
@@ -119,7 +118,7 @@ def claim_status(paper: float, gain: Gain | None, *, same_size: bool = True) -> 
 
 
 def answer_status(gain: Gain | None) -> Status:
-    """Whether something is better, for a question: only a gain is; one within the spread is not shown."""
+    """Answer to whether something is better: yes only for a significant gain."""
     if gain is None:
         return "not run"
     verdicts: dict[Verdict, Status] = {

@@ -1,4 +1,4 @@
-"""Synthetic texts and tasks in the layout of a data folder, for the smoke scale: no download, no data."""
+"""Synthetic texts and tasks in the layout of a data folder, for the smoke scale: no download."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NOUNS = (
 )
 VERBS = ("finds", "takes", "leaves", "paints", "carries", "watches", "follows")
 SIGNS = ("bad", "good", "strange")
-"""The word that gives a label away."""
+"""The word that determines the label."""
 COLOURS = ("red", "blue", "green", "brown", "white")
 
 Row = dict[str, Any]
 
 
 def write_synthetic_data(folder: Path) -> Path:
-    """A data folder with synthetic texts and every task, written atomically; an existing one stays."""
+    """A data folder with synthetic texts and every task, written atomically; an existing one is reused."""
     if not folder.exists():
         with replacing(folder) as new:
             write_tasks(new, rows=ROWS)
@@ -49,7 +49,7 @@ def _document(draw: random.Random) -> str:
 
 
 def write_tasks(folder: Path, rows: Mapping[str, int] | int = 24, seed: int = 0) -> Path:
-    """Write every task (and WikiText) below ``folder`` and return it; big training sets are partial ones."""
+    """Write every task (and WikiText) below ``folder`` and return it; large training sets are partial."""
     for name, spec in TASKS.items():
         count = rows if isinstance(rows, int) else rows.get(name, 24)
         partial = name in ("qqp", "mnli", "qnli", "squad")
@@ -72,7 +72,7 @@ def write_rows(path: Path, rows: list[Row]) -> Path:
 
 
 def task_rows(spec: TaskSpec, count: int, seed: int) -> list[Row]:
-    """Rows of a task that a model can learn."""
+    """Learnable rows of a task."""
     draw = random.Random(f"{spec.name} {seed}")
     if spec.name in ("race-middle", "hellaswag"):
         make: Callable[..., Row] = _race if spec.name == "race-middle" else _hellaswag
@@ -83,7 +83,7 @@ def task_rows(spec: TaskSpec, count: int, seed: int) -> list[Row]:
 
 
 def wikitext_rows(articles: int, seed: int) -> list[Row]:
-    """Lines of articles, each of which opens with a title line."""
+    """Lines of articles, each starting with a title line."""
     draw = random.Random(f"wikitext {seed}")
     lines = []
     for place in range(articles):

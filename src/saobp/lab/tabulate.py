@@ -1,4 +1,4 @@
-"""The stage that writes: a page for each experiment, and the overview of all that is there."""
+"""The tabulate stage: a page for each experiment, and the overview of all pages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_object
 
 STORY = "story.md"
-"""A page that someone wrote; where it lies in a results folder, the overview opens with it."""
+"""A hand-written introduction; if a results folder has one, the overview starts with it."""
 LISTED = 3
-"""Claims that were not run and are named in the overview; more are counted."""
+"""Claims without runs listed in the overview; the rest are counted."""
 SECTIONS: dict[Status, str] = {
     "reproduces": "What reproduces",
     "does not reproduce": "What does not reproduce",
@@ -28,9 +28,9 @@ SECTIONS: dict[Status, str] = {
 
 
 def tabulate(plan: ExperimentPlan, runs: Path, out: Path, say: Say = print) -> list[Path]:
-    """Write the pages of the plan's experiments that have anything to show, and the overview.
+    """Write the pages of the plan's experiments that have results, and the overview.
 
-    A page that is there is not written over by one with less behind it; a sentence says so.
+    An existing page with more runs is not overwritten; a sentence says so.
     """
     written = []
     for experiment in plan.experiments:
@@ -57,7 +57,7 @@ def tabulate(plan: ExperimentPlan, runs: Path, out: Path, say: Say = print) -> l
 def _missing_behind(
     experiment: Experiment, plan: ExperimentPlan, records: list[dict[str, Any]], runs: Path, out: Path
 ) -> str:
-    """Why an existing page must not be overwritten: it has more behind it; empty if nothing is lost."""
+    """Why an existing page must not be overwritten: the runs or logs it would lose; else empty."""
     there = recorded_runs(out, plan.scale.name, experiment.name)
     absent = [name for name in there if name not in {record["run"] for record in records}]
     page = out / experiment.name / f"{plan.scale.name}.md"
@@ -76,7 +76,7 @@ def _missing_behind(
 
 
 def write_overview(out: Path) -> Path:
-    """``README.md`` of a results folder, from the outcomes that lie in it."""
+    """``README.md`` of a results folder, from the outcomes in it."""
     out.mkdir(parents=True, exist_ok=True)
     outcomes = [_outcome(path) for path in sorted(out.glob("*/*.json")) if path.stem in SCALES]
     outcomes.sort(key=lambda one: (list(EXPERIMENTS).index(one["target"]), list(SCALES).index(one["scale"])))
@@ -134,7 +134,7 @@ def _overview(outcomes: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def _claims(outcomes: list[dict[str, Any]], status: Status, *, questions: bool = False) -> str:
-    """A table of claims of one status; what several pages say is listed at the first."""
+    """A table of claims of one status; duplicates are listed with their first page."""
     rows: dict[tuple[str, str], list[str]] = {}
     for one in outcomes:
         for claim in one["claims"]:

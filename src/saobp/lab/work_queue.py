@@ -1,4 +1,4 @@
-"""A list of work shared by several processes: each takes the first item that no other has claimed."""
+"""A work queue shared by several processes: each takes the first unclaimed item."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ CLAIMS = ".claims"
 
 @dataclass(frozen=True)
 class WorkItem:
-    """Something to do once.
+    """A unit of work, run once.
 
     is_done:       whether its result is there
-    missing_model: the name of a model that it needs and that is not there; empty if nothing is missing
+    missing_model: the name of a model that it needs and that is missing; else empty
     """
 
     name: str
@@ -50,7 +50,7 @@ class StageResult:
 
 @contextmanager
 def claimed(runs: Path, name: str) -> Iterator[bool]:
-    """Whether this process alone holds the item meanwhile; a killed process holds nothing."""
+    """Context with whether this process could lock the item; a killed process releases it."""
     folder = runs / CLAIMS
     folder.mkdir(parents=True, exist_ok=True)
     lock = try_lock(folder / name)
@@ -73,7 +73,7 @@ def work_through(items: Sequence[WorkItem], runs: Path, say: Say = print) -> Sta
             with claimed(runs, item.name) as is_mine:
                 if not is_mine:
                     result.elsewhere.append(item.name)
-                elif item.is_done():  # by a process that held the claim a moment ago
+                elif item.is_done():  # by another process in the meantime
                     result.reused.append(item.name)
                 else:
                     say(f"[{number}/{len(items)}] {item.name}")

@@ -1,1 +1,1 @@
-"""The quickstart: a tiny model trained on the spot, plain and refined, and a page that compares them."""
+"""The quickstart: a tiny model, trained plain and refined, and a page that compares them."""

@@ -1,4 +1,4 @@
-"""The whole pipeline in miniature: text to tokens, two runs that differ in one word, and a look at both."""
+"""The whole pipeline in miniature: text to tokens, a plain and a refined run, and their diagnosis."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VOCABULARY = 1024
 HELD_OUT = 0.05
 FEWEST_STEPS = 40
 TRIAL_SECONDS = 2.0
-"""Of steps that only tell how fast this machine is, whose first ones are slow."""
+"""Duration of the trial run that measures the speed of this machine."""
 STATISTICS = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
 SENTENCES = 3
 FEWEST_TOKENS, MOST_TOKENS = 12, 20
@@ -45,7 +45,7 @@ TITLE = "saobp quickstart: the same model trained plain and with {}"
 
 @dataclass(frozen=True)
 class QuickstartTexts:
-    """What both runs read: a vocabulary, packed tokens, and the paragraphs that were held out of training."""
+    """Data of both runs: tokenizer, packed tokens, and the held-out paragraphs."""
 
     tokenizer: PreTrainedTokenizerFast
     train: Blocks
@@ -79,9 +79,9 @@ def prepare(texts: Sequence[str], folder: Path, length: int, progress: Progress)
 
 
 def recipe_of(steps: int) -> PretrainRecipe:
-    """ModernBERT, 3 layers of 4 heads, 96 wide: within a minute it learns more than how frequent words are.
+    """ModernBERT, 3 layers of 4 heads, 96 wide: within a minute it learns more than unigram frequencies.
 
-    BERT of the same size, whose norms stand after each part and whose positions are learned, does not.
+    BERT of the same size, with post-norm and learned positions, does not.
     """
     base = replace(
         tiny("modernbert", "micro"),
@@ -100,7 +100,7 @@ def recipe_of(steps: int) -> PretrainRecipe:
 
 
 def fitting_steps(recipe: PretrainRecipe, texts: QuickstartTexts, seconds: float) -> int:
-    """The recipe's steps, or fewer where this machine could not take them in time."""
+    """The recipe's steps, or fewer if this machine is too slow."""
     model = new_model(recipe, texts.tokenizer)
     objective = objective_of(recipe.family, texts.tokenizer, recipe.masked_share)
     ids = texts.train.at(range(recipe.batch_size))["input_ids"]
@@ -116,7 +116,7 @@ def fitting_steps(recipe: PretrainRecipe, texts: QuickstartTexts, seconds: float
 def choose_sentences(
     tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], own: str | None = None
 ) -> list[str]:
-    """The user's own, or sentences short enough to draw, of words that the vocabulary knows best."""
+    """The user's own, or short sentences with the fewest tokens per word."""
     if own is not None:
         if not tokenizer(own, add_special_tokens=False)["input_ids"]:
             raise ValueError("the sentence holds no word: give one to draw")
@@ -138,7 +138,7 @@ def diagnose_runs(
     length: int,
     progress: Progress,
 ) -> list[Diagnosis]:
-    """Diagnose the model of each run on held-out text, and leave its scores for the page's explorer."""
+    """Diagnose the model of each run on held-out text, and write its explorer data."""
     found = []
     for index, (name, folder) in enumerate(runs.items(), 1):
         model, tokenizer = load_model(str(folder / "model"))
@@ -153,7 +153,7 @@ def diagnose_runs(
 
 
 def numbers(results: dict[str, Result], diagnoses: Sequence[Diagnosis]) -> list[tuple[str, list[float]]]:
-    """Name and a number for each run: means over heads on held-out text, and the held-out loss."""
+    """Rows of name and value per run: means over heads on held-out text, and the held-out loss."""
     rows: list[tuple[str, list[float]]] = [
         ("held-out loss of masked tokens (nats)", [result.eval_loss or 0.0 for result in results.values()]),
         ("held-out perplexity", [result.eval_perplexity or 0.0 for result in results.values()]),

@@ -1,4 +1,4 @@
-"""English prose that is on every machine with Python: the language's own documentation."""
+"""English prose that ships with Python: its documentation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def read_prose(progress: Callable[[int, int], object] = lambda *_: None) -> list[str]:
-    """Different paragraphs of prose, shuffled the same way each time; ``progress`` gets done and total."""
+    """Distinct paragraphs of prose in a fixed shuffled order; ``progress`` gets done and total."""
     found: dict[str, None] = {}
     sources = sorted(
         path for path in Path(sysconfig.get_path("stdlib")).rglob("*.py") if not NOT_READ & set(path.parts)
@@ -47,7 +47,7 @@ def docstrings(source: Path) -> Iterator[str]:
 
 
 def compiled_docstrings() -> Iterator[str]:
-    """Docstrings of the modules that are built into the interpreter, which have no source to parse."""
+    """Docstrings of built-in modules, which have no source to parse."""
     for name in sorted(sys.builtin_module_names):
         owner = importlib.import_module(name)
         members = [owner, *vars(owner).values()]
@@ -60,7 +60,7 @@ def compiled_docstrings() -> Iterator[str]:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Paragraphs that read like prose: not grammar or a session, mostly letters."""
+    """Paragraphs that look like prose: no grammar or interpreter session, mostly letters."""
     for block in re.split(r"\n\s*\n", text):
         words = " ".join(block.split())
         letters = sum(character.isalpha() or character == " " for character in words)

@@ -1,4 +1,4 @@
-"""The page: runs and diagnoses to look at, and an explorer that refines attention in the browser."""
+"""HTML report of runs and diagnoses, with an explorer that refines attention in the browser."""
 
 from saobp.report.explorer import explorer_data, write_explorer
 from saobp.report.page import PAGE_BYTES, write_report

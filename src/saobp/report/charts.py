@@ -1,7 +1,7 @@
-"""Curves and heat maps of the page, described for plotly.
+"""Curves and heat maps of the page as plotly figures.
 
-A figure is plotly's ``data`` and ``layout``, checked by plotly as it is made. Colours that follow the
-reader's scheme are left out: a trace names its run in ``meta``, and the page's script puts the colours in.
+A figure is plotly's ``data`` and ``layout``, validated by plotly. Colours of light and dark mode are not set:
+a trace names its run in ``meta``, and the page's script sets the colours.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NUMBERS_UP_TO = 16
 LAYER_TICKS = 12
 HEIGHT, ROW_HEIGHT = 230, 24
 NAME_LETTERS = 28
-"""Of a run's name, beside its value; legends and tables have all of it."""
+"""Length limit of a run's name next to its value; legends and tables have all of it."""
 STRENGTHS = "strengths"
 
 GTD_SCALE = (
@@ -53,13 +53,13 @@ GTD_SCALE = (
     (DIFFUSE_ABOVE, "#b9cfe6"),
     (1.0, "#1d4477"),
 )
-"""Brown is localised, green healthy, blue diffuse: the stops of the figures for papers."""
+"""Brown is localised, green healthy, blue diffuse: as in the static figures."""
 AMOUNT_SCALE = ((0.0, "#f7f3e8"), (0.35, "#e9c46a"), (0.7, "#c05f3c"), (1.0, "#4a1530"))
 SIGNED_SCALE = ((0.0, "#1d4477"), (0.5, "#f4f4f0"), (1.0, "#a3361b"))
 
 
 def title_of(statistic: str) -> str:
-    """A statistic as a reader would call it."""
+    """Display name of a statistic."""
     if statistic == STRENGTHS:
         return "learned strength (λ)"
     return TITLES.get(statistic, statistic.replace("_", " "))
@@ -68,8 +68,8 @@ def title_of(statistic: str) -> str:
 def curve_figures(runs: Sequence[Run]) -> list[Figure]:
     """Every logged quantity of all runs, then the mean of every statistic over training.
 
-    ``x`` holds the places of each trace on the other axes that a reader may choose, ``isLog`` whether the
-    vertical axis starts out logarithmic.
+    ``x`` holds each trace's coordinates on the alternative axes, ``isLog`` whether the vertical axis is
+    initially logarithmic.
     """
     found = dict.fromkeys(name for run in runs for name in run.curves)
     return [*(_quantity(name, runs) for name in sorted(found, key=_rank)), *_means(runs)]
@@ -90,17 +90,17 @@ def _quantity(name: str, runs: Sequence[Run]) -> Figure:
     ]
     return {
         **_figure(f"curve-{name}", title, traces, _layout("step")),
-        "x": {axis: [_places(series, axis) for _, _, series in lines] for axis in AXES[1:]},
+        "x": {axis: [_coordinates(series, axis) for _, _, series in lines] for axis in AXES[1:]},
         "isLog": name.endswith("perplexity"),
     }
 
 
-def _places(series: Curve, axis: str) -> list[float | None]:
+def _coordinates(series: Curve, axis: str) -> list[float | None]:
     return series.axes.get(axis, [None] * len(series.values))
 
 
 def _means(runs: Sequence[Run]) -> list[Figure]:
-    """How the mean over all heads goes, for runs that were measured more than once."""
+    """The mean over all heads over training, for runs measured more than once."""
     measured = [(index, run) for index, run in enumerate(runs) if len(run.health) > 1]
     figures = []
     for name in dict.fromkeys(name for _, run in measured for name in run.health[0].statistics):
@@ -143,7 +143,7 @@ def head_figures(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _layer_figure(statistic: str, runs: Sequence[tuple[int, Run]]) -> Figure:
-    """Without values, which depend on the chosen step."""
+    """Without values, which depend on the selected step."""
     title = f"{_capital(title_of(statistic))} by layer, mean of its heads"
     traces = [_line(run, index, [], []) for index, run in runs]
     return _figure("layers", title, traces, _layout("layer", healthy=statistic == "gtd", layers=_depth(runs)))
@@ -227,7 +227,7 @@ def gtd_scale() -> dict[str, Any]:
 
 
 def _scale_of(statistic: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """One scale for all runs and snapshots, so that maps can be compared."""
+    """One colour scale for all runs and snapshots, so that maps are comparable."""
     if statistic == "gtd":
         return gtd_scale()
     values = [
@@ -305,7 +305,7 @@ def map_layout(rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 
 def last_values(figure: Figure) -> list[tuple[int, str, str]]:
-    """Index, name and last value of each line, to be read below the chart; a dash if it is no number."""
+    """Index, name and last value of each line, for the text below the chart; a dash if it is not finite."""
     ends = [(trace["meta"], trace["y"]) for trace in figure["data"]]
     return [(meta["place"], meta["name"], shown(values[-1])) for meta, values in ends if values]
 
@@ -325,7 +325,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _as_text(words: str) -> str:
-    """Words that plotly shows as they are: it reads a few tags, and placeholders with a per cent sign."""
+    """Escape text for plotly, which interprets some tags and ``%`` placeholders."""
     return escape(words, quote=False).replace("%", "&#37;")
 
 
@@ -334,7 +334,7 @@ def _capital(text: str) -> str:
 
 
 def _graph_objects() -> Any:
-    """Plotly's own classes, which refuse an attribute that plotly does not have."""
+    """Plotly's classes, which raise on unknown attributes."""
     try:
         import plotly.graph_objects
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""Curves of a run, thinned so that a page stays small however long the run was."""
+"""Curves of a run, downsampled so that the page stays small."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ NOT_DRAWN = (*AXES, "epoch")
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve: values over steps, with tokens and seconds where the run wrote them.
+    """One curve: values over steps, with tokens and seconds where logged.
 
-    ``of`` names the seed in a run with several; ``thinned``, if not None, is how
-    many points there were.
+    ``of`` names the seed in a run with several; ``thinned``, if not None, is the original number of points.
     """
 
     of: str
@@ -26,7 +25,7 @@ class Curve:
     thinned: int | None = None
 
     def thin(self, most: int) -> Curve:
-        """At most so many points, with every stretch's extremes among them."""
+        """Downsample to at most so many points, keeping local extremes."""
         if len(self.values) <= most:
             return self
         kept = _extremes(self.values, most)
@@ -37,8 +36,8 @@ class Curve:
 def read_curves(lines: Sequence[dict[str, Any]], of: str = "") -> dict[str, list[Curve]]:
     """A curve for every quantity that ``metrics.jsonl`` holds, in the order in which they appear.
 
-    A value that is no finite number is a gap. Evaluation lines carry no tokens or seconds of their own, so
-    they take those of the last line before.
+    Non-finite values are gaps. Evaluation lines have no tokens or seconds, so they take those of the line
+    before.
     """
     points: dict[str, list[tuple[dict[str, float | None], float | None]]] = {}
     index: dict[str, float | None] = dict.fromkeys(AXES)
@@ -70,7 +69,7 @@ def _series(of: str, points: list[tuple[dict[str, float | None], float | None]])
 
 
 def _extremes(values: Sequence[float | None], most: int) -> list[int]:
-    """Indices of each stretch's lowest and highest value, so that no spike is lost; both ends stay."""
+    """Indices of the minimum and maximum of each bin, so that no spike is lost, and of both ends."""
     stretches = max(1, most // 2 - 1)
     kept = {0, len(values) - 1}
     for stretch in range(stretches):

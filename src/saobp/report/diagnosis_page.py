@@ -1,4 +1,4 @@
-"""What a diagnosis leaves behind: JSON, CSV, figures, and the page that shows all of it."""
+"""Output of a diagnosis: JSON, CSV, figures, and a page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLE_CHARACTERS = 400
 def write_diagnosis(
     diagnoses: Sequence[Diagnosis], folder: Path, explorer: dict[str, Any] | None = None
 ) -> list[Path]:
-    """Write everything but the page into ``folder``; ``saobp report`` reads it like that of a run."""
+    """Write everything but the page into ``folder``; ``saobp report`` reads it like a run."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [_write_json(diagnoses, folder / DIAGNOSIS), _write_csv(diagnoses, folder / "heads.csv")]
     (folder / EXPLORER).unlink(missing_ok=True)
@@ -56,7 +56,7 @@ def _write_csv(diagnoses: Sequence[Diagnosis], path: Path) -> Path:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: null says that there is no number."""
+    """NaN to None, since JSON has no NaN."""
     if isinstance(value, dict):
         return {name: _without_nan(entry) for name, entry in value.items()}
     if isinstance(value, list):

@@ -25,7 +25,7 @@ FORMAT = 1
 MAX_TOKENS = 48
 MAX_SENTENCES = 6
 TEXT_CHARACTERS = 600
-"""Of a sentence's text as it is listed; its tokens are all there."""
+"""Length limit of a sentence's label; its tokens are complete."""
 
 
 def explorer_data(
@@ -36,10 +36,10 @@ def explorer_data(
     max_tokens: int = MAX_TOKENS,
     subject: str = "model",
 ) -> dict[str, Any]:
-    """Run ``model`` on each sentence and keep the scores of every head as they are before refinement.
+    """Run ``model`` on each sentence and store the scores of every head before refinement.
 
-    Sentences are cut to ``max_tokens``; ``left_out`` says so. A refined model keeps its strengths beside the
-    scores, so that the page can show its own attention. Ready for JSON, in the form that the page reads.
+    Sentences are cut to ``max_tokens``, noted in ``left_out``. The strengths of a refined model are stored
+    too, so that the page can show its own attention. JSON-serialisable, in the format of the page.
     """
     if max_tokens < 2:
         raise ValueError(f"sentences can be cut to at least 2 tokens, not to {max_tokens}")
@@ -76,14 +76,14 @@ def explorer_data(
 
 
 def write_explorer(data: dict[str, Any], folder: Path) -> Path:
-    """``explorer.json`` in a run folder, where the report looks for it."""
+    """``explorer.json`` in a run folder, read by the report."""
     path = folder / EXPLORER
     write_atomically(path, json.dumps(data, allow_nan=False) + "\n")
     return path
 
 
 def is_explorer(data: dict[str, Any]) -> bool:
-    """Whether the page can read this: every part there, and every head as long as its sentence says."""
+    """Whether this is valid data for the page: all fields, and sizes that match the tokens."""
     try:
         layers, refinement = len(data["layers"]), data["refinement"]
         return (
@@ -123,7 +123,7 @@ def _is_sentence(sentence: dict[str, Any], layers: int) -> bool:
 def encode_sentence(
     tokenizer: PreTrainedTokenizerBase, sentence: str, room: int
 ) -> tuple[Tensor, list[str], bool]:
-    """Ids ``[1, length]``, each token as a reader would write it, and whether the sentence was cut."""
+    """Ids ``[1, length]``, readable tokens, and whether the sentence was truncated."""
     short = sentence[: CHARACTERS_PER_TOKEN * (room + 1)]
     whole = tokenizer(short, truncation=True, max_length=room + 1)["input_ids"]
     cut = len(whole) > room or len(short) < len(sentence)
@@ -139,7 +139,7 @@ def encode_sentence(
 
 
 def _readable(name: str, written: str) -> str:
-    """The part of the text that a token stands for; its name where there is none, as for [CLS]."""
+    """The text of a token; its name if it has none, as [CLS]."""
     part = written.strip()
     if not part:
         return name if not written else "␣"
@@ -179,5 +179,5 @@ def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
 
 
 def _plain(refinement: dict[str, Any]) -> dict[str, Any]:
-    """Without the strength, which is listed for each head."""
+    """Without the strength, which is stored per head."""
     return {name: value for name, value in refinement.items() if name != "strength"}

@@ -1,6 +1,6 @@
-"""One HTML file with everything inside: words, tables, figures for plotly, plotly itself, style, script.
+"""One self-contained HTML file: text, tables, figures for plotly, plotly itself, style, script.
 
-Words and tables are written out here, so they are there at once and without a script. A content security
+Text and tables are rendered here, so they need no script. A content security
 policy names the hashes of the page's script and of plotly, so nothing else runs, and forbids every request,
 whatever the data holds.
 """
@@ -64,7 +64,7 @@ def write_report(
 ) -> Path:
     """Write the page of some run folders to ``out``.
 
-    explorer: what :func:`explorer_data` returned, beside the explorer.json that a folder may hold
+    explorer: result of :func:`explorer_data`, in addition to any explorer.json in the folders
     tables:   shown first, for instance the tables of a reproduction
     sample:   a text to quote, for instance the first that was measured
     styles:   light colour, dark colour and dash of each run, at most eight
@@ -91,7 +91,7 @@ def render(
     live: dict[str, Any] | None = None,
     max_bytes: int = PAGE_BYTES,
 ) -> str:
-    """The page as text; ``live`` tells it that a server answers typed sentences, and its limits."""
+    """The page as text; ``live``: limits of a server that runs typed sentences, if there is one."""
     explorers = [(run.name, run.explorer) for run in runs if run.explorer is not None]
     if explorer is not None:
         explorers.append((str(explorer["subject"]), explorer))
@@ -128,7 +128,7 @@ def render(
 
 
 def script_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """Everything but the explorers that the script reads (``types.js`` describes it)."""
+    """Data of the script except the explorers (see ``types.js``)."""
     return {
         "curves": curve_figures(runs),
         "heads": head_figures(runs) if any(run.health for run in runs) else None,
@@ -141,12 +141,12 @@ def script_data(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def explored(explorer: dict[str, Any], run: str) -> dict[str, Any]:
-    """An explorer as the script reads it: with its name, and the layout of the map of all its heads."""
+    """An explorer as the script reads it: with its name, and the layout of the head overview."""
     return {**explorer, "run": run, "layout": map_layout(explorer["sentences"][0]["scores"])}
 
 
 def _own_colours(runs: Sequence[Run]) -> str:
-    """Style for runs that come with colours, beside that of the page."""
+    """CSS for runs with colours of their own."""
     own = [(index, run.colours) for index, run in enumerate(runs) if run.colours is not None]
     light, dark = ("".join(f"--run-{index}: {pair[side]}; " for index, pair in own) for side in (0, 1))
     if not own:
@@ -193,6 +193,6 @@ def _template() -> Template:
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON escaped for a script element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

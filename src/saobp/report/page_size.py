@@ -1,4 +1,4 @@
-"""What goes into a page that must stay small enough to be mailed.
+"""Size limits of a page, so that it can be mailed.
 
 Of its 6 MB, plotly takes 2, curves and maps of heads at most about as much again. The explorer has the rest.
 """
@@ -12,13 +12,13 @@ from typing import Any
 from saobp.report.run_view import Run
 
 POINTS, ALL_POINTS = 600, 40_000
-"""Most points of one curve, about what a screen can tell apart, and of all curves of a page together."""
+"""Most points of one curve, about a screen's resolution, and of all curves together."""
 SNAPSHOTS, ALL_CELLS = 60, 180_000
 """Most snapshots of training at which all heads are shown, and most numbers in all of their maps together."""
 
 
 def thinned(runs: Sequence[Run]) -> list[Run]:
-    """The runs with as many points and snapshots as a page can hold; the last one always stays."""
+    """The runs downsampled to the limits of a page; the last snapshot always stays."""
     curves = sum(len(series) for run in runs for series in run.curves.values())
     points = max(24, min(POINTS, ALL_POINTS // max(1, curves)))
     cells = sum(run.health[-1].cells for run in runs if run.health)
@@ -42,7 +42,7 @@ def _spread(entries: list[Any], most: int) -> list[Any]:
 def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:
     """The first sentences whose scores fit into ``room`` bytes; of a single long one, some of its layers.
 
-    What was left out is said in ``left_out``.
+    ``left_out`` notes what was dropped.
     """
     sizes = [_size(sentence["scores"]) for sentence in explorer["sentences"]]
     kept, used = 0, 0
@@ -71,7 +71,7 @@ def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:
 
 
 def _trimmed(scores: list[list[Any]], room: int) -> list[list[Any]]:
-    """Drops the last heads that are still too many; the very first stays."""
+    """Drop heads that do not fit; the first one stays."""
     used, trimmed = 0, []
     for own in scores:
         row = []

@@ -1,4 +1,4 @@
-"""Plotly for the page: the script that its Python package ships, small enough to travel inside a file.
+"""Plotly for the page: the script of its Python package, compressed to be embedded.
 
 It is stored compressed (2 MB instead of 4.8) in an element that no browser runs; the page unpacks it, and the
 content security policy names the hash of the unpacked text, so that it and nothing else may run.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 class MissingPlotlyError(ImportError):
-    """There is no plotly here, so no page can be written."""
+    """Plotly is not installed, so no page can be written."""
 
     def __init__(self) -> None:
         super().__init__("the page needs plotly, which is not installed here: pip install 'plotly>=6'")
@@ -22,7 +22,7 @@ class MissingPlotlyError(ImportError):
 
 @dataclass(frozen=True)
 class Library:
-    """``packed`` is base64 of gzip; ``source`` is how a content security policy names the script."""
+    """``packed`` is base64 of gzip; ``source`` is the script's hash in a content security policy."""
 
     packed: str
     source: str
@@ -30,7 +30,7 @@ class Library:
 
 @functools.cache
 def plotly_library() -> Library:
-    """The library, packed once in a process. Raises :class:`MissingPlotlyError`."""
+    """The library, cached per process. Raises :class:`MissingPlotlyError`."""
     try:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError:
@@ -40,5 +40,5 @@ def plotly_library() -> Library:
 
 
 def source_of(script: bytes) -> str:
-    """``'sha256-...'``, by which a policy allows one script."""
+    """``'sha256-...'`` of a script for a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'"

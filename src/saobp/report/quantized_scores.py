@@ -1,7 +1,7 @@
-"""Scores of a head in 16 bits an entry, small enough to travel in a page.
+"""Scores of a head quantized to 16 bits an entry, to be embedded in a page.
 
-Softmax does not feel a constant added to a row, so a row of log probabilities holds the same as its scores.
-Each is stored as the whole number ``sqrt(-log p) / step``. With the usual step the error of a probability is
+Softmax is invariant to a constant added to a row, so log probabilities are as good as scores. Each is stored
+as the integer ``sqrt(-log p) / step``. With the usual step the error of a probability is
 below 5e-5 and that of its logarithm a few parts in ten thousand, at large and small values alike; half
 precision would lose four times as much near p = 0.4, and needs more code to read in a browser.
 """
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 USUAL_STEP = 1e-4
 HIDDEN = 65535
-"""The code of a key that the row cannot see."""
+"""The code of a masked key."""
 
 
 def encode_head(log_rows: NDArray[numpy.float64]) -> dict[str, Any]:
-    """Log probabilities ``[length, length]``, minus infinity where a row cannot see, ready for JSON.
+    """Log probabilities ``[length, length]``, minus infinity at masked keys, to JSON.
 
-    A head that reaches further down than the usual step can say gets a wider one. Of a causal head only the
-    lower triangle is kept, row after row.
+    A head whose range exceeds the usual step's gets a larger step. Of a causal head only the lower triangle
+    is stored, row-major.
     """
     seen = numpy.isfinite(log_rows)
     roots = numpy.sqrt(numpy.maximum(-numpy.where(seen, log_rows, 0.0), 0.0))
@@ -36,7 +36,7 @@ def encode_head(log_rows: NDArray[numpy.float64]) -> dict[str, Any]:
 
 
 def decode_head(head: dict[str, Any], length: int) -> NDArray[numpy.float64]:
-    """The log probabilities that a page will work with, ``[length, length]``."""
+    """Decoded log probabilities, as the page has them, ``[length, length]``."""
     codes = numpy.frombuffer(base64.b64decode(head["codes"]), "<u2")
     values = numpy.where(codes == HIDDEN, -numpy.inf, -((codes * head["step"]) ** 2))
     if not head["triangle"]:

@@ -1,4 +1,4 @@
-"""Run folders as the page shows them: what is there, and a sentence for what is not."""
+"""Run folders as the page shows them, with a sentence for each missing or unreadable part."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Run:
     """One run, or one subject of a diagnosis.
 
     curves:   by quantity, one series per seed
-    facts, recipe, result: name and value, in the order of the page
+    facts, recipe, result: name and value, in display order
     problems: sentences on what is missing or cannot be read
-    colours:  of its curves on a light and on a dark ground; by default those of its index on the page
-    dash:     which of the dashes its curves have, beside another run of the same colour
+    colours: of its curves in light and dark mode; by default those of its index on the page
+    dash: index of its line style, to distinguish runs of the same colour
     """
 
     name: str
@@ -56,7 +56,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Every run of the given folders, under names that tell them apart."""
+    """Every run of the given folders, under unique names."""
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"there is no folder {str(folder)!r} with a run")
@@ -66,7 +66,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def refinement_words(refinement: Any) -> str:
-    """A recorded refinement in its text form; as it was recorded where its factor is not registered here."""
+    """A recorded refinement in its text form; unchanged if its factor is not registered here."""
     try:
         return str(Refinement.from_dict(refinement or {"factor": "none"}))
     except (TypeError, ValueError):
@@ -175,7 +175,7 @@ def _facts(recipe: dict[str, Any], record: dict[str, Any]) -> Facts:
 
 
 def _date_text(value: Any) -> Any:
-    """``2026-01-31 12:00:05 UTC`` instead of the form that files hold."""
+    """ISO 8601 to ``2026-01-31 12:00:05 UTC``."""
     try:
         when = datetime.fromisoformat(value)
     except (TypeError, ValueError):

@@ -1,8 +1,9 @@
 """The page's modules as one inline script, without a build tool.
 
 The files in ``page/`` are ordinary ES modules, which Node and editors read as they are. A page opened from
-disk may not import files, so they are joined: dependencies first, imports and the word ``export`` taken away.
-What remains is one module with one scope, in which every top-level name must be unique; a test holds that.
+disk may not import files, so they are concatenated: dependencies first, without imports and the word
+``export``. The result is one module with one scope, in which every top-level name must be unique; a test
+checks that.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The explorer on this machine: a page, and one address that runs the model on a typed sentence.
+"""Local server of the explorer: a page, and one endpoint that runs the model on a typed sentence.
 
-Only two things can be asked for, so no file can be reached. It listens on 127.0.0.1 alone. A web page
-elsewhere could still point a browser here under a name of its own (DNS rebinding) or post across sites: so
-the Host header must name this very address, an Origin must too, and a sentence must come as JSON, which no
-foreign form can send. A fixed number of threads answers; a connection has a deadline for sending its request
-and one for taking its answer, so slow ones cannot hold the threads.
+There are two endpoints and no file access. It listens on 127.0.0.1 only. Another site could still use DNS
+rebinding or cross-site posts: so Host and Origin headers must match this address, and a sentence must be
+JSON, which no cross-site form can send. A fixed number of threads answers; requests and
+responses have deadlines, so slow clients cannot block the threads.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ WORKERS = 8
 WAITING = 256
 """Connections that may wait for a worker; more are answered with 503."""
 DEADLINE = 15.0
-"""Seconds for sending a whole request, and for taking a whole answer."""
+"""Seconds for receiving a request, and for sending the response."""
 BUSY = (
     b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\n\r\n"
     b'{"problem": "too many requests wait already: try again"}'
@@ -42,8 +41,8 @@ Answer = Callable[[str], dict[str, Any]]
 def make_server(answer: Answer, *, subject: str, characters: int, tokens: int, port: int = 0) -> HTTPServer:
     """A server that is ready to ``serve_forever``; port 0 takes a free one.
 
-    ``answer`` gives the explorer's data for a sentence, or raises ValueError with a message for the reader;
-    it is never called twice at once.
+    ``answer`` returns the explorer's data for a sentence, or raises ValueError with a message for the user;
+    calls are serialised.
     """
     live = {"characters": characters, "tokens": tokens, "subject": subject}
     page = render([], title="Attention explorer", live=live).encode(errors="replace")
@@ -64,7 +63,7 @@ def make_server(answer: Answer, *, subject: str, characters: int, tokens: int, p
 
 
 class _Server(HTTPServer):
-    """Connections wait in a queue for one of ``WORKERS`` threads; a client that goes away is no error."""
+    """A queue of connections and ``WORKERS`` threads; client disconnects are not errors."""
 
     request_queue_size = WAITING
 
@@ -103,7 +102,7 @@ class _Server(HTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET / with the page and POST /attention with scores; everything else is refused."""
+    """Answers GET / with the page and POST /attention with scores; rejects everything else."""
 
     page: bytes
     look: Answer
@@ -120,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().finish()
 
     def _shut_down_later(self, direction: int) -> threading.Timer:
-        """Ends reads or writes of the connection when its time is over."""
+        """Shut down reads or writes of the connection at its deadline."""
 
         def shut_down() -> None:
             self.is_late = True
@@ -179,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, "application/json", json.dumps(found).encode())
 
     def _is_from_here(self) -> bool:
-        """Whether the request was meant for this address; answers it if not."""
+        """Whether Host and Origin match; sends the error response if not."""
         port = self.connection.getsockname()[1]
         hosts = {f"{name}:{port}" for name in NAMES}
         origin = self.headers.get("Origin")
@@ -210,4 +209,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Quiet: what is typed stays between the reader and the model."""
+        """No access log: typed sentences stay private."""

@@ -23,7 +23,7 @@ class Snapshot:
     errors:    grids of standard errors, where they are known
     strengths: grid of lambda, for a model that learns it
     across:    cross-layer GTD by layer, from the second layer on
-    largest_entropy: of rows that are even over all they may see, where the length of the texts is known
+    largest_entropy: of uniform rows, if the length of the texts is known
     """
 
     step: int | None
@@ -44,11 +44,11 @@ class Snapshot:
 
     @property
     def cells(self) -> int:
-        """Numbers in all of its grids."""
+        """Number of values in all grids."""
         return self.heads * (1 + len(self.statistics) + len(self.errors) + (self.strengths is not None))
 
     def to_dict(self) -> dict[str, Any]:
-        """For the page: rounded to what can be seen, verdicts by index, strengths among the values."""
+        """For the page: rounded, verdicts by index, strengths among the values."""
         grids = {**self.statistics, **({} if self.strengths is None else {"strengths": self.strengths})}
         return {
             "step": self.step,
@@ -58,7 +58,7 @@ class Snapshot:
         }
 
     def diagnosis(self, subject: str) -> Diagnosis:
-        """The same as a diagnosis, which the figures are drawn from."""
+        """The same as a diagnosis, for the figures."""
         nan = float("nan")
         heads = [
             HeadHealth(
@@ -82,7 +82,7 @@ class Snapshot:
 def read_snapshot(entry: dict[str, Any], length: float | None, causal: bool | None) -> Snapshot | None:
     """A line of ``health.jsonl``; None if it does not have that form.
 
-    With the length of the texts and the order of the rows known, a verdict also knows the largest entropy.
+    Verdicts also use the largest entropy if length and causality are known.
     """
     step, names, statistics = number(entry.get("step")), entry.get("layers"), entry.get("statistics")
     if step is None or not isinstance(names, list) or not names or not isinstance(statistics, dict):
@@ -142,7 +142,7 @@ def diagnosed(record: dict[str, Any]) -> Snapshot | None:
 
 
 def _across(values: Any, layers: int) -> dict[int, float]:
-    """Cross-layer GTD of a line, which lists it from the second layer on."""
+    """Cross-layer GTD of a log line, from the second layer on."""
     if not isinstance(values, list) or len(values) != layers - 1:
         return {}
     numbers = {layer: number(value) for layer, value in enumerate(values, 1)}

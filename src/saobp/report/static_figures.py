@@ -17,7 +17,7 @@ from saobp.report.run_view import Run, read_runs
 
 FIRST = ("loss", "eval_loss", "eval_perplexity")
 TEXT_STAYS_TEXT: dict[Any, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "saobp"}
-"""Fonts that a publisher accepts, and the same file for the same data."""
+"""Text as text in SVG, TrueType fonts in PDF, and reproducible files."""
 
 
 def write_figures(folders: Sequence[Path], out: Path, form: str) -> list[Path]:
@@ -49,14 +49,14 @@ def write_figures(folders: Sequence[Path], out: Path, form: str) -> list[Path]:
 
 
 def drawn_curves(runs: Sequence[Run]) -> list[str]:
-    """Losses and everything measured on held-out data; rates and speeds are left to the page."""
+    """Losses and everything measured on held-out data; not learning rates and speeds."""
     found = dict.fromkeys(name for run in runs for name in run.curves)
     others = [name for name in found if name.startswith("eval_") and name not in FIRST]
     return [*(name for name in FIRST if name in found), *others]
 
 
 def training_curves(runs: Sequence[Run]) -> Figure:
-    """One panel for each quantity that any run has, over steps; the seeds of a run share its colour."""
+    """One panel per logged quantity, over steps; the seeds of a run share its colour."""
     names = drawn_curves(runs)
     columns = min(2, len(names))
     rows = -(-len(names) // columns)
@@ -89,7 +89,7 @@ def training_curves(runs: Sequence[Run]) -> Figure:
 
 
 def _logarithmic(panel: Axes) -> None:
-    """Perplexities on a logarithmic axis, as on the page, with plain numbers beside it."""
+    """Logarithmic axis for perplexities, as on the page, with plain tick labels."""
     panel.set_yscale("log")
     panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
     panel.yaxis.set_major_formatter("{x:g}")

@@ -1,4 +1,4 @@
-"""What a run's numbers say, in sentences."""
+"""Summary of a run in sentences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEANINGS: dict[Verdict, str] = {
 }
 PLACES_NAMED, LAYERS_NAMED = 12, 4
 NONE = "\N{EN DASH}"
-"""In tables, where there is no number."""
+"""Placeholder for a missing number in tables."""
 
 
 def summary(run: Run) -> list[str]:
@@ -59,7 +59,7 @@ def _training_words(run: Run) -> list[str]:
 
 
 def _course(series: Curve) -> str:
-    """How a curve with at least one number went; one that ends without numbers has failed."""
+    """How a curve with at least one number developed; one that ends without numbers has failed."""
     there = [index for index, value in enumerate(series.values) if value is not None]
     first, last = (series.values[index] for index in (there[0], there[-1]))
     words = f"went from {first:.2f} to {last:.2f}" if len(there) > 1 else f"was {first:.2f}"
@@ -87,7 +87,7 @@ def _head_words(last: Snapshot) -> list[str]:
 
 
 def _named(indices: Sequence[tuple[int, int]]) -> str:
-    """``layer 0 heads 1, 2; layer 3 head 0``, or of many the layers that have most of them."""
+    """``layer 0 heads 1, 2; layer 3 head 0``; for many heads, the layers with most of them."""
     layers: dict[int, list[int]] = {}
     for layer, head in indices:
         layers.setdefault(layer, []).append(head)
@@ -101,7 +101,7 @@ def _named(indices: Sequence[tuple[int, int]]) -> str:
 
 
 def shown(value: float | None, digits: int = 3) -> str:
-    """A number in a table: fixed digits near one, few significant ones for others, a dash for none."""
+    """A number in a table: fixed digits near one, few significant digits for others, a dash for none."""
     if value is None:
         return NONE
     size = abs(value)
@@ -113,7 +113,7 @@ def shown(value: float | None, digits: int = 3) -> str:
 
 
 def fact_text(value: Any) -> str:
-    """A fact as it stands in a table."""
+    """A fact as the text of a table cell."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, int):
@@ -125,7 +125,7 @@ def fact_text(value: Any) -> str:
 
 
 def _list_text(entries: list[Any]) -> str:
-    """Entries after each other; of numbers by layer and head only how many and how large."""
+    """Comma-separated entries; numbers by layer and head as count and range."""
     found = [number(value) for row in entries if isinstance(row, list) for value in row]
     values = [value for value in found if value is not None]
     is_grid = all(isinstance(row, list) for row in entries) and 0 < len(values) == len(found)

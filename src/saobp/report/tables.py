@@ -1,4 +1,4 @@
-"""Tables of the page, as rows of text that the template writes out."""
+"""Tables of the page, as rows of text for the template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALLEST_ERROR = 0.0005
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table that the caller wants at the top of the page: numbers or text, as they are to be read."""
+    """A table at the top of the page, cells formatted by the caller."""
 
     title: str
     columns: Sequence[str]
@@ -24,7 +24,7 @@ class PageTable:
 
 
 def fact_tables(runs: Sequence[Run]) -> list[PageTable]:
-    """Facts, results and recipes with the runs as columns; what no run has is left out."""
+    """Facts, results and recipes with the runs as columns; rows without any value are dropped."""
     parts = [
         _beside("Runs", runs, [run.facts for run in runs]),
         _beside("Results", runs, [run.result for run in runs]),
@@ -34,7 +34,7 @@ def fact_tables(runs: Sequence[Run]) -> list[PageTable]:
 
 
 def _beside(title: str, runs: Sequence[Run], facts: Sequence[Sequence[tuple[str, Any]]]) -> PageTable:
-    """Names in the order in which they first appear."""
+    """A table with runs as columns; rows in order of first appearance."""
     having = [(run.name, dict(own)) for run, own in zip(runs, facts, strict=True) if own]
     names = dict.fromkeys(name for own in facts for name, _ in own)
     rows = [
@@ -45,7 +45,7 @@ def _beside(title: str, runs: Sequence[Run], facts: Sequence[Sequence[tuple[str,
 
 
 def _readable(name: str) -> str:
-    """Names of nested fields in words; names of data, which may hold anything, stay as they are."""
+    """Names of nested fields in words; names of data unchanged."""
     return name if name.startswith("data: ") else name.replace(".", " · ").replace("_", " ")
 
 

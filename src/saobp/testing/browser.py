@@ -12,7 +12,7 @@ from typing import Any
 
 PAGE_FOLDER = Path(__file__).parents[1] / "report" / "page"
 HOSTILE = "<b>bold</b> </script><script>alert('x')</script> \"quoted\" שלום עולם 🙂👩‍👩‍👧 &amp; ${7*7} café"
-"""What no page may take for markup, a template or the end of a script."""
+"""Text that a page must escape: markup, template, end of a script."""
 NO_NODE = "the page's arithmetic is not checked in Node: there is no node on this machine"
 NO_CHROMIUM = (
     "the page is not opened in a browser: there is no chromium on this machine, "
@@ -35,7 +35,7 @@ def node_path() -> str | None:
 
 
 def run_node(script: str, given: Any) -> Any:
-    """What a module beside the page's own prints as JSON; it finds ``given`` as a constant of that name."""
+    """Run a module next to the page's own; returns the JSON it prints. It sees ``given`` as a constant."""
     node = node_path()
     assert node is not None
     source = f"const given = JSON.parse(await new Response(process.stdin).text());\n{script}"
@@ -53,7 +53,7 @@ def run_node(script: str, given: Any) -> Any:
 
 
 class Opened:
-    """A page in a browser, with what it said and asked for.
+    """A page in a browser, with its console messages and requests.
 
     ``tab`` is Playwright's page; ``complaints`` are console messages and errors, ``requests`` the addresses.
     """
@@ -94,7 +94,7 @@ class Opened:
         return self.tab.evaluate("document.documentElement.scrollWidth - innerWidth")
 
     def settle(self) -> None:
-        """Wait until what was pressed or moved is on the screen: two frames."""
+        """Wait two frames, until the last input is rendered."""
         self.tab.evaluate(
             "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
         )
@@ -135,7 +135,7 @@ class Opened:
         self.settle()
 
     def picture(self, place: int) -> str:
-        """The pixels of one of the two maps."""
+        """The pixels of a map."""
         return self.tab.evaluate(
             "(place) => document.querySelectorAll('canvas.map')[place].toDataURL()", place
         )

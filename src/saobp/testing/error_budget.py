@@ -1,9 +1,9 @@
-"""How wrong a faster path may be: at most twice as wrong as the plain one in the same precision.
+"""Error budget of a faster path: at most twice the error of the plain one in the same precision.
 
-Errors are measured against the specification in double precision, on the very numbers (already rounded)
-that the candidate sees. The data and the precision set the scale. The small multiples of a rounding were
-chosen by trial: tight enough to catch a gamma off by 1e-4 (float32), 1 % (float16) or 10 % (bfloat16), wide
-enough for sound float32 arithmetic on collapsed heads. In bfloat16 a gamma off by 3 % passes.
+Errors are measured against the specification in double precision, on the same (already rounded) inputs. The
+data and the precision set the scale. The small multiples of a rounding are empirical: tight enough to catch a
+gamma off by 1e-4 (float32), 1 % (float16) or 10 % (bfloat16), wide enough for sound float32 arithmetic on
+collapsed heads. In bfloat16 a gamma off by 3 % passes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Distance(NamedTuple):
 
 @dataclass(frozen=True)
 class Error:
-    """Error of one result and what it may be."""
+    """Error of one result and its limit."""
 
     name: str
     found: Distance
@@ -62,13 +62,13 @@ def assert_within_budget(
     frozen: bool = False,
     times: float = 2.0,
 ) -> list[Error]:
-    """Hold output and gradients of query, key, value and strength to the budget; returns what was measured.
+    """Assert that output and gradients are within the budget; returns the measured errors.
 
     The device is that of ``inputs``. Each result may be off by ``times`` the plain path's error, plus
     rounding the result once and the terms it sums up twice. Where the plain path is right by luck, its
     error counts as no less than what moving the inputs and, one by one, the scores by a rounding of the
     arithmetic (float32 or better) would do; for a strength, which has too few entries for one error to be a
-    fair sample, a rounding of the inputs' own precision. A ``frozen`` strength's gradient is not asked for.
+    fair sample, a rounding of the inputs' own precision. A ``frozen`` strength has no gradient.
     """
     dim = inputs.query.shape[-1]
     scale = dim**-0.5 if scale is None else scale
@@ -127,7 +127,7 @@ def assert_within_budget(
 
 
 def run(operation: Operation, inputs: AttentionInputs, gradients: bool = True) -> dict[str, Tensor]:
-    """Output and, if asked for, the gradient of each input, by name."""
+    """Output and, optionally, the gradient of each input, by name."""
     leaves = inputs.leaves()
     output = operation(*leaves)
     results = {"output": output.detach()}

@@ -1,4 +1,4 @@
-"""Run folders as training leaves them, made up in milliseconds: plausible, but of no run."""
+"""Synthetic run folders in the format of training, written in milliseconds."""
 
 from __future__ import annotations
 

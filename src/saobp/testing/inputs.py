@@ -14,7 +14,7 @@ Collapse = Literal["sink", "diagonal"]
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """One call of the operation and the gradient that comes back to it.
+    """One call of the operation and the gradient of its output.
 
     query ``[batch, heads, queries, dim]``, key and value ``[batch, key_heads, keys, dim]``, strength
     ``[heads]`` (at least float32), output_gradient like query, padding_mask ``[batch, keys]``.
@@ -43,7 +43,7 @@ class AttentionInputs:
         )
 
     def leaves(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """query, key, value and strength as fresh leaves that collect gradients, strides kept."""
+        """query, key, value and strength as new leaf tensors with gradients, same strides."""
         query, key, value, strength = (
             t.detach().requires_grad_() for t in (self.query, self.key, self.value, self.strength)
         )
@@ -66,7 +66,7 @@ def attention_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> AttentionInputs:
-    """Normal numbers; ``transposed`` makes strided views of ``[batch, length, heads, dim]``, as models do."""
+    """Normal samples; ``transposed`` makes strided views of ``[batch, length, heads, dim]``, as models do."""
     random = torch.Generator().manual_seed(seed)
     queries, key_heads = length if queries is None else queries, key_heads or heads
     value_dim = value_dim or dim

@@ -1,6 +1,6 @@
-"""The paper's formulas written out literally, to hold the vectorised code against.
+"""The paper's formulas written out literally, as a reference for the vectorised code.
 
-One head at a time, double precision, plain Python numbers: slow and easy to compare with the printed page.
+One head at a time, double precision, plain Python numbers: slow and easy to compare with the paper.
 Rows are ``[node][label]``, every visible row summing to one.
 """
 
@@ -114,7 +114,7 @@ def elemmul(
 def loopy_propagation(
     prior: Tensor, potential: Tensor, steps: int, hears: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sum-product belief propagation with cavity messages: what i tells j leaves out what j told i.
+    """Sum-product belief propagation with cavity messages: the message from i to j excludes the one from j.
 
     prior ``[nodes, labels]``, potential psi ``[labels, labels]``, ``hears[j, i]`` True where an edge carries
     messages from i to j (default: every other node). All messages are sent at once, starting from uniform

@@ -1,4 +1,4 @@
-"""What a written page holds, for tests of it."""
+"""Parse a written page, for tests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def page_of(path: Path) -> dict[str, Any]:
 
 
 def words_of(path: Path) -> str:
-    """What a reader sees of a page before any script has run, tags between it."""
+    """The body of a page before any script has run, with tags."""
     return html.unescape(
         path.read_text(encoding="utf-8").partition('<main id="page">')[2].partition("</main>")[0]
     )
 
 
 def figure(path: Path, name: str) -> dict[str, Any]:
-    """A chart of a page's curves as plotly gets it."""
+    """A plotly figure of a page's curves."""
     return next(one for one in page_of(path)["curves"] if one["id"] == name)

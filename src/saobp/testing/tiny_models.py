@@ -130,7 +130,7 @@ FAMILIES = {**ENCODERS, **DECODERS}
 def tiny_model(family: str, *, seed: int = 0, **options: Any) -> PreTrainedModel:
     """A random model of two layers and four heads, in evaluation mode; ``options`` go to its config.
 
-    Weights are large, so that attention is far from uniform and a wrong mask or message shows.
+    Weights are large, so that attention is far from uniform and a wrong mask or message is detected.
     """
     torch.manual_seed(seed)
     return FAMILIES[family](**options).eval()

@@ -1,4 +1,4 @@
-"""What tests of training need: rows of tokens, a small tokenizer, a recipe of seconds, processes to kill."""
+"""Fixtures for tests of training: token rows, a small tokenizer, a recipe of seconds, child processes."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ WORDS = "the cat dog house river stone walks runs sleeps over under near with a 
 
 
 def prose(paragraphs: int = 40, seed: int = 0) -> str:
-    """Text that nobody wrote, in paragraphs."""
+    """Random text in paragraphs."""
     drawn = random.Random(seed)
     return "\n\n".join(" ".join(drawn.choices(WORDS.split(), k=60)) + "." for _ in range(paragraphs))
 
 
 def small_tokenizer(family: str = "bert") -> PreTrainedTokenizerFast:
-    """Learned from :func:`prose`."""
+    """Trained on :func:`prose`."""
     size, kind = (300, "bpe") if family in DECODERS else (60, "wordpiece")
     return train_vocabulary([prose()], size, kind)
 
 
 class RandomRows:
-    """Rows of tokens with something to learn: each token is likely followed by its successor."""
+    """Learnable token rows: each token is likely followed by its successor."""
 
     def __init__(self, rows: int, length: int, vocabulary: int, seed: int = 0) -> None:
         drawn = np.random.default_rng(seed)
@@ -56,7 +56,7 @@ class RandomRows:
 
 
 def small_recipe(**changes: Any) -> PretrainRecipe:
-    """A model of one layer, 16 wide, in a run of a dozen steps; changes win."""
+    """A model of one layer, 16 wide, in a run of a dozen steps; keyword arguments override."""
     models.SIZES["test"] = Size(1, 16, 2, 32)
     fields: dict[str, Any] = {
         "steps": 12,
@@ -82,7 +82,7 @@ def train_small(recipe: PretrainRecipe, folder: Path, **options: Any) -> Result:
 
 
 def forked(work: Callable[[], object]) -> BaseProcess:
-    """Start ``work`` in a copy of this process, which may be killed without harm to this one."""
+    """Run ``work`` in a forked process, which tests may kill."""
 
     def run() -> None:
         torch.set_num_threads(1)
@@ -101,10 +101,9 @@ def forked(work: Callable[[], object]) -> BaseProcess:
 def in_processes(
     count: int, work: Callable[[], object], *, sharded: str | None = None, seconds: float = 120.0
 ) -> None:
-    """Run ``work`` in so many processes that find each other as in a distributed launch on CPUs.
+    """Run ``work`` in so many processes as in a distributed launch on CPUs.
 
-    sharded: the kind of state dict of FSDP 2, which then divides the model. One that has not ended after so
-    many seconds has failed, as has one that ends with an error.
+    sharded: state dict type of FSDP 2, which then shards the model. Raises on a timeout or an error.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -150,10 +149,7 @@ def in_processes(
 
 
 def take_cpus_for_accelerators() -> None:
-    """Let Accelerate use FSDP in this process; by itself it does so on accelerators only.
-
-    All else is as in a launch: PyTorch divides a model on CPUs just so, by gloo.
-    """
+    """Let Accelerate use FSDP on CPUs in this process, over gloo; by default it requires accelerators."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 

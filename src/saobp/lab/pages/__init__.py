@@ -1,4 +1,4 @@
-"""One function per experiment, by its name: it fills the experiment's page from what runs have left."""
+"""One function per experiment, by name, which fills its page from results."""
 
 from collections.abc import Callable
 

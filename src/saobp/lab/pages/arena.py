@@ -1,4 +1,4 @@
-"""The page of the arena at one scale; ``saobp arena`` writes one of all runs that there are."""
+"""The page of the arena at one scale; ``saobp arena`` writes one of any runs."""
 
 from __future__ import annotations
 

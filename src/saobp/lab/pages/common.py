@@ -1,4 +1,4 @@
-"""What several pages share."""
+"""Helpers shared by the pages."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _gtd(health: Mapping[str, object]) -> dict[str, float]:
 
 
 def correlation_in_words(points: Sequence[Mapping[str, float]], statistic: str) -> str:
-    """``-0.91 (p = 0.012, 16 points)``, or why there is none."""
+    """``-0.91 (p = 0.012, 16 points)``, or the reason for none."""
     pairs = [(point[statistic], point["score"]) for point in points if statistic in point]
     try:
         found = pearson([x for x, _ in pairs], [y for _, y in pairs])
@@ -160,7 +160,7 @@ def methods_of(experiment: Experiment, family: str = "bert") -> tuple[str, ...]:
 
 
 def followed(waiting: Values, ends: Values) -> str:
-    """How the wait of a run and its end go together, over all runs that have both."""
+    """Rank correlation of plateau length and final value, over all runs that have both."""
     pairs = [
         (wait, ends[key][seed])
         for key, own in waiting.items()

@@ -1,4 +1,4 @@
-"""The pages of the questions that the paper leaves open."""
+"""The pages of the open questions."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def steps(results: Results, page: Page) -> None:
 
 
 def _tally(page: Page, methods: Sequence[str]) -> None:
-    """How many of the paper's differences each method shows."""
+    """How many of the paper's differences each method reproduces."""
     columns: dict[Status, str] = {
         "reproduces": "as the paper reports",
         "does not reproduce": "otherwise",

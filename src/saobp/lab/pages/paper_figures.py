@@ -53,7 +53,7 @@ def attention_maps(results: Results, page: Page) -> None:
 
 
 def _shown(results: Results) -> list[PretrainRun]:
-    """Models of the first seed: a picture shows one of each method."""
+    """Models of the first seed: figures show one per method."""
     return [model for model in results.models() if model.seed == SEEDS[0]]
 
 

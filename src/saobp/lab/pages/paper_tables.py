@@ -35,7 +35,7 @@ REGULARIZED = {"high": "high", "entropy": "entropy_reg", "eigen": "eigen_reg"}
 
 
 PLATEAU = 5.5
-"""Nats: clearly below the entropy of single words, where losses rest at first, far above where they end."""
+"""Loss in nats that ends the plateau: below unigram entropy, far above final losses."""
 
 
 def pretraining(results: Results, page: Page) -> None:
@@ -173,7 +173,7 @@ def baselines(results: Results, page: Page) -> None:
     methods, drawn = methods_of(results.experiment), {}
 
     def compare(title: str, values: Values, column: str, higher: bool, partial: bool = False) -> None:
-        """Of another size than the paper's only the side of its differences is claimed."""
+        """For other sizes than the paper's only the sign of differences is claimed."""
         paper = {key: float(rows[name][column]) for key, name in REGULARIZED.items()} if column else {}
         gains = page.compare(
             title, values, paper if small else {}, base="high", higher_is_better=higher, partial=partial,
@@ -289,7 +289,7 @@ def _claim_closer(
     within: dict[PretrainRun, float | None],
     across: dict[PretrainRun, float | None],
 ) -> None:
-    """Whether |r| within layers is above |r| across layers, in pairs of the same seed."""
+    """Whether |r| within layers is above |r| across layers, paired by seed."""
     sizes = [
         by_seed({model: None if r is None else abs(r) for model, r in found.items()})
         for found in (within, across)

@@ -45,22 +45,22 @@ export function arcView(choose) {
       let width = 0;
       view.middles = widths.map((own) => (width += own) - own / 2);
       line.replaceChildren(
-        ...tokens.map((token, place) =>
+        ...tokens.map((token, index) =>
           make(
             "button",
             {
               type: "button",
-              tabindex: place ? -1 : 0,
-              title: `${place}: ${token}`,
+              tabindex: index ? -1 : 0,
+              title: `${index}: ${token}`,
               "aria-pressed": "false",
-              onclick: () => choose(view.chosen === place ? null : place),
+              onclick: () => choose(view.chosen === index ? null : index),
             },
             make("bdi", {}, token),
           ),
         ),
       );
-      [...line.children].forEach((button, place) => {
-        button.style.width = `${widths[place]}px`;
+      [...line.children].forEach((button, index) => {
+        button.style.width = `${widths[index]}px`;
       });
       for (const half of [above, below]) half.setAttribute("width", String(width));
       sheet.style.setProperty("--print-zoom", String(Math.min(1, PAPER / width)));
@@ -101,7 +101,7 @@ function arcs(rows, view, chosen, isAbove) {
 }
 
 /**
- * From a query to a key it looks at; a token that looks at itself gets a small loop.
+ * From a query to a key; attention of a token to itself is a small loop.
  * @param {number} row
  * @param {number} key
  * @param {number[]} middles
@@ -119,7 +119,7 @@ function arcPath(row, key, middles, isAbove) {
 }
 
 /**
- * Each token gets the room that its text needs, within bounds.
+ * Each token's width follows its text, within bounds.
  * @param {string[]} tokens
  * @returns {number[]}
  */

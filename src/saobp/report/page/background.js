@@ -1,4 +1,4 @@
-/** Long work in short slices, so that the page answers in between; new work replaces old. */
+/** Long computations in short slices, so that the page stays responsive; a new one replaces the old. */
 
 const SLICE_MS = 12;
 
@@ -15,7 +15,7 @@ export class Background {
     };
   }
 
-  /** Drop whatever is under way. */
+  /** Cancel the current generator. */
   stop() {
     this.slice = null;
   }

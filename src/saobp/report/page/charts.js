@@ -1,4 +1,4 @@
-/** Charts: figures that Python described, drawn by plotly near the view, in the colours of the page. */
+/** Charts: figures from Python, drawn by plotly when near the viewport, in the colours of the page. */
 import { make, table } from "./dom.js";
 import { loadPlotly } from "./library.js";
 import { shown } from "./numbers.js";
@@ -45,7 +45,7 @@ export class Chart {
     this.figure = null;
     this.isNear = false;
     this.isDue = false;
-    this.place = -1;
+    this.point = -1;
     this.details.addEventListener("toggle", () => this.fillTable());
     this.plot.addEventListener("keydown", (event) => this.read(event));
     all.add(this);
@@ -65,7 +65,7 @@ export class Chart {
   }
 
   /**
-   * Show a figure, or a sentence on why there is none.
+   * Show a figure, or the reason for none.
    * @param {import("./types.js").Figure | null} figure
    * @param {string} [why]
    */
@@ -78,7 +78,7 @@ export class Chart {
     this.title.textContent = figure.title;
     if (figure.label) this.plot.setAttribute("aria-label", figure.label);
     this.plot.style.height = `${figure.layout.height}px`;
-    this.place = -1;
+    this.point = -1;
     this.isDue = true;
     this.draw();
     this.fillTable();
@@ -102,7 +102,7 @@ export class Chart {
   }
 
   /**
-   * Arrow keys read the lines of a chart at one place after the other.
+   * Arrow keys step through the points of a chart.
    * @param {KeyboardEvent} event
    */
   read(event) {
@@ -111,10 +111,10 @@ export class Chart {
     const readout = this.element.querySelector(".readout");
     if (step === undefined || !lines.length || !readout) return;
     event.preventDefault();
-    const places = placesOf(lines);
-    const start = this.place < 0 && step < 0 ? places.length : this.place;
-    this.place = Math.max(0, Math.min(places.length - 1, start + step));
-    const x = places[this.place];
+    const values = xValuesOf(lines);
+    const start = this.point < 0 && step < 0 ? values.length : this.point;
+    this.point = Math.max(0, Math.min(values.length - 1, start + step));
+    const x = values[this.point];
     const here = lines.map((line) => ({ name: line.meta.name, y: line.y[line.x.indexOf(x)] ?? null }));
     const there = here.filter(({ y }) => y !== null);
     readout.textContent =
@@ -131,7 +131,7 @@ export class Chart {
   }
 }
 
-/** Unpack the library, then draw what is near the view, and everything again when colours change. */
+/** Unpack the library, draw charts near the viewport, and redraw all when colours change. */
 export async function startCharts() {
   onThemeChange(() => {
     for (const chart of all) {
@@ -157,7 +157,7 @@ function coloured(trace) {
   return trace.meta ? { ...trace, line: { ...trace.line, color: css(`--run-${trace.meta.run}`) } } : trace;
 }
 
-/** Everything of a layout that follows the colours of the page. */
+/** Colours of a layout. */
 function template() {
   const [ink, soft, line, panel, accent] = ["--ink", "--soft", "--line", "--panel", "--accent"].map(css);
   const axis = { gridcolor: line, linecolor: soft, tickcolor: line, zeroline: false };
@@ -178,22 +178,22 @@ function template() {
 }
 
 /**
- * Every place that a line has, in order.
+ * All x values of the lines, sorted.
  * @param {any[]} lines
  * @returns {number[]}
  */
-function placesOf(lines) {
-  const places = new Set(lines.flatMap((line) => line.x.filter((/** @type {unknown} */ x) => x !== null)));
-  return [...places].sort((a, b) => a - b);
+function xValuesOf(lines) {
+  const values = new Set(lines.flatMap((line) => line.x.filter((/** @type {unknown} */ x) => x !== null)));
+  return [...values].sort((a, b) => a - b);
 }
 
 /** @param {import("./types.js").Figure} figure */
 function lineTable({ title, data, layout }) {
-  const places = placesOf(data);
-  const rows = Math.min(TABLE_ROWS, places.length);
+  const values = xValuesOf(data);
+  const rows = Math.min(TABLE_ROWS, values.length);
   const chosen = Array.from(
     { length: rows },
-    (_, row) => places[Math.round((row * (places.length - 1)) / Math.max(1, rows - 1))],
+    (_, row) => values[Math.round((row * (values.length - 1)) / Math.max(1, rows - 1))],
   );
   const across = layout.xaxis.title.text;
   const all = table(
@@ -204,7 +204,7 @@ function lineTable({ title, data, layout }) {
       ...data.map((line) => (line.x.includes(x) ? shown(line.y[line.x.indexOf(x)], 4) : "")),
     ]),
   );
-  const words = places.length > rows ? `${rows} of ${places.length} points.` : "";
+  const words = values.length > rows ? `${rows} of ${values.length} points.` : "";
   return make("div", {}, words ? make("p", { class: "note" }, words) : null, all);
 }
 

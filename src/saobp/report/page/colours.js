@@ -14,10 +14,10 @@ export function mapColours(isDark, isSigned) {
     [1, 3, 5].map((start) => parseInt(hex.slice(start, start + 2), 16)),
   );
   const colours = new Uint8ClampedArray(4 * 256);
-  for (let place = 0; place < 256; place += 1) {
-    const [from, to] = place < 128 ? stops : stops.slice(1);
-    const part = place / 127.5 - (place < 128 ? 0 : 1);
-    colours.set([...from.map((low, channel) => low + part * (to[channel] - low)), 255], 4 * place);
+  for (let index = 0; index < 256; index += 1) {
+    const [from, to] = index < 128 ? stops : stops.slice(1);
+    const part = index / 127.5 - (index < 128 ? 0 : 1);
+    colours.set([...from.map((low, channel) => low + part * (to[channel] - low)), 255], 4 * index);
   }
   return new Uint32Array(colours.buffer);
 }

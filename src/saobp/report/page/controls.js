@@ -1,4 +1,4 @@
-/** How the reader wants a head to be refined. */
+/** Controls of the refinement. */
 import { byId, onInput } from "./dom.js";
 import { PLAIN } from "./refinement.js";
 
@@ -14,7 +14,7 @@ const OF_LIBRARY = /** @type {Record<string, string>} */ ({
 const WITH_STRENGTH = ["potts", "listing"];
 
 /**
- * How a model's own attention is refined at one head; null if its factor is not one that the page knows.
+ * The model's own refinement of one head; null if the page does not implement its factor.
  * @param {import("./types.js").Explorer} explorer
  * @param {number} layer
  * @param {number} head
@@ -30,7 +30,7 @@ export function ownSetting(explorer, layer, head) {
 }
 
 /**
- * "high, λ = 0.2, 2 steps", as the library would call it.
+ * "high, λ = 0.2, 2 steps".
  * @param {import("./types.js").Setting} setting
  * @returns {string}
  */
@@ -46,7 +46,7 @@ export function settingWords({ factor, strength, steps, damping }) {
   return words.join(", ");
 }
 
-/** The controls of the explorer; `setting` is what they say. */
+/** The controls of the explorer; `setting` is their value. */
 export class Controls {
   /** @param {() => void} change */
   constructor(change) {
@@ -71,7 +71,7 @@ export class Controls {
     this.change();
   }
 
-  /** Every control shows the setting, and those that have no say are off. */
+  /** Update every control from the setting, and disable those without effect. */
   arrange() {
     const { factor, strength, steps } = this.setting;
     const hasStrength = WITH_STRENGTH.includes(factor);

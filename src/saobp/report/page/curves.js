@@ -1,4 +1,4 @@
-/** The section of curves: one axis, one smoothing and one choice of runs for all of its charts. */
+/** The section of curves: axis, smoothing and selected runs apply to all charts. */
 import { Chart } from "./charts.js";
 import { onInput } from "./dom.js";
 
@@ -26,7 +26,7 @@ export function startCurves(figures) {
 }
 
 /**
- * The figure on the chosen axis, smoothed, without the runs that are hidden.
+ * The figure on the selected axis, smoothed, without hidden runs.
  * @param {import("./types.js").Figure} figure
  * @param {{ axis: string, scale: string, smooth: string, hidden: Set<number> }} state
  */
@@ -50,7 +50,7 @@ function arranged(figure, { axis, scale, smooth, hidden }) {
 }
 
 /**
- * Every digit, 1, 2 and 5, or whole powers of ten, by how far apart the ends are.
+ * Ticks at every digit, at 1, 2 and 5, or at powers of ten, by the range.
  * @param {number} ratio
  */
 function logTicks(ratio) {
@@ -59,7 +59,7 @@ function logTicks(ratio) {
 }
 
 /**
- * Exponential mean that starts without bias; gaps stay gaps.
+ * Bias-corrected exponential moving average; gaps stay gaps.
  * @param {(number | null)[]} values
  * @param {number} keep
  */

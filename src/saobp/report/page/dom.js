@@ -1,4 +1,4 @@
-/** Elements from plain values. Text only ever becomes text nodes, so no data can turn into markup. */
+/** DOM elements from plain values. Text becomes text nodes only, so data is never parsed as markup. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -8,7 +8,7 @@ const SVG = "http://www.w3.org/2000/svg";
  */
 
 /**
- * An element of the page, which its template wrote.
+ * An element of the page's template.
  * @param {string} id
  * @returns {any}
  */
@@ -17,7 +17,7 @@ export function byId(id) {
 }
 
 /**
- * An HTML element. A function under a name like `onclick` listens; true sets an empty attribute.
+ * An HTML element. A function under a name like `onclick` is a listener; true sets an empty attribute.
  * @param {string} tag
  * @param {Attributes} [attributes]
  * @param {...(Child | Child[])} children
@@ -74,8 +74,8 @@ export function fillList(id, choices, value) {
  */
 export function table(caption, columns, rows) {
   const head = columns.map((name) => (name ? make("th", { scope: "col" }, name) : make("td")));
-  const cell = (/** @type {Child | Child[]} */ content, /** @type {number} */ place) =>
-    place ? make("td", {}, content) : make("th", { scope: "row" }, content);
+  const cell = (/** @type {Child | Child[]} */ content, /** @type {number} */ index) =>
+    index ? make("td", {}, content) : make("th", { scope: "row" }, content);
   return make(
     "div",
     { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
@@ -94,7 +94,7 @@ export function table(caption, columns, rows) {
 }
 
 /**
- * Call back with the value of a control, if the page has it, whenever it changes.
+ * Call back with the value of a control, if it exists, on every change.
  * @param {string} id
  * @param {(value: string) => void} change
  */

@@ -14,7 +14,7 @@ import { onThemeChange } from "./theme.js";
 
 const ROW_ENTRIES = 40;
 
-/** Holds what is chosen and brings every view up to date, at most once a frame. */
+/** Holds the selection and updates every view, at most once a frame. */
 export class ExplorerView {
   /** @param {import("./types.js").PageData} data */
   constructor(data) {
@@ -85,14 +85,14 @@ export class ExplorerView {
     return this.explorer.sentences[this.sentence];
   }
 
-  /** @param {import("./types.js").Sentence[]} sentences  typed in just now: shown first */
+  /** @param {import("./types.js").Sentence[]} sentences  just typed: shown first */
   add(sentences) {
     this.explorer.sentences.unshift(...sentences);
     this.sentence = 0;
     this.chooseSentence();
   }
 
-  /** Show another model, at first as it is. */
+  /** Show another model, initially with its own refinement. */
   chooseModel() {
     const { sentences, refinement, left_out: left } = this.explorer;
     this.sentence = Math.min(this.sentence, sentences.length - 1);
@@ -111,7 +111,7 @@ export class ExplorerView {
     this.chooseHead();
   }
 
-  /** Where the page does not hold the chosen head, the first that it holds is shown. */
+  /** Falls back to the first embedded head if the selected one is not embedded. */
   chooseHead() {
     const { scores } = this.shownSentence;
     const isThere = (/** @type {unknown} */ head) => head !== null;
@@ -122,26 +122,26 @@ export class ExplorerView {
     this.schedule();
   }
 
-  /** The lists to choose from; heads that are not in the page are not listed. */
+  /** The drop-down lists; heads that are not embedded are not listed. */
   fillLists() {
     const { scores } = this.shownSentence;
     const { explorers } = this.data;
-    const places = (/** @type {unknown[]} */ list) =>
-      list.flatMap((entry, place) =>
-        entry ? [/** @type {[number, string]} */ ([place, String(place)])] : [],
+    const indices = (/** @type {unknown[]} */ list) =>
+      list.flatMap((entry, index) =>
+        entry ? [/** @type {[number, string]} */ ([index, String(index)])] : [],
       );
     byId("model").parentElement.hidden = explorers.length < 2;
-    const said = this.explorer.sentences.map(
+    const labels = this.explorer.sentences.map(
       ({ text, tokens }) => `${short(text)} (${tokens.length} tokens)`,
     );
     fillList(
       "model",
-      [...explorers.entries()].map(([place, own]) => [place, own.run]),
+      [...explorers.entries()].map(([index, own]) => [index, own.run]),
       this.model,
     );
-    fillList("sentence", [...said.entries()], this.sentence);
-    fillList("layer", places(scores.map((row) => row.some((head) => head !== null))), this.layer);
-    fillList("head", places(scores[this.layer]), this.head);
+    fillList("sentence", [...labels.entries()], this.sentence);
+    fillList("layer", indices(scores.map((row) => row.some((head) => head !== null))), this.layer);
+    fillList("head", indices(scores[this.layer]), this.head);
   }
 
   useOwn() {
@@ -158,13 +158,13 @@ export class ExplorerView {
    */
   look(row, key, isClick) {
     const { tokens } = this.shownSentence;
-    const place = row * this.length + key;
+    const index = row * this.length + key;
     for (const map of this.maps) map.point(row, key);
     this.readout.replaceChildren(
       make("bdi", {}, tokens[row]),
       " looks at ",
       make("bdi", {}, tokens[key]),
-      `: softmax ${shown(this.prior.rows[place], 4)}, refined ${shown(this.refined[place], 4)}`,
+      `: softmax ${shown(this.prior.rows[index], 4)}, refined ${shown(this.refined[index], 4)}`,
     );
     if (!isClick) return;
     [this.token, this.from, this.to] = [row, row, key];

@@ -1,4 +1,4 @@
-/** The section of heads: one heat map per run and the means of layers, for a statistic at a moment of training. */
+/** The section of heads: one heat map per run and layer means, for a statistic at a training step. */
 import { Chart } from "./charts.js";
 import { byId, make, onInput } from "./dom.js";
 import { mean } from "./numbers.js";
@@ -9,7 +9,7 @@ const NUMBERS_UP_TO = 16;
 export function startHeads(data) {
   const { heads } = data;
   if (!heads) return;
-  const maps = heads.runs.map((_, place) => new Chart(`map-${place}`));
+  const maps = heads.runs.map((_, index) => new Chart(`map-${index}`));
   const layers = heads.layers && new Chart("layers");
   const across = heads.across && new Chart("across");
   const said = byId("head-step-said");
@@ -17,14 +17,14 @@ export function startHeads(data) {
   let step = heads.steps[heads.steps.length - 1];
   const refresh = () => {
     const moments = heads.runs.map((run) => momentAt(run, step));
-    heads.runs.forEach((run, place) => {
-      const moment = moments[place];
+    heads.runs.forEach((run, index) => {
+      const moment = moments[index];
       const when = moment.step === null ? "" : `, step ${moment.step.toLocaleString("en")}`;
       const grid = moment.values[statistic];
       const words = moment.verdicts.map((row) => row.map((verdict) => data.verdicts[verdict]));
       const title = `${run.name}${when}`;
       const label = `Heat map: ${heads.titles[statistic]} of ${title}, layers down, heads across. The table below holds it.`;
-      maps[place].show(
+      maps[index].show(
         grid
           ? {
               title,
@@ -35,7 +35,7 @@ export function startHeads(data) {
           : null,
         `This run has no ${heads.titles[statistic]}.`,
       );
-      maps[place].part(".counts").replaceChildren(...counts(words.flat(), data));
+      maps[index].part(".counts").replaceChildren(...counts(words.flat(), data));
     });
     const means = (/** @type {import("./types.js").Moment} */ moment) =>
       (moment.values[statistic] ?? []).map((row, layer) => [layer, mean(row)]);
@@ -57,7 +57,7 @@ export function startHeads(data) {
 }
 
 /**
- * A heat map's trace: values in the cells where there is room, and the marks of heads to worry about.
+ * A heat map's trace: values in cells that are large enough, and marks of collapsed heads.
  * @param {any} scale
  * @param {import("./types.js").Grid} z
  * @param {string[][]} words  the verdicts
@@ -83,14 +83,14 @@ function momentAt(run, step) {
 }
 
 /**
- * A figure of lines over layers, with the values of each run's moment.
+ * A figure of lines over layers, with the values of each run's step.
  * @param {any} figure
  * @param {import("./types.js").Moment[]} moments
  * @param {(moment: import("./types.js").Moment) => (number | null)[][]} path
  */
 function filled(figure, moments, path) {
-  const data = figure.data.map((/** @type {any} */ trace, /** @type {number} */ place) => {
-    const points = path(moments[place]);
+  const data = figure.data.map((/** @type {any} */ trace, /** @type {number} */ index) => {
+    const points = path(moments[index]);
     return { ...trace, x: points.map(([layer]) => layer), y: points.map(([, value]) => value) };
   });
   return { ...figure, label: `${figure.title}. The table below holds it.`, data };

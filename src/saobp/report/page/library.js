@@ -1,4 +1,4 @@
-/** Plotly, which travels in the page compressed, and is unpacked when the page has shown its words. */
+/** Plotly, embedded compressed, and unpacked after the first paint. */
 
 const MISSING =
   "This browser cannot unpack the library that draws the charts (it has no DecompressionStream): " +

@@ -1,4 +1,4 @@
-/** The page comes to life: its words are there; charts, controls and the explorer follow. */
+/** Entry point: sets up charts, controls and the explorer; text is in the HTML. */
 import { startCharts } from "./charts.js";
 import { startCurves } from "./curves.js";
 import { byId } from "./dom.js";

@@ -44,7 +44,7 @@ export function mapView(panel, look) {
     drawn: /** @type {Drawn | null} */ (null),
     cell: 1,
   };
-  const place = (/** @type {PointerEvent} */ event) => {
+  const cellAt = (/** @type {PointerEvent} */ event) => {
     const box = canvas.getBoundingClientRect();
     const [x, y] = [event.clientX - box.left - view.left, event.clientY - box.top - view.left];
     const [key, row] = [Math.floor(x / view.cell), Math.floor(y / view.cell)];
@@ -53,15 +53,15 @@ export function mapView(panel, look) {
   const tell = (/** @type {number[] | null} */ at, /** @type {boolean} */ isClick) => {
     if (at) look(at[0], at[1], isClick);
   };
-  canvas.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => tell(place(event), false));
-  canvas.addEventListener("click", (/** @type {PointerEvent} */ event) => tell(place(event), true));
+  canvas.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => tell(cellAt(event), false));
+  canvas.addEventListener("click", (/** @type {PointerEvent} */ event) => tell(cellAt(event), true));
   canvas.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     const move = MOVES[event.key];
     if (!move) return;
     event.preventDefault();
     const [row, key] = view.at ?? [0, 0];
     const last = view.tokens.length - 1;
-    const next = [row + move[0], key + move[1]].map((place) => Math.max(0, Math.min(last, place)));
+    const next = [row + move[0], key + move[1]].map((index) => Math.max(0, Math.min(last, index)));
     tell(next, event.key === "Enter");
   });
   new ResizeObserver(([entry]) => {
@@ -122,7 +122,7 @@ function paintMap(view) {
 }
 
 /**
- * One pixel per entry, kept until the map changes. Roots are shown, so that small weights can be told from none.
+ * One pixel per entry, cached until the map changes. Shows square roots, so that small weights are visible.
  * @param {any} view
  * @returns {HTMLCanvasElement}
  */
@@ -154,8 +154,8 @@ function labels(pen, view, ink) {
   pen.font = `${Math.min(12, Math.max(8, view.cell - 1))}px system-ui, sans-serif`;
   pen.textBaseline = "middle";
   pen.direction = "ltr";
-  view.tokens.forEach((/** @type {string} */ token, /** @type {number} */ place) => {
-    const middle = view.left + (place + 0.5) * view.cell;
+  view.tokens.forEach((/** @type {string} */ token, /** @type {number} */ index) => {
+    const middle = view.left + (index + 0.5) * view.cell;
     const letters = [...token];
     const text = letters.length > LABEL_LETTERS ? `${letters.slice(0, LABEL_LETTERS - 1).join("")}…` : token;
     pen.textAlign = "right";

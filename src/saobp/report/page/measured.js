@@ -1,4 +1,4 @@
-/** The numbers of one head beside each other: softmax, refined, change. */
+/** Table of one head's statistics: softmax, refined, change. */
 import { Background } from "./background.js";
 import { make, table } from "./dom.js";
 import { shown, signed } from "./numbers.js";

@@ -1,4 +1,4 @@
-/** Numbers as a reader wants them. */
+/** Number formatting. */
 
 /**
  * A fixed number of digits for values near one, few significant ones for others; a dash for none.
@@ -26,7 +26,7 @@ export function signed(value) {
 }
 
 /**
- * Mean of the numbers that are there; null if there are none.
+ * Mean of the non-null numbers; null if there are none.
  * @param {(number | null)[]} values
  * @returns {number | null}
  */

@@ -1,4 +1,4 @@
-/** All heads of the model on the chosen sentence under the chosen refinement, measured as time allows. */
+/** Statistics of all heads for the selected sentence and refinement, computed in the background. */
 import { Background } from "./background.js";
 import { Chart } from "./charts.js";
 import { byId } from "./dom.js";
@@ -13,7 +13,7 @@ const ABOUT_INPUTS =
   "Each head is refined on the scores the model had; in a model, layers above a refined one would see other inputs.";
 
 /**
- * @typedef {object} Looked  what is looked at now
+ * @typedef {object} Selection  the current selection
  * @property {import("./types.js").Explorer} explorer
  * @property {import("./types.js").Sentence} sentence
  * @property {import("./types.js").Setting} setting
@@ -23,7 +23,7 @@ const ABOUT_INPUTS =
  * @typedef {(Measured | null)[][]} MeasuredGrid  null where a head's scores are not in the page
  */
 
-/** The heat map of all heads; a press on one chooses it. */
+/** The heat map of all heads; a click selects one. */
 export class Overview {
   /**
    * @param {import("./types.js").PageData} data
@@ -40,12 +40,12 @@ export class Overview {
     this.plain = new WeakMap();
     /** @type {MeasuredGrid} */
     this.refined = [];
-    /** @type {Looked | null} */
+    /** @type {Selection | null} */
     this.now = null;
   }
 
   /**
-   * @param {Looked} now
+   * @param {Selection} now
    * @param {boolean} isNew  whether numbers must be measured again, not only another head marked
    */
   update(now, isNew) {
@@ -70,7 +70,7 @@ export class Overview {
     this.worker.run(this.measuring(this.now));
   }
 
-  /** @param {Looked} now */
+  /** @param {Selection} now */
   *measuring({ explorer, sentence, setting }) {
     const plain = this.plain.get(sentence) ?? (yield* this.measured(explorer, sentence, PLAIN));
     this.plain.set(sentence, plain);

@@ -1,4 +1,4 @@
-/** Paths of two hops between two tokens: what the key tells the query by way of a third. */
+/** Paths of two hops between two tokens: from query to key via a third. */
 import { byId, fillList, make, table } from "./dom.js";
 import { shown } from "./numbers.js";
 
@@ -29,7 +29,7 @@ export function pathView(choose) {
     /** @param {string[]} tokens */
     setTokens(tokens) {
       known = tokens;
-      const named = tokens.map((token, place) => `${place}: ${token}`);
+      const named = tokens.map((token, index) => `${index}: ${token}`);
       for (const id of ["from", "to"]) fillList(id, [...named.entries()], 0);
     },
     /**

@@ -3,22 +3,22 @@
  * A map is a Float64Array of length * length entries, row after row.
  */
 
-/** Softmax as it is. */
+/** No refinement. */
 export const PLAIN = { factor: "none", strength: 0, steps: 1, damping: 0 };
 
-/** Keeps the logarithm of a similarity finite, as `floored` does in single precision. */
+/** Keeps the logarithm of a similarity finite, as `floored` does in float32. */
 const FLOOR = 1.1754943508222875e-38 / 1.1920928955078125e-7;
 
 /**
- * @typedef {object} Prior  what stays the same while a head is refined this way and that
+ * @typedef {object} Prior  a head before refinement
  * @property {number} length
- * @property {Float64Array} logs  log probabilities, minus infinity where a row cannot see
+ * @property {Float64Array} logs  log probabilities, minus infinity at masked keys
  * @property {Float64Array} rows  their exponentials
- * @property {boolean} inOrder  rows hear earlier rows alone
+ * @property {boolean} inOrder  causal: messages from earlier rows only
  */
 
 /**
- * @param {Float64Array} scores  or log probabilities, minus infinity where a row cannot see
+ * @param {Float64Array} scores  or log probabilities, minus infinity at masked keys
  * @param {number} length
  * @param {boolean} inOrder
  * @returns {Prior}
@@ -64,7 +64,7 @@ function logBeliefs(logPrior, beliefs, length, setting, inOrder) {
 }
 
 /**
- * Potts messages, log(1 - gamma b); a key that a row cannot see has b = 0 and gets the neutral 0.
+ * Potts messages, log(1 - gamma b); a masked key has b = 0 and so message 0.
  * @param {Float64Array} beliefs
  * @param {number} strength
  */
@@ -100,7 +100,7 @@ function heard(logPrior, messages, length, inOrder) {
 }
 
 /**
- * ElemMul: how alike two rows are, hidden where the prior is; with the prior, times it.
+ * ElemMul: similarity of rows, masked like the prior; with the prior, times it.
  * @param {Float64Array} logPrior
  * @param {Float64Array} beliefs
  * @param {number} length
@@ -122,7 +122,7 @@ function alike(logPrior, beliefs, length, withPrior) {
 }
 
 /**
- * Each row less the logarithm of its sum; rounding in the stored codes leaves that near 0, not at it.
+ * Normalise each row: quantisation leaves the logarithm of its sum near 0, not at it.
  * @param {Float64Array} logs
  * @param {number} length
  */

@@ -1,9 +1,9 @@
-/** Scores of a head out of the page's data: see codes.py for the form. */
+/** Decode the scores of a head: see quantized_scores.py for the format. */
 
 const HIDDEN = 65535;
 
 /**
- * Log probabilities of a head, row after row; minus infinity where a row cannot see.
+ * Log probabilities of a head, row-major; minus infinity at masked keys.
  * @param {import("./types.js").StoredHead} head
  * @param {number} length
  * @returns {Float64Array}

@@ -6,7 +6,7 @@
 const ROWS_BETWEEN_PAUSES = 8;
 
 /**
- * Of a map with a row that sees nothing, as where a model's scores are no numbers, there is nothing to say.
+ * NaN for a map with an empty row, as from non-finite scores.
  * @param {Float64Array} rows
  * @param {number} length
  * @param {number} beta
@@ -44,7 +44,7 @@ export function finished(work) {
 }
 
 /**
- * The entropy that rows would have if each were even over what it may see.
+ * The entropy of uniform rows.
  * @param {Float64Array} rows
  * @param {number} length
  * @returns {number}
@@ -60,7 +60,7 @@ export function largestEntropy(rows, length) {
 }
 
 /**
- * What the numbers say about a head, by the rules of `saobp.metrics.verdict`.
+ * Verdict on a head, by the rules of `saobp.metrics.verdict`.
  * @param {import("./types.js").Numbers} numbers
  * @param {number} largest  the largest possible entropy
  * @param {import("./types.js").Limits} limits
@@ -76,7 +76,7 @@ export function verdictOf(numbers, largest, limits) {
 }
 
 /**
- * left * right, four rows of `right` at a time so that each entry of the result is touched less often.
+ * left * right, four rows of `right` at a time for fewer writes to the result.
  * @param {Float64Array} left
  * @param {Float64Array} right
  * @param {number} n

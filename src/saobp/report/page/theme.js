@@ -1,4 +1,4 @@
-/** Light or dark: the reader's scheme, unless the button says otherwise. Print is always light. */
+/** Light or dark: the browser's scheme, unless the button overrides it. Print is always light. */
 
 const CHOICES = ["auto", "light", "dark"];
 /** @type {Set<() => void>} */
@@ -18,7 +18,7 @@ export function isPrinting() {
 }
 
 /**
- * What is painted or drawn by a library must be made again.
+ * Canvas and plotly must be redrawn.
  * @param {() => void} listener
  */
 export function onThemeChange(listener) {

@@ -1,5 +1,5 @@
 /**
- * What Python writes into the page, and what the modules hand to each other. Types only.
+ * Types of the data that Python embeds, and of values between modules.
  *
  * @typedef {(number | null)[][]} Grid  one entry per layer and head
  * @typedef {"gtd" | "indirect_entropy" | "attention_entropy" | "sink_mass"} Statistic
@@ -11,13 +11,13 @@
  * @property {string} [label]  for screen readers
  * @property {any[]} data  lines carry { run, place, name } in their meta
  * @property {any} layout
- * @property {Record<string, (number | null)[][]>} [x]  places of each line on other axes
+ * @property {Record<string, (number | null)[][]>} [x]  coordinates of each line on other axes
  * @property {boolean} [isLog]
  *
  * @typedef {object} Moment  all heads at a moment of training
  * @property {number | null} step
  * @property {Record<string, Grid>} values  by statistic
- * @property {number[][]} verdicts  places in PageData.verdicts
+ * @property {number[][]} verdicts  indices into PageData.verdicts
  * @property {[number, number][]} across  layer and cross-layer GTD
  *
  * @typedef {{ name: string, place: number, layout: any, moments: Moment[] }} HeadRun
@@ -35,13 +35,13 @@
  * @typedef {object} Sentence
  * @property {string} text
  * @property {string[]} tokens
- * @property {(StoredHead | null)[][]} scores  by layer and head; null where the page has no room
+ * @property {(StoredHead | null)[][]} scores  by layer and head; null if not embedded
  *
  * @typedef {object} Explorer
  * @property {string} run
  * @property {string} subject
  * @property {string[]} layers
- * @property {boolean[]} in_order  per layer: rows hear earlier rows alone
+ * @property {boolean[]} in_order  per layer: causal
  * @property {{ factor: string, steps: number, damping: number } | null} refinement
  * @property {(number[] | null)[]} strengths  the model's own, negative for low
  * @property {Sentence[]} sentences
