@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         turns=given.turns,
         seconds=given.seconds,
         limit=given.limit,
-        say=lambda line: print(line, flush=True),
+        notify=lambda line: print(line, flush=True),
         save=lambda table: None if given.out is None else table.write(given.out),
     )
     Console(width=200).print(table.markdown(), markup=False, soft_wrap=True)

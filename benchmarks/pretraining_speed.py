@@ -184,7 +184,14 @@ def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: 
         objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
         texts = made_up_texts(Path(folder, "texts"), tokenizer, recipe)
         own = PretrainTrainer(
-            model, args, recipe, RunFolder(folder), train=texts, validation=None, callbacks=[watch], say=print
+            model,
+            args,
+            recipe,
+            RunFolder(folder),
+            train=texts,
+            validation=None,
+            callbacks=[watch],
+            notify=print,
         )
         with loss_as_forward(model, objective, precision=recipe.precision, compiled=compiled):
             yield Contestant(own, watch)
@@ -242,7 +249,7 @@ def pretraining_speed(
     turns: int = 5,
     seconds: float = 2.0,
     limit: float = float("inf"),
-    say: Callable[[str], object] = print,
+    notify: Callable[[str], object] = print,
     save: Callable[[BenchmarkTable], object] = lambda _: None,
 ) -> BenchmarkTable:
     """One row per model: million tokens per second of every version, ratios, and idle times of ours.
@@ -271,7 +278,7 @@ def pretraining_speed(
         if time.monotonic() - start > limit:
             table.notes.append(f"{name}: left out, because {limit:g} seconds had passed.")
         else:
-            table.rows.append(_row(name, versions, compiled, turns, seconds, say))
+            table.rows.append(_row(name, versions, compiled, turns, seconds, notify))
         save(table)
     return table
 
@@ -282,7 +289,7 @@ def _row(
     compiled: bool,
     turns: int,
     seconds: float,
-    say: Callable[[str], object],
+    notify: Callable[[str], object],
 ) -> dict[str, Cell]:
     family, _, size = name.partition("-")
     small = size == "tiny"
@@ -312,7 +319,7 @@ def _row(
                 ready[version] = entered
             except Exception as error:
                 failed[version] = Failure.of(error)
-            say(f"{name}, {version}: ready after {time.monotonic() - began:.0f} s")
+            notify(f"{name}, {version}: ready after {time.monotonic() - began:.0f} s")
         found: dict[str, list[float]] = {version: [] for version in ready}
         for _ in range(turns):
             for version, entered in ready.items():
@@ -339,7 +346,7 @@ def _row(
                 busy = utilisation.share(ready[version].watch.timed[-turns:])
                 if busy is not None:
                     cells[f"{version} NVML %"] = 100 * busy
-        say(f"{name}: {cells}")
+        notify(f"{name}: {cells}")
         return cells
 
 

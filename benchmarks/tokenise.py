@@ -38,7 +38,7 @@ def tokenise_speed(
     tokenizers: Sequence[str] = ("bert", "gpt2"),
     megabytes: float = 40.0,
     turns: int = 3,
-    say: Callable[[str], object] = print,
+    notify: Callable[[str], object] = print,
 ) -> BenchmarkTable:
     """CPU seconds of every method on the first ``megabytes`` of each corpus, interleaved."""
     facts = machine("cpu") | {name: version(name) for name in ("tokenizers", "datasets", "pyarrow")}
@@ -58,7 +58,7 @@ def tokenise_speed(
                         before = _processor_seconds()
                         tokens[way] = call(text, tokenizer, Path(folder, f"{kind}-{way}-{turn}"))
                         spent[way].append(_processor_seconds() - before)
-                        say(f"{name}, {kind}, {way}: {spent[way][-1]:.1f} s")
+                        notify(f"{name}, {kind}, {way}: {spent[way][-1]:.1f} s")
                 for way in ways:
                     seconds = statistics.median(spent[way])
                     ratios = [a / b for a, b in zip(spent["datasets.map"], spent[way], strict=True)]
@@ -180,7 +180,7 @@ def main(
         tokenizers=tokenizers.split(","),
         megabytes=megabytes,
         turns=turns,
-        say=lambda line: Console(stderr=True).print(line),
+        notify=lambda line: Console(stderr=True).print(line),
     )
     table.write(out)
     print(table.markdown())

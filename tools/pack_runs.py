@@ -144,13 +144,13 @@ def _complete(paths: Sequence[Path]) -> list[re.Match[str]]:
 def unpack(
     folder: Path,
     runs: Path,
-    say: Callable[[str], object] = print,
+    notify: Callable[[str], object] = print,
     most_bytes: int = UNPACKED_BYTES,
 ) -> list[str]:
     """Put the archives in and below ``folder`` into a folder of runs; returns the names of the files.
 
-    Incomplete archives are named by ``say`` and left out. Raises ValueError on a damaged one, and on one that
-    would unpack to more than ``most_bytes``, before anything of it is written.
+    ``notify`` names incomplete archives, which are left out. Raises ValueError on a damaged one, and on one
+    that would unpack to more than ``most_bytes``, before anything of it is written.
     """
     here = {path.name: path for path in sorted(folder.rglob("*.tar.xz")) if PART.fullmatch(path.name)}
     if not here:
@@ -162,7 +162,7 @@ def unpack(
         name = PART.fullmatch(file)
         assert name is not None
         if (name["label"], name["sum"]) not in known:
-            say(f"{file} is left out, because not all of its {name['parts']} parts are there")
+            notify(f"{file} is left out, because not all of its {name['parts']} parts are there")
     names = []
     for first in complete:
         label, checksum, count = first["label"], first["sum"], int(first["parts"])

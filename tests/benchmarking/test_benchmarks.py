@@ -39,7 +39,7 @@ def test_attention_on_a_cpu_records_that_the_kernels_cannot(monkeypatch: pytest.
         heads=2,
         turns=2,
         budget=0.0,
-        say=lambda _: None,
+        notify=lambda _: None,
         save=lambda table: saved.append(len(table.rows)),
     )
     assert saved == list(range(1, 9))
@@ -67,7 +67,7 @@ def test_model_rows_and_ratios() -> None:
         compiled=False,
         turns=2,
         budget=0.0,
-        say=lambda _: None,
+        notify=lambda _: None,
     )
     kinds = [(row["stage"], row["size"]) for row in table.rows]
     assert kinds == [(stage, size) for stage in model_benchmark.STAGES for size in ("mini", "small")]
@@ -89,14 +89,14 @@ def test_a_model_that_fails_leaves_its_reason(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(model_benchmark, "bert", broken)
     options = {"device": "cpu", "sizes": ("mini",), "stages": ("inference",), "inference": (1, 8)}
     table = model_speed(
-        **options, vocabulary=40, compiled=False, turns=1, budget=0.0, say=lambda _: None  # type: ignore[arg-type]
+        **options, vocabulary=40, compiled=False, turns=1, budget=0.0, notify=lambda _: None  # type: ignore[arg-type]
     )  # fmt: skip
     assert table.rows[0]["high"] == "RuntimeError: out of luck"
     assert isinstance(table.rows[0]["learned / original"], float)
 
 
 def test_no_row_begins_after_the_limit() -> None:
-    table = model_speed(device="cpu", limit=-1.0, say=lambda _: None)
+    table = model_speed(device="cpu", limit=-1.0, notify=lambda _: None)
     assert not table.rows
     assert any("training step, mini: left out" in note for note in table.notes)
 
@@ -125,13 +125,13 @@ def test_versions_are_what_their_names_say() -> None:
 @pytest.mark.usefixtures("tiny_sizes")
 def test_cpu_rows_and_threads() -> None:
     threads = torch.get_num_threads()
-    table = cpu_inference(batches=(1, 2), length=8, turns=2, budget=0.0, vocabulary=40, say=lambda _: None)
+    table = cpu_inference(batches=(1, 2), length=8, turns=2, budget=0.0, vocabulary=40, notify=lambda _: None)
     assert torch.get_num_threads() == threads
     assert "2 threads used" in table.facts["CPU"]
     assert [row["batch"] for row in table.rows] == [1] * 4 + [2] * 4
     assert table.rows[0]["over original"] == 1.0
     busy = cpu_inference(
-        batches=(1,), length=8, turns=2, budget=0.0, vocabulary=40, busy=True, say=lambda _: None
+        batches=(1,), length=8, turns=2, budget=0.0, vocabulary=40, busy=True, notify=lambda _: None
     )
     assert "1 threads used" in busy.facts["CPU"]
     assert any("Processor time" in note for note in busy.notes)

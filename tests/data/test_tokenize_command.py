@@ -112,7 +112,7 @@ def test_a_mistake_is_one_sentence(data_dir: Path, tmp_path: Path) -> None:
 def test_the_benchmark_measures_every_way(data_dir: Path, tmp_path: Path) -> None:
     train_vocabulary([TEXT], 60).save_pretrained(tmp_path / "vocabulary")
     table = load_script("benchmarks/tokenise.py").tokenise_speed(
-        data_dir, corpora=["one"], tokenizers=[str(tmp_path / "vocabulary")], turns=1, say=lambda _: None
+        data_dir, corpora=["one"], tokenizers=[str(tmp_path / "vocabulary")], turns=1, notify=lambda _: None
     )
     assert [row["way"] for row in table.rows] == ["datasets.map", "encode_batch_fast", "saobp"]
     assert all(isinstance(row["processor s"], float) for row in table.rows)

@@ -57,7 +57,7 @@ def test_a_reproduction_goes_on_without_its_page(tmp_path: Path) -> None:
             experiments=[],
             scale=SimpleNamespace(name="smoke"),
         ),
-        say=said.append,
+        notify=said.append,
     )
     Session._write_html(work)  # type: ignore[arg-type]
     assert said == [str(MissingPlotlyError())]

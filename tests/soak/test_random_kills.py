@@ -66,7 +66,7 @@ def works(root: Path) -> list[Work]:
         recipe = recipe_for("cola", epochs=3, batch=8, length=32)
         task = load_task("cola", data)
         return finetune(
-            bert, task, folder, seeds=[1, 2], recipe=recipe, checkpoint_seconds=0.0, say=lambda _: None
+            bert, task, folder, seeds=[1, 2], recipe=recipe, checkpoint_seconds=0.0, notify=lambda _: None
         )
 
     def reproduce(folder: Path) -> object:

@@ -100,7 +100,7 @@ def test_finished_seeds_are_taken_over_and_new_ones_added(data_dir, bert, tmp_pa
     first = finetune(bert, task, tmp_path, seeds=[1], recipe=recipe)
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "seed-1").iterdir()}
     told = []
-    second = finetune(bert, task, tmp_path, seeds=[1, 2], recipe=recipe, say=told.append)
+    second = finetune(bert, task, tmp_path, seeds=[1, 2], recipe=recipe, notify=told.append)
     assert told == ["mrpc: seed 1 is finished already and is taken over"]
     assert second["seeds"]["1"] == first["seeds"]["1"]
     assert set(second["seeds"]) == {"1", "2"}
@@ -134,7 +134,7 @@ def test_an_interrupted_seed_goes_on_and_gives_the_same_numbers(data_dir, bert, 
     monkeypatch.undo()
 
     told = []
-    resumed = finetune(bert, task, tmp_path / "broken", **options, say=told.append)
+    resumed = finetune(bert, task, tmp_path / "broken", **options, notify=told.append)
     assert told == ["cola: seed 1 is finished already and is taken over", "cola: seed 2 goes on from step 3"]
     assert resumed == straight
 
@@ -203,7 +203,7 @@ def test_a_broken_checkpoint_is_left_out_and_the_seed_starts_again(data_dir, ber
     for step in run.checkpoint_steps():
         (run.checkpoint_path(step) / "model.safetensors").write_bytes(b"nothing")
     told = []
-    assert finetune(bert, task, tmp_path / "broken", **options, say=told.append) == straight
+    assert finetune(bert, task, tmp_path / "broken", **options, notify=told.append) == straight
     assert "The checkpoint of step 6 is left out, because model.safetensors is not what was written." in told
 
 
@@ -246,7 +246,7 @@ def test_a_decoder_is_fine_tuned_where_it_has_a_head(data_dir, gpt2, tmp_path):
 def test_long_recipes_are_cut_to_the_models_positions(data_dir, bert, tmp_path):
     told = []
     recipe = quick("wnli", epochs=1, length=128)
-    finetune(bert, load_task("wnli", data_dir), tmp_path, seeds=[1], recipe=recipe, say=told.append)
+    finetune(bert, load_task("wnli", data_dir), tmp_path, seeds=[1], recipe=recipe, notify=told.append)
     assert told == ["wnli: sequences are cut to the model's 64 positions"]
     assert RunFolder(tmp_path / "seed-1").recipe["length"] == 64
 
@@ -343,7 +343,7 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(data_dir, bert, tmp_path
     straight = finetune(bert, task, tmp_path / "straight", seeds=[1], recipe=recipe)
     monkeypatch.setattr("saobp.runs.folder.RunFolder.checkpoint", full)
     told = []
-    options = {"seeds": [1], "recipe": recipe, "checkpoint_seconds": 0.0, "say": told.append}
+    options = {"seeds": [1], "recipe": recipe, "checkpoint_seconds": 0.0, "notify": told.append}
     assert finetune(bert, task, tmp_path / "full", **options) == straight
     assert told == ["The checkpoint of step 3 could not be written (no space left); the run goes on."]
 

@@ -221,7 +221,7 @@ def test_a_run_learns_the_same_by_replay(
     recipe = small_recipe(family=family, refinement=refinement, regularizer=regularizer, steps=8)
     recipe = replace(recipe, compiled=True, precision="bf16", dropout=0.0)
     said: list[str] = []
-    train_small(recipe, tmp_path / "replayed", say=said.append)
+    train_small(recipe, tmp_path / "replayed", notify=said.append)
     monkeypatch.setattr(graphed_step, "WARMUP_STEPS", 100)
     train_small(recipe, tmp_path / "plain")
     assert not said

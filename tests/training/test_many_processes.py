@@ -164,7 +164,7 @@ def test_a_full_disk_costs_a_divided_run_a_checkpoint_or_ends_it(tmp_path: Path)
             setattr(module, function, full)
         said: list[str] = []
         try:
-            train_small(recipe, tmp_path / name, say=said.append)
+            train_small(recipe, tmp_path / name, notify=said.append)
         except RunError as problem:
             said.append(str(problem))
             raise
@@ -193,7 +193,7 @@ def test_what_fsdp_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         train_small(small_recipe(regularizer="entropy"), tmp_path / "regularized")
     assert not list(tmp_path.iterdir())
     said: list[str] = []
-    train_small(small_recipe(steps=3), tmp_path / "whole", say=said.append)
+    train_small(small_recipe(steps=3), tmp_path / "whole", notify=said.append)
     assert said == [
         "Accelerate divides models on accelerators only: here every process keeps the whole model (DDP)."
     ]

@@ -99,7 +99,7 @@ def trainer_for(recipe: Any, folder: Path) -> PretrainTrainer:
         train=rows,
         validation=rows,
         callbacks=[],
-        say=print,
+        notify=print,
     )
 
 

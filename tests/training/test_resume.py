@@ -105,7 +105,7 @@ def test_a_corrupt_checkpoint_falls_back_and_ends_the_same(tmp_path: Path) -> No
     content[-1] ^= 1
     weights.write_bytes(content)
     said: list[str] = []
-    train_small(recipe, run.path, resume=True, say=said.append)
+    train_small(recipe, run.path, resume=True, notify=said.append)
     assert said == [
         "The checkpoint of step 6 is left out, because model.safetensors is not what was written."
     ]
@@ -144,7 +144,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
 
     monkeypatch.setattr(trainer.PretrainTrainer, "_save_checkpoint", watched)
     said: list[str] = []
-    train_small(small_recipe(steps=8), tmp_path, say=said.append)
+    train_small(small_recipe(steps=8), tmp_path, notify=said.append)
     assert said == [
         "The checkpoint of step 4 could not be written (the disk is full); the last good "
         "one is of step 2, and the run goes on."
@@ -162,7 +162,7 @@ def test_a_resumed_run_knows_of_the_checkpoint_it_came_from(
     forked(lambda: stop_after_checkpoint(small_recipe(steps=6), tmp_path, 2)).join()
     monkeypatch.setattr(trainer.PretrainTrainer, "_save_rng_state", full)
     said: list[str] = []
-    train_small(small_recipe(steps=6), tmp_path, resume=True, say=said.append)
+    train_small(small_recipe(steps=6), tmp_path, resume=True, notify=said.append)
     assert said == [
         "The checkpoint of step 4 could not be written (the disk is full); the last good "
         "one is of step 2, and the run goes on."

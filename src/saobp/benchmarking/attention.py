@@ -46,7 +46,7 @@ def attention_speed(
     heads: int = HEADS,
     turns: int = 7,
     budget: float = 0.15,
-    say: Callable[[str], None] = print,
+    notify: Callable[[str], None] = print,
     save: Callable[[BenchmarkTable], object] = lambda _: None,
 ) -> BenchmarkTable:
     """Forward, and forward + backward, bidirectional and causal, one row of the table for each length."""
@@ -63,7 +63,7 @@ def attention_speed(
         for length in lengths:
             shape = max(1, rows // (heads * length)), heads, length, DIM
             for direction in _MAPS:
-                say(f"{'causal' if causal else 'bidirectional'}, length {length}, {direction} ...")
+                notify(f"{'causal' if causal else 'bidirectional'}, length {length}, {direction} ...")
                 found = _time_all(
                     shape, dtype, device, causal, direction, length in compiled, turns=turns, budget=budget
                 )

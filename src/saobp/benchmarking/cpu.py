@@ -25,7 +25,7 @@ def cpu_inference(
     budget: float = 5.0,
     busy: bool = False,
     vocabulary: int = VOCABULARY,
-    say: Callable[[str], None] = print,
+    notify: Callable[[str], None] = print,
 ) -> BenchmarkTable:
     """Milliseconds of a forward pass in single precision, versions in turn, the original twice.
 
@@ -38,7 +38,7 @@ def cpu_inference(
         table = BenchmarkTable("cpu-busy" if busy else "cpu", title, machine("cpu"))
         models = {v: bert(BertModel, PAPER_SIZES["mini"], v, vocabulary=vocabulary) for v in VERSIONS}
         for batch in batches:
-            say(f"batch {batch} x {length} ...")
+            notify(f"batch {batch} x {length} ...")
             ids = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
             mask = torch.ones_like(ids)
             calls = {name: _forward(model, ids, mask) for name, model in models.items()}

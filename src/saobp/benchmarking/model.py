@@ -31,7 +31,7 @@ def model_speed(
     turns: int = 9,
     budget: float = 2.0,
     limit: float = float("inf"),
-    say: Callable[[str], None] = print,
+    notify: Callable[[str], None] = print,
     save: Callable[[BenchmarkTable], object] = lambda _: None,
 ) -> BenchmarkTable:
     """One row per stage and size, every version in turn; no row is begun after ``limit`` seconds."""
@@ -52,10 +52,10 @@ def model_speed(
             if time.monotonic() - start > limit:
                 table.notes.append(f"{stage}, {size}: left out, because {limit:g} seconds had passed.")
                 continue
-            say(f"{stage}, {size} ...")
+            notify(f"{stage}, {size} ...")
             torch._dynamo.reset()
             shape = training if stage == "training step" else inference
-            calls, failed = _calls(stage, size, versions, shape, vocabulary, device, compiled, say)
+            calls, failed = _calls(stage, size, versions, shape, vocabulary, device, compiled, notify)
             clock = cuda_clock if device == "cuda" else wall_clock
             found = {**in_turn(calls, turns=turns, budget=budget, clock=clock), **failed}
             for replayed in (False, True):
@@ -74,7 +74,7 @@ def _calls(
     vocabulary: int,
     device: str,
     compiled: bool,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> tuple[dict[str, Call], dict[str, Result]]:
     """Callables to time, warmed up and compiled, and failures."""
     ids, labels = masked_batch(shape, vocabulary, device)
@@ -96,7 +96,7 @@ def _calls(
             failed[version] = Failure.of(error)
             continue
         finally:
-            say(f"  {version}: ready after {time.monotonic() - began:.0f} s")
+            notify(f"  {version}: ready after {time.monotonic() - began:.0f} s")
         if stage == "inference" and device == "cuda":
             try:
                 calls[f"{version} replayed"] = captured(calls[version])

@@ -97,7 +97,7 @@ class BenchmarkTable:
                             ha="center",
                             fontsize=7,
                         )
-            axis.set_title(", ".join(_spoken(name, value) for name, value in zip(by, panel, strict=True)))
+            axis.set_title(", ".join(_in_words(name, value) for name, value in zip(by, panel, strict=True)))
             axis.set_xlabel(x)
             axis.axhline(1.0, color="grey", linewidth=0.8)
             if len(series) > 1 and axis.get_legend_handles_labels()[0]:
@@ -113,7 +113,7 @@ class BenchmarkTable:
         return path
 
 
-def _spoken(column: str, value: str) -> str:
+def _in_words(column: str, value: str) -> str:
     """A panel's value in words; a boolean with its column name."""
     return {"yes": f"with {column}", "no": f"without {column}"}.get(value, value)
 

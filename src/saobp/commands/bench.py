@@ -44,7 +44,7 @@ def attention(out: Out = _RESULTS, quick: Quick = False, lengths: Listed = "", m
         compiled=(8192,) if quick else COMPILED,
         turns=5 if quick else 9,
         budget=0.08 if quick else 0.2,
-        say=_say,
+        notify=_say,
         save=lambda table: table.write(out),
     )
     table.show(Console(width=220))
@@ -84,7 +84,7 @@ def model(
         turns=7 if quick else 15,
         budget=0.7 if quick else 3.0,
         limit=limit,
-        say=_say,
+        notify=_say,
         save=lambda table: table.write(out),
     )
     table.show(Console(width=180))
@@ -106,7 +106,7 @@ def cpu(
     from saobp.benchmarking.cpu import cpu_inference
 
     table = cpu_inference(
-        threads=threads, busy=busy, turns=5 if quick else 15, budget=1.0 if quick else 5.0, say=_say
+        threads=threads, busy=busy, turns=5 if quick else 15, budget=1.0 if quick else 5.0, notify=_say
     )
     table.show(Console(width=120))
     table.write(out)

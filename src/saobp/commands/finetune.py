@@ -44,7 +44,7 @@ def finetune(
     """Fine-tune a checkpoint on GLUE, SQuAD, HellaSwag or RACE-Middle, and score every epoch."""
     console = Console()
 
-    def say(words: str) -> None:
+    def notify(words: str) -> None:
         console.print(Text(words), soft_wrap=True)
 
     changes = {"epochs": epochs, "batch": batch, "rate": rate, "length": length, "compiled": compiled}
@@ -80,7 +80,7 @@ def finetune(
         fail(problem)
     if results:
         console.print(results_table(results))
-        say(f"results are in {out}")
+        notify(f"results are in {out}")
     if len(results) < len(specs):
         raise typer.Exit(1)
 
@@ -107,7 +107,7 @@ def _in_turn(
     with ProgressBars(console) as bars:
         shown: dict[str, ProgressBar] = {}
 
-        def say(words: str) -> None:
+        def notify(words: str) -> None:
             console.print(Text(words), soft_wrap=True)
 
         for spec in specs:
@@ -121,11 +121,11 @@ def _in_turn(
             try:
                 rows = load_task(spec, data_dir, limit=limit)
                 for note in rows.notes:
-                    say(f"{spec.name}: {note}")
+                    notify(f"{spec.name}: {note}")
                 results.append(
                     run(
                         model, rows, out / spec.name, seeds=seeds, recipe=recipes[spec.name],
-                        refinement=refinement, keep_model=keep_model, progress=progress, say=say,
+                        refinement=refinement, keep_model=keep_model, progress=progress, notify=notify,
                     )
                 )  # fmt: skip
             except (ValueError, OSError) as problem:

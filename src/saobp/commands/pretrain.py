@@ -63,7 +63,7 @@ def pretrain(
         console.print(EXPLANATION)
         return
 
-    def say(sentence: str, style: str = "") -> None:
+    def notify(sentence: str, style: str = "") -> None:
         console.print(Text(sentence, style=style), soft_wrap=True)
 
     try:
@@ -77,7 +77,7 @@ def pretrain(
         if resume and RunFolder(out).is_finished:
             RunFolder(out).check_recipe("pretrain", resolved.to_dict())
             RunFolder(out).clean_up()
-            say(f"The run in {out} is finished already; its result is in {out / RESULT}.")
+            notify(f"The run in {out} is finished already; its result is in {out / RESULT}.")
             return
         RunFolder(out).check_free(resume)
         from saobp.progress import ProgressBars
@@ -102,11 +102,11 @@ def pretrain(
             )
         parts = ", ".join(f"{name}: {rows:,}" for name, rows in texts.train.composition.items())
         epochs = resolved.steps * resolved.batch_size / len(texts.train)
-        say(
+        notify(
             f"{len(texts.train):,} rows of {resolved.length} tokens an epoch ({parts}); "
             f"{resolved.steps:,} steps of {resolved.batch_size} rows are {epochs:.2f} epochs."
         )
-        with plain_sentences(say):
+        with plain_sentences(notify):
             result = train(
                 resolved,
                 out,
@@ -115,16 +115,16 @@ def pretrain(
                 tokenizer=texts.tokenizer,
                 resume=resume,
                 report_to=report_to,
-                say=say,
+                notify=notify,
             )
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)
     except KeyboardInterrupt:
         if out is not None and (out / RECIPE).exists():
-            say(f"Stopped. The same command with --resume goes on with the run in {out}.")
+            notify(f"Stopped. The same command with --resume goes on with the run in {out}.")
         raise
     held = "" if result.eval_perplexity is None else f", held-out perplexity {result.eval_perplexity:.2f}"
-    say(f"Loss {result.loss:.4f}{held} after {result.tokens:,} tokens in {result.seconds:.0f} s: {out}")
+    notify(f"Loss {result.loss:.4f}{held} after {result.tokens:,} tokens in {result.seconds:.0f} s: {out}")
 
 
 def _recipe(

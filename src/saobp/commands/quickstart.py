@@ -98,7 +98,7 @@ def run(
                 train=texts.train,
                 validation=texts.validation,
                 tokenizer=texts.tokenizer,
-                say=lambda line: console.print(Text(line), soft_wrap=True),
+                notify=lambda line: console.print(Text(line), soft_wrap=True),
             )
         with ProgressBars(console) as bars:
             diagnoses = pipeline.diagnose_runs(

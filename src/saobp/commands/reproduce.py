@@ -58,7 +58,7 @@ def reproduce(
         console.print(EXPLANATION)
         return
 
-    def say(sentence: str) -> None:
+    def notify(sentence: str) -> None:
         console.print(Text(sentence), soft_wrap=True)
 
     try:
@@ -91,7 +91,7 @@ def reproduce(
             if plan:
                 return
         with only_errors():
-            session = Session(chosen, folders, say)
+            session = Session(chosen, folders, notify)
             if own_stage is not None:
                 session.work_on(own_stage)
             else:
@@ -102,7 +102,9 @@ def reproduce(
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)
     except KeyboardInterrupt:
-        say("Interrupted. The same command goes on: what is finished stays, a run from its last checkpoint.")
+        notify(
+            "Interrupted. The same command goes on: what is finished stays, a run from its last checkpoint."
+        )
         raise typer.Exit(130) from None
 
 

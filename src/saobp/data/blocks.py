@@ -113,19 +113,19 @@ class Blocks(Dataset[dict[str, Tensor]]):
         numbers = np.asarray(numbers, dtype=np.int64)
         if numbers.size and numbers.min() < 0:
             raise IndexError(f"blocks are numbered from 0, not from {numbers.min()}")
-        epochs, places = np.divmod(numbers, len(self))
+        epochs, positions = np.divmod(numbers, len(self))
         out = np.empty((len(numbers), self.length), dtype=np.int64)
         if self.prefix is not None:
             out[:, 0] = self.prefix
         text = out[:, self.length - self._own :]
         for epoch in np.unique(epochs):
             rows = np.flatnonzero(epochs == epoch)
-            drawn = self._ordered(int(epoch))[places[rows]]
+            drawn = self._ordered(int(epoch))[positions[rows]]
             which = np.searchsorted(self._bounds, drawn, side="right") - 1
-            for place in np.unique(which):
-                mine = which == place
-                blocks = drawn[mine] - self._bounds[place]
-                text[rows[mine]] = self._streams[place].gather(blocks * self._own, self._own)
+            for index in np.unique(which):
+                mine = which == index
+                blocks = drawn[mine] - self._bounds[index]
+                text[rows[mine]] = self._streams[index].gather(blocks * self._own, self._own)
         return {"input_ids": torch.from_numpy(out)}
 
     def _ordered(self, epoch: int) -> NDArray[np.int64]:
@@ -134,23 +134,23 @@ class Blocks(Dataset[dict[str, Tensor]]):
             epoch = 0
         if self._order is None or self._order[0] != epoch:
             drawn = [
-                first + self._draw(place, epoch)
-                for place, first in enumerate(self._bounds)
-                if self._shares[place]
+                first + self._draw(index, epoch)
+                for index, first in enumerate(self._bounds)
+                if self._shares[index]
             ]
             seed = 0 if self.split == "validation" else self.seed
             order = np.random.default_rng([_MIXING, seed, epoch]).permutation(np.concatenate(drawn))
             self._order = (epoch, order)
         return self._order[1]
 
-    def _draw(self, place: int, epoch: int) -> NDArray[np.int64]:
+    def _draw(self, index: int, epoch: int) -> NDArray[np.int64]:
         """A corpus's blocks of one epoch: the next ones in its sequence of shuffled passes."""
-        blocks, share = int(self._whole[place]), int(self._shares[place])
+        blocks, share = int(self._whole[index]), int(self._shares[index])
         if self.split == "validation":
             return np.arange(blocks)
         first, last = epoch * share, (epoch + 1) * share
         passes = [
-            np.random.default_rng([_SHUFFLING, self.seed, place, number]).permutation(blocks)
+            np.random.default_rng([_SHUFFLING, self.seed, index, number]).permutation(blocks)
             for number in range(first // blocks, (last - 1) // blocks + 1)
         ]
         start = first - first // blocks * blocks
@@ -212,9 +212,9 @@ class _Stream:
         begins[torn] = 0
         rows = np.lib.stride_tricks.sliding_window_view(self.store.tokens, length)[begins]
         if torn.any():
-            places = starts[torn, None] + np.arange(length)
-            places += self.shifts[np.searchsorted(self.firsts, places, side="right") - 1]
-            rows[torn] = self.store.tokens[places]
+            positions = starts[torn, None] + np.arange(length)
+            positions += self.shifts[np.searchsorted(self.firsts, positions, side="right") - 1]
+            rows[torn] = self.store.tokens[positions]
         return rows
 
 
@@ -230,12 +230,12 @@ def _kept_documents(
     wanted = held_out * store.metadata.tokens
     chosen = np.zeros(len(starts), dtype=bool)
     taken = 0
-    for place in np.random.default_rng(_HOLDING_OUT).permutation(len(starts)):
+    for index in np.random.default_rng(_HOLDING_OUT).permutation(len(starts)):
         if taken >= wanted:
             break
-        if taken + ends[place] - starts[place] <= max(2 * wanted, 1) or held_out == 1:
-            chosen[place] = True
-            taken += int(ends[place] - starts[place])
+        if taken + ends[index] - starts[index] <= max(2 * wanted, 1) or held_out == 1:
+            chosen[index] = True
+            taken += int(ends[index] - starts[index])
     if taken == 0 and wanted >= 1:
         cut = ends[-1] - min(int(wanted), int(ends[-1] - starts[-1]) // 2)
         if split == "validation":

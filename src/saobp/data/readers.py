@@ -30,7 +30,7 @@ def parquet_rows(file: Path, column: str) -> Iterator[str]:
                 texts = values.to_pylist()
             except UnicodeDecodeError:
                 texts = [
-                    _decoded(value, file, column, number + place) for place, value in enumerate(values, 1)
+                    _decoded(value, file, column, number + index) for index, value in enumerate(values, 1)
                 ]
             for text in texts:
                 number += 1
@@ -64,9 +64,9 @@ def open_parquet(file: Path, column: str) -> Any:
 def parquet_bytes(file: Path, column: str) -> int:
     """Approximate bytes of text of a column, from the file's footer."""
     metadata = open_parquet(file, column).metadata
-    place = metadata.schema.names.index(column)
+    index = metadata.schema.names.index(column)
     groups = range(metadata.num_row_groups)
-    return sum(metadata.row_group(group).column(place).total_uncompressed_size for group in groups)
+    return sum(metadata.row_group(group).column(index).total_uncompressed_size for group in groups)
 
 
 def text_documents(file: Path) -> Iterator[str]:

@@ -155,13 +155,13 @@ def prepare_tokens(
     that wants the same store waits for the first.
     """
     folder = Path(folder)
-    tell = progress or (lambda *_: None)
+    report = progress or (lambda *_: None)
     with exclusive(folder):
         ready = _matching(folder, corpus, tokenizer)
         if ready is None:
             try:
                 with replacing(folder) as new:
-                    _write(new, corpus, tokenizer, processes_for(corpus.size, processes), tell)
+                    _write(new, corpus, tokenizer, processes_for(corpus.size, processes), report)
             except OSError as problem:
                 if problem.errno not in NO_ROOM:
                     raise
@@ -169,7 +169,7 @@ def prepare_tokens(
                     f"the tokens of {corpus.name} could not be written to {folder}, because {reason(problem)}"
                 ) from None
             ready = TokenStore.open(folder, verify=False)
-        tell(max(corpus.size, 1), max(corpus.size, 1))
+        report(max(corpus.size, 1), max(corpus.size, 1))
         return ready
 
 
@@ -227,7 +227,7 @@ def _matching(folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast) 
 
 
 def _write(
-    folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, processes: int, tell: Progress
+    folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, processes: int, report: Progress
 ) -> None:
     vocabulary = len(tokenizer)
     dtype = np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
@@ -243,7 +243,7 @@ def _write(
             whole.update(separated.data)
             ends.append(ends[-1][-1] + stops + np.arange(1, len(stops) + 1))
             done += group.size
-            tell(min(done, total), total)
+            report(min(done, total), total)
     starts = np.concatenate(ends)
     np.save(folder / DOCUMENTS, starts)
     with (folder / DOCUMENTS).open("rb") as contents:

@@ -59,47 +59,47 @@ def trained_tokenizer(
     progress: Callable[[str], Progress] | None = None,
 ) -> PreTrainedTokenizerFast:
     """Train a tokenizer of ``size`` on corpora, or load it; raises if it was trained on other texts."""
-    place = tokenizer_path(tokens, family, size)
+    path = tokenizer_path(tokens, family, size)
     opened = {name: open_corpus(name, data_dir) for name in corpora}
-    if not place.is_dir():
+    if not path.is_dir():
         if not opened:
             raise ValueError("a vocabulary is learned from text, and no text was named by --corpus")
-        with exclusive(place):
-            if not place.is_dir():
+        with exclusive(path):
+            if not path.is_dir():
                 texts = Documents(tuple(opened.values()))
-                tell = None if progress is None else progress(f"learning a vocabulary of {size:,}")
+                report = None if progress is None else progress(f"learning a vocabulary of {size:,}")
                 kind = "bpe" if tokenizer_family(family) == "gpt2" else "wordpiece"
-                found = train_vocabulary(texts, size, kind, progress=tell)
-                _write(found, place, {name: corpus.checksum for name, corpus in opened.items()})
-    known = _origin(place).values()
+                found = train_vocabulary(texts, size, kind, progress=report)
+                _write(found, path, {name: corpus.checksum for name, corpus in opened.items()})
+    known = _origin(path).values()
     other = [name for name, corpus in opened.items() if known and corpus.checksum not in known]
     if other:
         raise ValueError(
-            f"{place} was learned from other texts than {', '.join(other)} as they are now: use it all "
-            f"the same by --tokenizer {place}, or name another folder for the tokens"
+            f"{path} was learned from other texts than {', '.join(other)} as they are now: use it all "
+            f"the same by --tokenizer {path}, or name another folder for the tokens"
         )
-    return load_tokenizer(str(place))
+    return load_tokenizer(str(path))
 
 
 def save_family_tokenizer(
     tokenizer: PreTrainedTokenizerFast, tokens: str | Path, family: str
 ) -> PreTrainedTokenizerFast:
     """Save a family's own tokenizer into a folder of token stores unless it exists; returns the saved one."""
-    place = tokenizer_path(tokens, family)
-    with exclusive(place):
-        if not place.is_dir():
-            _write(tokenizer, place, {})
-    return load_tokenizer(str(place))
+    path = tokenizer_path(tokens, family)
+    with exclusive(path):
+        if not path.is_dir():
+            _write(tokenizer, path, {})
+    return load_tokenizer(str(path))
 
 
-def _write(tokenizer: PreTrainedTokenizerFast, place: Path, origin: dict[str, str]) -> None:
+def _write(tokenizer: PreTrainedTokenizerFast, path: Path, origin: dict[str, str]) -> None:
     """Atomically."""
-    with replacing(place) as new:
+    with replacing(path) as new:
         save_tokenizer(tokenizer, new)
         if origin:
             write_json(new / ORIGIN, origin)
 
 
-def _origin(place: Path) -> dict[str, str]:
-    file = place / ORIGIN
+def _origin(path: Path) -> dict[str, str]:
+    file = path / ORIGIN
     return read_object(file) if file.exists() else {}

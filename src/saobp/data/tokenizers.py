@@ -166,7 +166,7 @@ class _Counted:
     ) -> None:
         self.texts = texts
         self.found = False
-        self.tell = progress or (lambda *_: None)
+        self.report = progress or (lambda *_: None)
         self.all = max(1, getattr(texts, "size", 0) * times)
         self.total = self.all + self.all // 9
         self.done = 0
@@ -180,14 +180,14 @@ class _Counted:
             waiting += len(text)
             if waiting >= TOLD_AT_ONCE:
                 self.done, waiting = self.done + waiting, 0
-                self.tell(min(self.done, self.all), self.total)
+                self.report(min(self.done, self.all), self.total)
             yield text
         self.done += waiting
 
     def check(self) -> None:
         if not self.found:
             raise ValueError("there is no text to learn a vocabulary from")
-        self.tell(self.total, self.total)
+        self.report(self.total, self.total)
 
 
 def _bert(file: Path) -> PreTrainedTokenizerFast:
@@ -201,15 +201,15 @@ def _bert(file: Path) -> PreTrainedTokenizerFast:
 
 
 def _word_piece(tokens: list[str], length: int) -> PreTrainedTokenizerFast:
-    places = {token: place for place, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.WordPiece(places, unk_token=UNKNOWN))
+    ids = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{START} $A {SEPARATOR}",
         pair=f"{START} $A {SEPARATOR} $B:1 {SEPARATOR}:1",
-        special_tokens=[(START, places[START]), (SEPARATOR, places[SEPARATOR])],
+        special_tokens=[(START, ids[START]), (SEPARATOR, ids[SEPARATOR])],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -109,9 +109,9 @@ class TokenCache:
             self._add_new()
         counts = self.counts[numbers]
         ends = np.cumsum(counts)
-        places = np.repeat(self.starts[numbers] - ends + counts, counts)
-        places += np.arange(len(places))
-        return self.tokens[places], counts
+        positions = np.repeat(self.starts[numbers] - ends + counts, counts)
+        positions += np.arange(len(positions))
+        return self.tokens[positions], counts
 
     def _add_new(self) -> None:
         new, self.numbers.new = self.numbers.new, []
@@ -190,9 +190,9 @@ def _grouped(encode: Callable[[list[str]], Tokens], groups: Iterable[list[str]],
     """The tokens of groups of words, counted by group."""
     words: list[str] = []
     bounds = np.zeros(number + 1, dtype=np.int64)
-    for place, group in enumerate(groups, 1):
+    for index, group in enumerate(groups, 1):
         words += group
-        bounds[place] = len(words)
+        bounds[index] = len(words)
     tokens, counts = encode(words)
     ends = np.concatenate([[0], np.cumsum(counts)])
     return tokens, np.diff(ends[bounds])

@@ -63,13 +63,13 @@ class Page:
         self.is_filled = False
 
     @property
-    def has_something_to_say(self) -> bool:
+    def has_results(self) -> bool:
         """Whether there is a number, and one for a claim if the page has claims."""
         decided = [claim for claim in self.claims if claim.status != "not run"]
         return self.is_filled and bool(decided or not self.claims)
 
-    def say(self, paragraph: str) -> None:
-        self.blocks.append(paragraph)
+    def text(self, text: str) -> None:
+        self.blocks.append(text)
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self.blocks.append(markdown_table(headers, rows))
@@ -168,7 +168,7 @@ class Page:
         self.table([HEADERS[place] for place in kept], [[line[p] for p in kept] for line in self.lines])
         self.lines = []
         if marked:
-            self.say(marked)
+            self.text(marked)
 
     def claim(self, words: str, status: Status, gain: Gain | None, digits: int = 2, detail: str = "") -> None:
         """Record a claim with our difference; ``detail`` describes it where it is a mean over seeds."""

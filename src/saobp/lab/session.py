@@ -19,7 +19,7 @@ from saobp.lab.results import RESTORED
 from saobp.lab.scales import Scale
 from saobp.lab.stages import finetune_all, is_finetuned, is_measured, measure_all, pretrain_all
 from saobp.lab.synthetic_tasks import write_synthetic_data
-from saobp.lab.work_queue import Say, StageResult
+from saobp.lab.work_queue import Notify, StageResult
 from saobp.runs.folder import RunFolder
 from saobp.runs.worker_processes import run_jobs
 
@@ -68,8 +68,8 @@ def worker_stage() -> str | None:
 class Session:
     """Runs the stages of a plan."""
 
-    def __init__(self, plan: ExperimentPlan, folders: LabFolders, say: Say = print) -> None:
-        self.plan, self.folders, self.say = plan, folders, say
+    def __init__(self, plan: ExperimentPlan, folders: LabFolders, notify: Notify = print) -> None:
+        self.plan, self.folders, self.notify = plan, folders, notify
         self.sources = folders.sources(plan.scale)
         self.has_failed = False
         """Whether any item failed; the others still run."""
@@ -88,11 +88,11 @@ class Session:
 
     def work_on(self, stage: str) -> None:
         """Run a stage in this process; workers take no timings, which others would disturb."""
-        runs, sources, say = self.folders.runs, self.sources, self.say
+        runs, sources, notify = self.folders.runs, self.sources, self.notify
         if stage == "pretrain":
-            result = pretrain_all(self.plan.pretrain_runs(), runs, sources, say)
+            result = pretrain_all(self.plan.pretrain_runs(), runs, sources, notify)
         elif stage == "finetune":
-            result = finetune_all(self.plan.finetune_runs(), runs, sources, say)
+            result = finetune_all(self.plan.finetune_runs(), runs, sources, notify)
         else:
             alone = worker_stage() is None
             result = self._measure(lambda one: alone or one.measure not in TIMED_ALONE)
@@ -100,15 +100,15 @@ class Session:
 
     def _measure(self, is_wanted: Callable[[Measurement], bool]) -> StageResult:
         work = [one for one in self.plan.measurements() if is_wanted(one)]
-        return measure_all(work, self.folders.runs, self.sources, self.say)
+        return measure_all(work, self.folders.runs, self.sources, self.notify)
 
     def _report(self, stage: str, result: StageResult) -> None:
         self.has_failed |= bool(result.failed)
-        self.say(f"{stage}: {result}")
+        self.notify(f"{stage}: {result}")
 
     def _run_workers(self, stage: str, jobs: int) -> None:
         logs = self.folders.runs / "logs"
-        self.say(f"{stage}: {jobs} processes, which log to {logs}")
+        self.notify(f"{stage}: {jobs} processes, which log to {logs}")
         command = [sys.executable, "-m", "saobp", *sys.argv[1:]]
         codes = run_jobs(
             {f"{stage}-{number}": command for number in range(1, jobs + 1)},
@@ -117,11 +117,11 @@ class Session:
             variables={STAGE_VARIABLE: stage, "PYTHONUNBUFFERED": "1"},
         )
         for name in codes:
-            self.say((logs / f"{name}.log").read_text(errors="replace").strip())
+            self.notify((logs / f"{name}.log").read_text(errors="replace").strip())
         for name in (name for name, code in codes.items() if code):
             self.has_failed = True
-            self.say(f"{name} failed; see {logs / name}.log")
-        self.say(f"{stage}: {self.count_missing(stage)} left to do")
+            self.notify(f"{name} failed; see {logs / name}.log")
+        self.notify(f"{stage}: {self.count_missing(stage)} left to do")
 
     def count_missing(self, stage: str) -> int:
         """Items of a stage that are not done."""
@@ -136,13 +136,13 @@ class Session:
         models = self.plan.pretrain_runs()
         for recipe in {(one.recipe.family, one.recipe.corpus): one.recipe for one in models}.values():
             found = self.sources.texts(recipe)
-            self.say(f"{recipe.family}: {', '.join(found.train.stores)} in {self.folders.tokens}")
+            self.notify(f"{recipe.family}: {', '.join(found.train.stores)} in {self.folders.tokens}")
 
     def _tabulate(self) -> None:
         from saobp.lab.tabulate import tabulate
 
-        for path in tabulate(self.plan, self.folders.runs, self.folders.out, self.say):
-            self.say(f"wrote {path}")
+        for path in tabulate(self.plan, self.folders.runs, self.folders.out, self.notify):
+            self.notify(f"wrote {path}")
         self._write_html()
 
     def _write_html(self) -> None:
@@ -159,6 +159,6 @@ class Session:
             try:
                 page = write_reproduction(own, self.folders.out, targets, scale, family)
             except MissingPlotlyError as problem:
-                self.say(str(problem))
+                self.notify(str(problem))
                 return
-            self.say(f"the page: {page}")
+            self.notify(f"the page: {page}")

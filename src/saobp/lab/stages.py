@@ -14,7 +14,7 @@ from saobp.data.tasks import Task, load_task
 from saobp.lab.data_sources import DataSources
 from saobp.lab.experiment_plan import FinetuneRun, Measurement, PretrainRun, check_same
 from saobp.lab.measurements import take
-from saobp.lab.work_queue import Say, StageResult, WorkItem, work_through
+from saobp.lab.work_queue import Notify, StageResult, WorkItem, work_through
 from saobp.runs.folder import RunFolder
 from saobp.runs.machine import commit
 from saobp.runs.provenance import command_line, environment
@@ -27,7 +27,7 @@ NAMED = 3
 
 
 def pretrain_all(
-    models: Sequence[PretrainRun], runs: Path, sources: DataSources, say: Say = print
+    models: Sequence[PretrainRun], runs: Path, sources: DataSources, notify: Notify = print
 ) -> StageResult:
     """Train unfinished runs one by one in this process, so that code is compiled once."""
 
@@ -40,12 +40,12 @@ def pretrain_all(
                 run.clean_up()
             return run.is_finished
 
-        return WorkItem(model.name, is_done, lambda: _pretrain(model, run, sources, say))
+        return WorkItem(model.name, is_done, lambda: _pretrain(model, run, sources, notify))
 
-    return work_through([item(model) for model in models], runs, say)
+    return work_through([item(model) for model in models], runs, notify)
 
 
-def _pretrain(model: PretrainRun, run: RunFolder, sources: DataSources, say: Say) -> None:
+def _pretrain(model: PretrainRun, run: RunFolder, sources: DataSources, notify: Notify) -> None:
     texts = sources.texts(model.recipe)
     try:
         found = pretrain(
@@ -56,16 +56,18 @@ def _pretrain(model: PretrainRun, run: RunFolder, sources: DataSources, say: Say
             tokenizer=texts.tokenizer,
             resume=run.has_begun,
             progress=False,
-            say=say,
+            notify=notify,
         )
     finally:
         free_memory()
     perplexity, rate = found.eval_perplexity or float("nan"), (found.tokens_per_second or 0) / 1e6
-    say(f"{model.name}: held-out perplexity {perplexity:.3f}, {found.seconds:.0f} s, {rate:.2f} M tokens/s")
+    notify(
+        f"{model.name}: held-out perplexity {perplexity:.3f}, {found.seconds:.0f} s, {rate:.2f} M tokens/s"
+    )
 
 
 def finetune_all(
-    work: Sequence[FinetuneRun], runs: Path, sources: DataSources, say: Say = print
+    work: Sequence[FinetuneRun], runs: Path, sources: DataSources, notify: Notify = print
 ) -> StageResult:
     """Fine-tune the available models. Saves scores and head health of every epoch, not the models."""
 
@@ -82,7 +84,8 @@ def finetune_all(
             )
         finally:
             free_memory()
-        say(f"{one.name}: {found['metric']} {found['last']['mean']:.2f} in {time.monotonic() - began:.0f} s")
+        seconds = time.monotonic() - began
+        notify(f"{one.name}: {found['metric']} {found['last']['mean']:.2f} in {seconds:.0f} s")
 
     items = [
         WorkItem(
@@ -93,11 +96,11 @@ def finetune_all(
         )
         for one in work
     ]
-    return _with_models(items, runs, say)
+    return _with_models(items, runs, notify)
 
 
 def measure_all(
-    work: Sequence[Measurement], runs: Path, sources: DataSources, say: Say = print
+    work: Sequence[Measurement], runs: Path, sources: DataSources, notify: Notify = print
 ) -> StageResult:
     """Take the missing measurements of available models."""
 
@@ -117,7 +120,7 @@ def measure_all(
         path = one.file(runs)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {**record, **taken})
-        say(f"{one.name}: {taken['seconds']:.1f} s")
+        notify(f"{one.name}: {taken['seconds']:.1f} s")
 
     items = [
         WorkItem(
@@ -128,7 +131,7 @@ def measure_all(
         )
         for one in work
     ]
-    return _with_models(items, runs, say)
+    return _with_models(items, runs, notify)
 
 
 def is_finetuned(one: FinetuneRun, runs: Path) -> bool:
@@ -150,12 +153,12 @@ def _task(name: str, data_dir: Path | None, limit: int | None) -> Task:
     return load_task(name, data_dir, limit=limit)
 
 
-def _with_models(items: Sequence[WorkItem], runs: Path, say: Say) -> StageResult:
-    result = work_through(items, runs, say)
+def _with_models(items: Sequence[WorkItem], runs: Path, notify: Notify) -> StageResult:
+    result = work_through(items, runs, notify)
     missing = list(dict.fromkeys(result.waiting.values()))
     if missing:
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        say(
+        notify(
             f"{len(result.waiting)} items wait for models that are not in {runs}: "
             f"{', '.join(missing[:NAMED])}{more}; pretrain them first (--stage pretrain)"
         )

@@ -13,7 +13,7 @@ from saobp.lab.result_page import ANSWERS, Page, markdown_table
 from saobp.lab.results import RESTORED, Results, recorded_runs
 from saobp.lab.scales import SCALES
 from saobp.lab.statistics import UNDECIDED, Status
-from saobp.lab.work_queue import Say
+from saobp.lab.work_queue import Notify
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_object
 
@@ -27,7 +27,7 @@ SECTIONS: dict[Status, str] = {
 }
 
 
-def tabulate(plan: ExperimentPlan, runs: Path, out: Path, say: Say = print) -> list[Path]:
+def tabulate(plan: ExperimentPlan, runs: Path, out: Path, notify: Notify = print) -> list[Path]:
     """Write the pages of the plan's experiments that have results, and the overview.
 
     An existing page with more runs is not overwritten; a sentence says so.
@@ -39,7 +39,7 @@ def tabulate(plan: ExperimentPlan, runs: Path, out: Path, say: Say = print) -> l
         records = results.records()
         missing = _missing_behind(experiment, plan, records, runs, out)
         if missing:
-            say(missing)
+            notify(missing)
         elif records:
             page = Page(experiment, plan.scale)
             try:
@@ -49,7 +49,7 @@ def tabulate(plan: ExperimentPlan, runs: Path, out: Path, say: Say = print) -> l
                     f"a log or measurement of {experiment.name} in {runs} does not have the expected form "
                     f"({type(problem).__name__}: {problem}): run or measure it again"
                 ) from problem
-            if page.has_something_to_say:
+            if page.has_results:
                 written += page.write(out, records, results.missing())
     return [*written, write_overview(out)]
 

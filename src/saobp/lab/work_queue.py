@@ -11,7 +11,7 @@ from pathlib import Path
 from saobp.storage.atomic import first_line
 from saobp.storage.locks import try_lock
 
-Say = Callable[[str], object]
+Notify = Callable[[str], object]
 
 CLAIMS = ".claims"
 
@@ -61,7 +61,7 @@ def claimed(runs: Path, name: str) -> Iterator[bool]:
             lock.release()
 
 
-def work_through(items: Sequence[WorkItem], runs: Path, say: Say = print) -> StageResult:
+def work_through(items: Sequence[WorkItem], runs: Path, notify: Notify = print) -> StageResult:
     """Run the items that are not done, in order; one that fails does not stop the others."""
     result = StageResult()
     for number, item in enumerate(items, 1):
@@ -76,17 +76,17 @@ def work_through(items: Sequence[WorkItem], runs: Path, say: Say = print) -> Sta
                 elif item.is_done():  # by another process in the meantime
                     result.reused.append(item.name)
                 else:
-                    say(f"[{number}/{len(items)}] {item.name}")
-                    _run(item, result, say)
+                    notify(f"[{number}/{len(items)}] {item.name}")
+                    _run(item, result, notify)
     return result
 
 
-def _run(item: WorkItem, result: StageResult, say: Say) -> None:
+def _run(item: WorkItem, result: StageResult, notify: Notify) -> None:
     try:
         item.run()
         result.done.append(item.name)
     except Exception as problem:
         result.failed[item.name] = first_line(problem)
-        say(f"{item.name} failed: {result.failed[item.name]}")
+        notify(f"{item.name} failed: {result.failed[item.name]}")
         if not isinstance(problem, (ValueError, OSError)):
-            say(traceback.format_exc())
+            notify(traceback.format_exc())

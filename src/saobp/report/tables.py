@@ -26,14 +26,14 @@ class PageTable:
 def fact_tables(runs: Sequence[Run]) -> list[PageTable]:
     """Facts, results and recipes with the runs as columns; rows without any value are dropped."""
     parts = [
-        _beside("Runs", runs, [run.facts for run in runs]),
-        _beside("Results", runs, [run.result for run in runs]),
-        _beside("The full recipe", runs, [run.recipe for run in runs]),
+        _by_run("Runs", runs, [run.facts for run in runs]),
+        _by_run("Results", runs, [run.result for run in runs]),
+        _by_run("The full recipe", runs, [run.recipe for run in runs]),
     ]
     return [part for part in parts if part.rows]
 
 
-def _beside(title: str, runs: Sequence[Run], facts: Sequence[Sequence[tuple[str, Any]]]) -> PageTable:
+def _by_run(title: str, runs: Sequence[Run], facts: Sequence[Sequence[tuple[str, Any]]]) -> PageTable:
     """A table with runs as columns; rows in order of first appearance."""
     having = [(run.name, dict(own)) for run, own in zip(runs, facts, strict=True) if own]
     names = dict.fromkeys(name for own in facts for name, _ in own)

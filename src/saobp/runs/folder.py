@@ -235,13 +235,13 @@ class RunFolder:
         for step in self.checkpoint_steps()[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(self.checkpoint_path(step), ignore_errors=True)
 
-    def last_good_checkpoint(self, say: Callable[[str], object] = warnings.warn) -> int | None:
-        """The latest step with a valid checkpoint, or None; ``say`` gets a sentence for each damaged one."""
+    def last_good_checkpoint(self, notify: Callable[[str], object] = warnings.warn) -> int | None:
+        """The latest step with a valid checkpoint, or None; ``notify`` gets one sentence per damaged one."""
         for step in reversed(self.checkpoint_steps()):
             problem = damage(self.checkpoint_path(step))
             if problem is None:
                 return step
-            say(f"The checkpoint of step {step} is left out, because {problem}.")
+            notify(f"The checkpoint of step {step} is left out, because {problem}.")
         return None
 
     def save_model(

@@ -41,7 +41,7 @@ def processor() -> str:
 
 
 def driver() -> str:
-    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown driver"
+    return _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown driver"
 
 
 def commit() -> str:
@@ -55,11 +55,11 @@ def commit() -> str:
     here = Path(__file__)
     # Without locks: the repository may be in use elsewhere.
     git = ("git", "--no-optional-locks", "-C", str(here.parent))
-    is_known = _said(*git, "ls-files", here.name)  # not where it is installed inside another repository
-    name = _said(*git, "rev-parse", "--short", "HEAD") if is_known else ""
+    is_known = _output_of(*git, "ls-files", here.name)  # not where it is installed inside another repository
+    name = _output_of(*git, "rev-parse", "--short", "HEAD") if is_known else ""
     if not name:
         return f"saobp {version('saobp')}"
-    changed = _said(*git, "status", "--porcelain", "--untracked-files=no")
+    changed = _output_of(*git, "status", "--porcelain", "--untracked-files=no")
     return f"{name} with uncommitted changes" if changed else name
 
 
@@ -75,7 +75,7 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def _said(*command: str) -> str:
+def _output_of(*command: str) -> str:
     """First line that a command prints, or nothing where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

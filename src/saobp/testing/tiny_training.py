@@ -77,7 +77,7 @@ def train_small(recipe: PretrainRecipe, folder: Path, **options: Any) -> Result:
     """Pretrain on random rows, quietly."""
     tokenizer = small_tokenizer(recipe.family)
     train, validation = (RandomRows(rows, recipe.length, len(tokenizer), rows) for rows in (40, 20))
-    fields: dict[str, Any] = {"progress": False, "say": lambda _: None, **options}
+    fields: dict[str, Any] = {"progress": False, "notify": lambda _: None, **options}
     return pretrain(recipe, folder, train=train, validation=validation, tokenizer=tokenizer, **fields)
 
 

@@ -54,19 +54,19 @@ class BatchShard:
     def batch(self, rows: TokenRows, seed: int, step: int, part: int, count: int | None = None) -> Batch:
         """Micro-batch ``part`` of this process at a step, on its device; or ``count`` rows of it."""
         count = self.rows if count is None else count
-        places = (part * self.processes + self.process) * count + np.arange(count)
-        return self.moved(self._gathered(rows, seed, np.array(step), places))
+        indices = (part * self.processes + self.process) * count + np.arange(count)
+        return self.moved(self._gathered(rows, seed, np.array(step), indices))
 
     def steps(self, rows: TokenRows, seed: int, first: int, count: int) -> Batch:
         """All micro-batches of some steps, ``[steps, parts, rows, ...]``, in host memory."""
         starts = (np.arange(self.recipe.accumulation) * self.processes + self.process) * self.rows
         return self._gathered(rows, seed, first + np.arange(count), starts[:, None] + np.arange(self.rows))
 
-    def _gathered(self, rows: TokenRows, seed: int, steps: np.ndarray, places: np.ndarray) -> Batch:
+    def _gathered(self, rows: TokenRows, seed: int, steps: np.ndarray, indices: np.ndarray) -> Batch:
         """Rows at the given indices of each step's batch, pinned for a GPU."""
-        numbers = np.add.outer(steps * self.recipe.batch_size, places)
+        numbers = np.add.outer(steps * self.recipe.batch_size, indices)
         ids = rows.at(numbers.reshape(-1))["input_ids"]
-        seeds = np.array([row_seeds(seed, int(step), places) for step in steps.reshape(-1)])
+        seeds = np.array([row_seeds(seed, int(step), indices) for step in steps.reshape(-1)])
         batch = {
             "input_ids": ids.view(*numbers.shape, -1),
             "seeds": torch.from_numpy(seeds.reshape(numbers.shape)),
@@ -74,7 +74,7 @@ class BatchShard:
         if self.recipe.masked_share_end is not None and seed != HELD_OUT_SEED:
             shares = [self.recipe.share_at(int(step)) for step in steps.reshape(-1)]
             counts = np.array([hidden_count(share, ids.shape[-1]) for share in shares])
-            spread = np.broadcast_to(counts.reshape(steps.shape + (1,) * places.ndim), numbers.shape)
+            spread = np.broadcast_to(counts.reshape(steps.shape + (1,) * indices.ndim), numbers.shape)
             batch["counts"] = torch.from_numpy(spread.copy())
         if self.device.type != "cuda":
             return batch

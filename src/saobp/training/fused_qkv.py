@@ -25,8 +25,8 @@ def fused_projections(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for layers in [found for module in model.modules() if (found := fusable(module))]:
             product = FusedProduct(layers)
-            for place, layer in enumerate(layers):
-                stack.enter_context(temporary_class(layer, FusedProjection, product=product, place=place))
+            for index, layer in enumerate(layers):
+                stack.enter_context(temporary_class(layer, FusedProjection, product=product, index=index))
         yield
 
 
@@ -51,14 +51,14 @@ class FusedProduct:
         self.states: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
 
-    def part(self, place: int, states: Tensor) -> Tensor:
+    def part(self, index: int, states: Tensor) -> Tensor:
         """The output of one layer for states ``[..., width]``; the first layer computes it for all."""
-        if place == 0:
+        if index == 0:
             self.states, self.parts = states, multiply(states, self.layers)
         elif self.states is not states:
-            return multiply(states, self.layers[place : place + 1])[0]
-        part = self.parts[place]
-        if place == len(self.layers) - 1:
+            return multiply(states, self.layers[index : index + 1])[0]
+        part = self.parts[index]
+        if index == len(self.layers) - 1:
             self.states, self.parts = None, ()
         return part
 
@@ -67,10 +67,10 @@ class FusedProjection:
     """One layer of a fused product; mixed into ``nn.Linear`` by :func:`temporary_class`."""
 
     product: FusedProduct
-    place: int
+    index: int
 
     def forward(self, states: Tensor) -> Tensor:
-        return self.product.part(self.place, states)
+        return self.product.part(self.index, states)
 
 
 def multiply(states: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:

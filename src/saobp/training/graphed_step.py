@@ -82,12 +82,12 @@ class GraphedStep:
         self,
         compute: Callable[[Batch], Tensor],
         parameters: Sequence[nn.Parameter],
-        say: Callable[[str], object],
+        notify: Callable[[str], object],
         capture: Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], object]]] = capture_on_gpu,
         *,
         eager: Callable[[Batch], Tensor] | None = None,
     ) -> None:
-        self.compute, self.parameters, self.say, self.capture = compute, parameters, say, capture
+        self.compute, self.parameters, self.notify, self.capture = compute, parameters, notify, capture
         self.eager = eager
         self._captured: CapturedStep | None = None
         self._warmup_left: float = WARMUP_STEPS
@@ -139,14 +139,15 @@ class GraphedStep:
             apart = relative_difference(gradients, [parameter.grad for parameter in self.parameters])
         except RuntimeError as problem:  # most likely out of memory
             self.eager, apart = None, 0.0
-            self.say(f"The captured step cannot be compared with the uncompiled one ({first_line(problem)}).")
+            why = first_line(problem)
+            self.notify(f"The captured step cannot be compared with the uncompiled one ({why}).")
         if apart <= TOLERANCE:
             self._give(gradients)
             if loss.is_cuda:
                 torch.cuda.empty_cache()  # of the comparison
             return loss.clone()
         self.use_eager()
-        self.say(
+        self.notify(
             f"Gradients of the captured step are wrong (apart by {apart:.2g} of their norm at replay "
             f"{self._replays}), so the run goes on without graph and compiler."
         )
@@ -163,7 +164,7 @@ class GraphedStep:
             for parameter in self.parameters:
                 parameter.grad = None
             why = first_line(problem)
-            self.say(
+            self.notify(
                 f"The step cannot be captured as a CUDA graph ({why}), so its kernels are launched one by "
                 "one."
             )

@@ -91,14 +91,14 @@ class MaskedLM:
         counts: Tensor | None = None,
     ) -> Tensor:
         hiding = self if model.training else replace(self, share=HELD_OUT_SHARE)
-        shown, places, targets = hiding.hide(ids, seeds, counts)
+        shown, masked_at, targets = hiding.hide(ids, seeds, counts)
         hidden = hidden_states(model, shown, precision)
-        picked = hidden.gather(1, places.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+        picked = hidden.gather(1, masked_at.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
         scores = head_scores(model, picked, precision)
         if counts is None:
             return cross_entropy(scores, targets)
         losses = functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten(), reduction="none")
-        counted = torch.arange(places.shape[1], device=ids.device) < counts.unsqueeze(1)
+        counted = torch.arange(masked_at.shape[1], device=ids.device) < counts.unsqueeze(1)
         return (losses.view_as(targets) * counted).sum() / counted.sum()
 
     def hide(self, ids: Tensor, seeds: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,15 +113,15 @@ class MaskedLM:
         for token in self.special:
             is_special = is_special | (ids == token)
         ranks = drawn * length + positions - is_special * 2**48
-        places = ranks.topk(hidden_count(self.share, length), dim=1).indices
-        targets = ids.gather(1, places)
-        again = scrambled(drawn.gather(1, places) + _REPLACEMENT)
+        masked_at = ranks.topk(hidden_count(self.share, length), dim=1).indices
+        targets = ids.gather(1, masked_at)
+        again = scrambled(drawn.gather(1, masked_at) + _REPLACEMENT)
         fate, token = again % 10, scrambled(again + 1) % self.vocabulary
         replaced = torch.where(fate == 8, token, torch.where(fate == 9, targets, self.mask))
         if counts is not None:
-            counted = torch.arange(places.shape[1], device=ids.device) < counts.unsqueeze(1)
+            counted = torch.arange(masked_at.shape[1], device=ids.device) < counts.unsqueeze(1)
             replaced = torch.where(counted, replaced, targets)
-        return ids.scatter(1, places, replaced), places, targets
+        return ids.scatter(1, masked_at, replaced), masked_at, targets
 
 
 @dataclass(frozen=True)

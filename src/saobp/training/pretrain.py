@@ -55,7 +55,7 @@ def pretrain(
     progress: bool = True,
     callbacks: Sequence[TrainerCallback] = (),
     report_to: str = "none",
-    say: Callable[[str], object] = print,
+    notify: Callable[[str], object] = print,
 ) -> Result:
     """Train a new model by the recipe and write everything to ``folder``.
 
@@ -92,11 +92,11 @@ def pretrain(
             resume=resume,
         ),
     )
-    tell = say if args.process_index == 0 else (lambda _: None)
-    start = run.last_good_checkpoint(tell)
+    notify = notify if args.process_index == 0 else (lambda _: None)
+    start = run.last_good_checkpoint(notify)
     _on_main_process(args, lambda: run.rewind(start or 0))
     if resume and start is None:
-        tell("There is no whole checkpoint, so the run begins again at step 0.")
+        notify("There is no whole checkpoint, so the run begins again at step 0.")
     trainer = PretrainTrainer(
         model,
         args,
@@ -105,10 +105,10 @@ def pretrain(
         train=train,
         validation=validation,
         callbacks=[*callbacks, *([TrainingProgress()] if progress else [])],
-        say=tell,
+        notify=notify,
     )
     if sharded and not trainer.is_fsdp_enabled:
-        tell(
+        notify(
             "Accelerate divides models on accelerators only: here every process keeps the whole model (DDP)."
         )
     penalty = recipe.penalty()

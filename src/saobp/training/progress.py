@@ -47,20 +47,20 @@ class TrainingProgress(TrainerCallback):
 
 
 @contextmanager
-def plain_sentences(say: Callable[[str], object]) -> Iterator[None]:
-    """Context in which warnings and the package's log messages go to ``say``, without their source location.
+def plain_sentences(notify: Callable[[str], object]) -> Iterator[None]:
+    """Context in which warnings and the package's log messages go to ``notify``, without source location.
 
     Deprecation warnings are dropped. Handlers that a program has configured stay.
     """
     logger = logging.getLogger("saobp")
-    handler = _Saying(say)
+    handler = _NotifyHandler(notify)
     show, own = warnings.showwarning, not logger.hasHandlers()
 
-    def speak(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    def show_note(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if not issubclass(category, (FutureWarning, DeprecationWarning, PendingDeprecationWarning)):
-            say(f"Note: {message}")
+            notify(f"Note: {message}")
 
-    warnings.showwarning = speak
+    warnings.showwarning = show_note
     if own:
         logger.addHandler(handler)
     try:
@@ -70,10 +70,10 @@ def plain_sentences(say: Callable[[str], object]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-class _Saying(logging.Handler):
-    def __init__(self, say: Callable[[str], object]) -> None:
+class _NotifyHandler(logging.Handler):
+    def __init__(self, notify: Callable[[str], object]) -> None:
         super().__init__(logging.WARNING)
-        self.say = say
+        self.notify = notify
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.say(f"Note: {record.getMessage()}")
+        self.notify(f"Note: {record.getMessage()}")

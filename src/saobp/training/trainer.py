@@ -92,9 +92,9 @@ class PretrainTrainer(Trainer):
         train: TokenRows,
         validation: TokenRows | None,
         callbacks: list[TrainerCallback],
-        say: Callable[[str], object],
+        notify: Callable[[str], object],
     ) -> None:
-        self.recipe, self.run, self.say = recipe, run, say
+        self.recipe, self.run, self.notify = recipe, run, notify
         self.rows = train
         self.shard = BatchShard(recipe, args.process_index, args.world_size, args.device)
         self.held_out: list[Batch] = [] if validation is None else held_out_batches(validation, self.shard)
@@ -246,7 +246,7 @@ class PretrainTrainer(Trainer):
             self._graphed = GraphedStep(
                 lambda batch: self._loss(model, batch),
                 self._learning,
-                self.say,
+                self.notify,
                 eager=None if self.recipe.dropout else uncompiled,
             )
 
@@ -287,7 +287,7 @@ class PretrainTrainer(Trainer):
                 gc.collect()  # an open, half-written file still takes disk space
                 good = self.last_checkpoint
                 last = "there is none before it" if good is None else f"the last good one is of step {good}"
-                self.say(
+                self.notify(
                     f"The checkpoint of step {step} could not be written ({words}); {last}, and the run "
                     "goes on."
                 )

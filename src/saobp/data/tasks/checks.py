@@ -78,7 +78,7 @@ def _check_text(table: pa.Table, name: str, where: str) -> None:
 def _no_nulls(table: pa.Table, name: str, where: str) -> None:
     if table[name].null_count:
         row = int(np.argmax(np.asarray(pc.is_null(table[name]))))
-        raise WrongRowsError(f"{_place(where, row, name)} is empty")
+        raise WrongRowsError(f"{_where(where, row, name)} is empty")
 
 
 def _check_options(table: pa.Table, spec: TaskSpec, where: str) -> None:
@@ -91,7 +91,7 @@ def _check_options(table: pa.Table, spec: TaskSpec, where: str) -> None:
             or not all(isinstance(option, str) for option in options)
         ):
             raise WrongRowsError(
-                f"{_place(where, row, spec.options)} is not a list of {expected} texts but {_short(options)}"
+                f"{_where(where, row, spec.options)} is not a list of {expected} texts but {_short(options)}"
             )
 
 
@@ -104,7 +104,7 @@ def _classes(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
         if not isinstance(index, int) or not 0 <= index < len(spec.labels):
             allowed = ", ".join(spec.labels) if isinstance(value, str) else f"0 to {len(spec.labels) - 1}"
             raise WrongRowsError(
-                f"{_place(where, row, spec.label)} is {_short(value)}, but a label is {allowed}"
+                f"{_where(where, row, spec.label)} is {_short(value)}, but a label is {allowed}"
             )
         found[row] = index
     if len(values) > 100 and len(np.unique(found)) == 1:
@@ -121,8 +121,8 @@ def _scores(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
     found = table[spec.label].to_numpy().astype(np.float64)
     wrong = np.flatnonzero(~((found >= 0) & (found <= 5)))
     if len(wrong):
-        place = _place(where, int(wrong[0]), spec.label)
-        raise WrongRowsError(f"{place} is {found[wrong[0]]:g}, but a score of {spec.name} is 0 to 5")
+        cell = _where(where, int(wrong[0]), spec.label)
+        raise WrongRowsError(f"{cell} is {found[wrong[0]]:g}, but a score of {spec.name} is 0 to 5")
     return found
 
 
@@ -134,13 +134,13 @@ def _answers(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
         texts, starts = _fields(answers)
         if not texts or len(texts) != len(starts):
             raise WrongRowsError(
-                f"{_place(where, row, spec.label)} has {len(texts)} texts and {len(starts)} starts: "
+                f"{_where(where, row, spec.label)} has {len(texts)} texts and {len(starts)} starts: "
                 "squad needs at least one answer and a start for each"
             )
         for text, start in itertools.zip_longest(texts, starts):
             if not text or start < 0 or context[start : start + len(text)] != text:
                 raise WrongRowsError(
-                    f"{_place(where, row, spec.label)} says that {_short(text)} stands at character {start} "
+                    f"{_where(where, row, spec.label)} says that {_short(text)} stands at character {start} "
                     f"of the context, but there stands {_short(context[start : start + len(text)])}"
                 )
         counts[row] = len(texts)
@@ -153,7 +153,7 @@ def _fields(answers: Any) -> tuple[list[str], list[int]]:
     return answers.get("text") or [], answers.get("answer_start") or []
 
 
-def _place(where: str, row: int, column: str) -> str:
+def _where(where: str, row: int, column: str) -> str:
     return f"row {row + 1}, column {column!r} of {where}"
 
 

@@ -13,6 +13,6 @@ def arena(results: Results, page: Page) -> None:
         return
     page.figure("forest", forest(settings), "Paired differences from Original with their 95 % intervals.")
     for setting in settings:
-        page.say(f"## {setting.title}")
+        page.text(f"## {setting.title}")
         page.table(HEADERS, list(rows(setting)))
-        page.say(power(setting))
+        page.text(power(setting))

@@ -28,13 +28,13 @@ def decoder_leak(results: Results, page: Page) -> None:
         "gpt2",
     )
     drawn = {"WikiText-2 perplexity": text, "held-out perplexity": held_out, MOVED: moved}
-    page.say(f"In short, means over seeds. {means_in_words(drawn)}.")
-    page.say(
+    page.text(f"In short, means over seeds. {means_in_words(drawn)}.")
+    page.text(
         f"'{MOVED}' is how far the states of the first half of a text move, relative to their size, "
         "when its second half is replaced: 0 for a causal model. A model whose states move has seen what it "
         "has to predict, and its perplexity measures something else."
     )
-    page.say(BUDGET)
+    page.text(BUDGET)
     page.compare("WikiText-2 perplexity", text, higher_is_better=False, methods=methods)
     gains = page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods)
     page.compare(MOVED, moved, higher_is_better=False, digits=3, methods=methods)
@@ -50,7 +50,7 @@ def decoder_leak(results: Results, page: Page) -> None:
 
 
 def printed_forms(results: Results, page: Page) -> None:
-    page.say(BUDGET)
+    page.text(BUDGET)
     size, methods = results.plan.scale.size, methods_of(results.experiment)
     forms = {"high-listing": "high", "low-listing": "low", "elemmul-prior": "elemmul"}
     drawn = {}
@@ -87,7 +87,7 @@ def printed_forms(results: Results, page: Page) -> None:
     page.compared()
     if page.claims:
         _tally(page, methods[1:])
-    page.say(
+    page.text(
         "The equation multiplies messages over nodes (High, Low); the listing multiplies over the labels of "
         "one row, which cancels ('as listed'). The printed ElemMul has no prior. Each form is set beside the "
         "paper's row of that name; which one the authors ran is not known."
@@ -96,7 +96,7 @@ def printed_forms(results: Results, page: Page) -> None:
 
 
 def strengths(results: Results, page: Page) -> None:
-    page.say(BUDGET)
+    page.text(BUDGET)
     values = results.values(results.perplexity)
     methods = methods_of(results.experiment)
     gains = page.compare("held-out perplexity", values, higher_is_better=False, digits=3, methods=methods)
@@ -107,7 +107,9 @@ def strengths(results: Results, page: Page) -> None:
 
 
 def learned(results: Results, page: Page) -> None:
-    page.say(f"{BUDGET} Strengths start at 0, one per head, and may take either sign; negative ones attract.")
+    page.text(
+        f"{BUDGET} Strengths start at 0, one per head, and may take either sign; negative ones attract."
+    )
     drawn = {}
     for family, corpus, words in (
         ("bert", None, "held-out perplexity"),
@@ -147,7 +149,7 @@ def learned(results: Results, page: Page) -> None:
         }
         if grids:
             signs = np.concatenate([grid.flatten() for grid in grids.values()])
-            page.say(
+            page.text(
                 f"{family}: {int((signs > 0).sum())} of {signs.size} heads ended on repulsion (above 0), "
                 f"{int((signs < 0).sum())} on attraction."
             )
@@ -159,7 +161,7 @@ def learned(results: Results, page: Page) -> None:
 
 
 def steps(results: Results, page: Page) -> None:
-    page.say(BUDGET)
+    page.text(BUDGET)
     values = results.values(results.perplexity)
     methods = methods_of(results.experiment)
     page.compare("held-out perplexity", values, higher_is_better=False, digits=3, methods=methods)

@@ -39,9 +39,9 @@ def attention_maps(results: Results, page: Page) -> None:
             rows[f"{model.method.title}\nbefore"] = unpacked(taken["before"])
             rows[f"{model.method.title}\nafter"] = unpacked(taken["after"])
     if not rows:
-        page.say(NOTHING)
+        page.text(NOTHING)
         return
-    page.say(
+    page.text(
         "The last layer of the seed-42 models on one SQuAD text. 'before' is the softmax of the scores that "
         "the trained model computes, 'after' the rows that it uses; both are of the same model."
     )
@@ -67,11 +67,11 @@ def sparsity_maps(results: Results, page: Page) -> None:
             rows[model.method.title] = 1.0 - sparse
             shares.append([model.name, f"{sparse.mean():.3f}", *(f"{head.mean():.3f}" for head in sparse)])
     if not rows:
-        page.say(NOTHING)
+        page.text(NOTHING)
         return
     heads = max(len(row) for row in shares) - 2
     page.table(("run", "sparsity", *(f"head {head}" for head in range(heads))), shares)
-    page.say(
+    page.text(
         f"{AXES} Entries of at least 1/length are white, the others black. One text: an illustration, no "
         "evidence."
     )
@@ -102,10 +102,10 @@ def gtd_graph(results: Results, page: Page) -> None:
             claim_correlation(page, f"GTD against {measure}", float(theirs), by_run)
         notes[measure] = f"r = {correlation_in_words(everything, 'gtd')}; the paper: {theirs}"
     if not rows:
-        page.say(NOTHING)
+        page.text(NOTHING)
         return
     page.table(("measure", "run", "paper, r", "ours, r"), rows)
-    page.say(
+    page.text(
         "A point is a pair of a RACE-Middle text and a head, up to 1,500 of them a model, drawn evenly. "
         "Graphs: an edge where the symmetrised weight exceeds 1e-4, on 40 tokens drawn from the text. "
         "Models are pretrained only; the paper's other figure of the kind, of a fine-tuned model, has no "
@@ -133,9 +133,9 @@ def gtd_performance(results: Results, page: Page) -> None:
         notes[score] = f"r = {correlation_in_words(everything, 'gtd')}" if everything else "not run"
     series = {score: methods for score, methods in series.items() if any(methods.values())}
     if not series:
-        page.say(NOTHING)
+        page.text(NOTHING)
         return
-    page.say(
+    page.text(
         "A dot is a checkpoint: an evaluation during pretraining for perplexity, an epoch of fine-tuning for "
         "a task. Dots of one run follow each other in time, so r says that both change while a model learns, "
         "no more."
@@ -175,9 +175,9 @@ def _profile(results: Results, page: Page, measure: str) -> None:
         LAST_HEADS: last_layer_by_head(results, measure, "attention_entropy"),
     }
     if not drawn["GTD"]:
-        page.say(NOTHING)
+        page.text(NOTHING)
         return
-    page.say(
+    page.text(
         "Pretrained models, means over seeds with their range. Positional entropy is the row entropy of "
         f"attention, averaged over positions, texts and heads. {SPREAD}"
     )

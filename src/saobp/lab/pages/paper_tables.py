@@ -39,7 +39,7 @@ PLATEAU = 5.5
 
 
 def pretraining(results: Results, page: Page) -> None:
-    page.say(BUDGET)
+    page.text(BUDGET)
     values = results.values(results.perplexity)
     page.compare(
         "held-out perplexity",
@@ -51,7 +51,7 @@ def pretraining(results: Results, page: Page) -> None:
     waiting = results.values(lambda model: results.tokens_until(model, PLATEAU))
     words = f"million tokens until the loss is below {PLATEAU:g}"
     if has_any(waiting):
-        page.say(
+        page.text(
             "Every run first learns how frequent words are and stays there for a while, at a perplexity of "
             "about 500, before attention comes to be of use. How long a run waits there and where it ends "
             f"after all tokens: {followed(waiting, values)}."
@@ -63,7 +63,7 @@ def pretraining(results: Results, page: Page) -> None:
             if seed not in waiting.get(key, {})
         ]
         if never:
-            page.say(f"Never below {PLATEAU:g}, and so without a number for the wait: {'; '.join(never)}.")
+            page.text(f"Never below {PLATEAU:g}, and so without a number for the wait: {'; '.join(never)}.")
     page.compare(words, waiting, higher_is_better=False, digits=1, methods=methods_of(results.experiment))
     page.compared()
     drawn = {"held-out perplexity": values, words: waiting}
@@ -77,17 +77,17 @@ def pretraining(results: Results, page: Page) -> None:
 
 
 def gtd(results: Results, page: Page) -> None:
-    page.say(BUDGET)
+    page.text(BUDGET)
     scale = results.plan.scale
     length = min(scale.length, scale.recipe_of("bert", "original", SEEDS[0]).length)
-    page.say(
+    page.text(
         "GTD and the others are means over all layers and heads of the pretrained models on up to "
         f"{scale.texts} validation texts of RACE-Middle, cut to {length} "
         "tokens, the length of pretraining. Accuracy is of fine-tuning, last epoch."
     )
     size, methods = results.plan.scale.size, methods_of(results.experiment)
     if paper_values("gtd_race_middle", "clustering", size):
-        page.say(
+        page.text(
             "The paper's CC is several times ours, so it is probably computed otherwise, and only the side "
             "of its differences compares."
         )
@@ -117,7 +117,7 @@ def gtd(results: Results, page: Page) -> None:
 
 
 def tasks(results: Results, page: Page) -> None:
-    page.say(f"{BUDGET} Scores are of the last epoch.")
+    page.text(f"{BUDGET} Scores are of the last epoch.")
     size, methods = results.plan.scale.size, methods_of(results.experiment)
     whole = [task for task in results.tasks_of_all(GLUE) if not results.is_partial(task)]
     drawn, crosses = {}, {}
@@ -132,7 +132,7 @@ def tasks(results: Results, page: Page) -> None:
         page.compare(task, values, paper, partial=partial, claims=("high", "low", "elemmul"), methods=methods)
         drawn[task], crosses[task] = values, {} if partial else paper
     page.compared()
-    page.say(
+    page.text(
         "The paper's own GLUE averages for Small in this table (54.03 for Original) differ from those of its "
         "appendix (56.63). Above, its average is taken over the same tasks as ours, from the appendix. Our "
         "SQuAD score is F1; which measure the paper's 'accuracy' on SQuAD is, it does not say."
@@ -141,7 +141,7 @@ def tasks(results: Results, page: Page) -> None:
 
 
 def glue(results: Results, page: Page) -> None:
-    page.say(
+    page.text(
         f"{BUDGET} Scores are of the last epoch: Matthews for CoLA, Spearman for STS-B, else accuracy. The "
         "paper names no measures."
     )
@@ -153,7 +153,7 @@ def glue(results: Results, page: Page) -> None:
         page.compare(task, values, paper, partial=partial, claims=("high",), methods=methods)
         drawn[task], crosses[task] = values, {} if partial else paper
     page.compared()
-    page.say(
+    page.text(
         "The paper's column of averages is on the page of [tasks]"
         f"(../tasks/{results.plan.scale.name}.md), over tasks that are complete here."
     )
@@ -167,7 +167,7 @@ def paper_average(size: str, names: list[str]) -> dict[str, float]:
 
 
 def baselines(results: Results, page: Page) -> None:
-    page.say(f"{BUDGET} Here the base is High; the paper has BERT-Small only.")
+    page.text(f"{BUDGET} Here the base is High; the paper has BERT-Small only.")
     rows = {row["method"]: row for row in paper_table("baselines_small")}
     small = results.plan.scale.size == "small"
     methods, drawn = methods_of(results.experiment), {}
@@ -206,8 +206,8 @@ def _wikitext(results: Results, model: PretrainRun, kind: str) -> float | None:
 
 
 def decoders(results: Results, page: Page) -> None:
-    page.say(BUDGET)
-    page.say(
+    page.text(BUDGET)
+    page.text(
         "The paper's decoder hears later tokens while it predicts them (see [what leaks]"
         f"(../decoder-leak/{results.plan.scale.name}.md)): its row is compared with our paper form. "
         "RACE-Middle asks every one of the test questions; prompts and windows have the "
@@ -243,7 +243,7 @@ def _zero_shot(results: Results, model: PretrainRun, measure: str, key: str) -> 
 
 
 def gtd_correlation(results: Results, page: Page) -> None:
-    page.say(
+    page.text(
         "Pearson correlation of GTD, within layers and across layers, with a score over checkpoints: "
         "evaluations during pretraining for perplexity, epochs of fine-tuning for the tasks. Perplexity is "
         "on held-out rows of the pretraining texts, not on WikiText, because models are not kept at every "
@@ -304,8 +304,8 @@ def _points_of(results: Results, model: PretrainRun, score: str) -> list[dict[st
 
 
 def sparsity(results: Results, page: Page) -> None:
-    page.say(BUDGET)
-    page.say(
+    page.text(BUDGET)
+    page.text(
         "Share of entries below 1/length, on SQuAD texts. The paper names neither its threshold nor its "
         "layers, so only the direction compares. 'last layer' is the deepest one, 'all layers' the mean over "
         "all."
@@ -330,7 +330,7 @@ def sparsity(results: Results, page: Page) -> None:
 
 
 def cost(results: Results, page: Page) -> None:
-    page.say(
+    page.text(
         "The paper's times are of another machine and batch (its training numbers fit 32 x 128 tokens a "
         "step), so only ratios to Original compare. Training: tokens a second in the pretraining runs "
         "themselves, evaluations left out, of runs that had the machine to themselves. Inference: a forward "

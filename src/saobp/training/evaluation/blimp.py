@@ -175,9 +175,9 @@ def pseudo_log_likelihoods(
         size = max(1, TOKENS_AT_A_TIME[device_kind(model)] // max(length, 1))
         for begin in range(0, len(rows), size):
             part = rows[begin : begin + size]
-            owners, places = (np.array(column) for column in zip(*part, strict=True))
+            owners, positions = (np.array(column) for column in zip(*part, strict=True))
             ids = torch.tensor([encoded[text] for text in owners], device=model.device)
-            hidden_at = torch.from_numpy(places).to(model.device)
+            hidden_at = torch.from_numpy(positions).to(model.device)
             every = torch.arange(len(ids), device=model.device)
             targets = ids[every, hidden_at]
             ids[every, hidden_at] = tokenizer.mask_token_id

@@ -59,9 +59,9 @@ def causal_perplexity(
         rows = np.stack([tokens[start : start + size] for start in group]).astype(np.int64)
         ids = torch.from_numpy(rows).to(model.device)
         known = torch.tensor([1 if start == 0 else length - stride for start in group])
-        places = torch.arange(size)[None, :] >= known[:, None]
-        hidden = hidden_states(model, ids, "fp32")[:, :-1][places[:, 1:].to(ids.device)]
-        losses = token_losses(model, hidden, ids[:, 1:][places[:, 1:].to(ids.device)])
+        is_new = torch.arange(size)[None, :] >= known[:, None]
+        hidden = hidden_states(model, ids, "fp32")[:, :-1][is_new[:, 1:].to(ids.device)]
+        losses = token_losses(model, hidden, ids[:, 1:][is_new[:, 1:].to(ids.device)])
         total += float(losses.sum())
         scored += len(losses)
         if advance is not None:
@@ -126,9 +126,9 @@ def masked_perplexity(
     for begin in range(0, len(blocks), size):
         ids = torch.from_numpy(blocks[begin : begin + size].astype(np.int64)).to(model.device)
         seeds = torch.from_numpy(row_seeds(seed, 0, range(begin, begin + len(ids)))).to(model.device)
-        shown, places, targets = objective.hide(ids, seeds)
+        shown, masked_at, targets = objective.hide(ids, seeds)
         hidden = hidden_states(model, shown, "fp32")
-        picked = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
+        picked = hidden.gather(1, masked_at[..., None].expand(-1, -1, hidden.shape[-1]))
         losses.append(token_losses(model, picked.flatten(0, 1), targets.flatten()))
     return {**_mean_perplexity(torch.cat(losses)), "positions": sum(len(part) for part in losses)}
 

@@ -118,21 +118,25 @@ def evaluate(
     try:
         for task in tasks:
 
-            def told(done: int, total: int, task: str = task) -> None:
+            def advance_task(done: int, total: int, task: str = task) -> None:
                 if advance is not None:
                     advance(task, done, total)
 
             if task == "blimp":
-                items = judge_pairs(loaded, tokenizer, splits[task], is_decoder=is_decoder, advance=told)
+                items = judge_pairs(
+                    loaded, tokenizer, splits[task], is_decoder=is_decoder, advance=advance_task
+                )
                 results[task] = accuracies(items)
                 if harness and is_decoder:
                     results[task]["harness"] = harness_accuracy(loaded, tokenizer, task, splits[task])
                 if run is not None:
                     save_items(items, run.path)
             elif task in splits:
-                results[task] = _questions(loaded, tokenizer, task, splits[task], harness, told)
+                results[task] = _questions(loaded, tokenizer, task, splits[task], harness, advance_task)
             elif text is not None:
-                results[task] = _wikitext(loaded, tokenizer, is_decoder, text, positions, length, told)
+                results[task] = _wikitext(
+                    loaded, tokenizer, is_decoder, text, positions, length, advance_task
+                )
     except BaseException:
         if run is not None:
             run.fail(time.monotonic() - began)
@@ -188,17 +192,17 @@ def _wikitext(
     text: WikiText,
     positions: int | None,
     length: int | None,
-    told: Callable[[int, int], None],
+    advance: Callable[[int, int], None],
 ) -> dict[str, Any]:
     room = positions_of(model)
     common = {"split": "test", "checksum": text.checksum}
     if is_decoder:
-        found = causal_perplexity(model, text.row, length=room if length is None else length, advance=told)
+        found = causal_perplexity(model, text.row, length=room if length is None else length, advance=advance)
         by_word = math.exp(min(found.pop("nats") / text.words, 700))
         return {**found, "word_perplexity": by_word, "words": text.words, **common}
     blocks = text.blocks(tokenizer, min(room, BLOCK) if length is None else length)
     return {
-        "pseudo": pseudo_perplexity(model, tokenizer, blocks, positions=positions, advance=told),
+        "pseudo": pseudo_perplexity(model, tokenizer, blocks, positions=positions, advance=advance),
         "masked": masked_perplexity(model, tokenizer, blocks),
         "length": blocks.shape[1],
         "blocks": len(blocks),
@@ -212,13 +216,15 @@ def _questions(
     task: str,
     split: Split,
     harness: bool,
-    told: Callable[[int, int], None],
+    advance: Callable[[int, int], None],
 ) -> dict[str, Any]:
     if task == "boolq":
-        found = accuracy(model, tokenizer, boolq_questions(split), advance=told)
+        found = accuracy(model, tokenizer, boolq_questions(split), advance=advance)
     else:
-        found = accuracy(model, tokenizer, race_questions(split), advance=told)
-        found["every_question"] = accuracy(model, tokenizer, race_questions(split, every=True), advance=told)
+        found = accuracy(model, tokenizer, race_questions(split), advance=advance)
+        found["every_question"] = accuracy(
+            model, tokenizer, race_questions(split, every=True), advance=advance
+        )
     if harness:
         found["harness"] = harness_accuracy(model, tokenizer, task, split)
         if task == "race-middle":

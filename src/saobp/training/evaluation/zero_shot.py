@@ -39,8 +39,8 @@ def race_questions(split: Split, *, every: bool = False) -> list[Question]:
     asked = []
     for problems in articles_of(split, every=every):
         *solved, last = problems
-        told = "".join(_solved(row, letters.index(row["answer"])) for row in solved)
-        prompt = f"Article: {last['article']}\n\n{told}{last['question']}"
+        earlier = "".join(_solved(row, letters.index(row["answer"])) for row in solved)
+        prompt = f"Article: {last['article']}\n\n{earlier}{last['question']}"
         asked.append(Question(prompt, tuple(last["options"]), letters.index(last["answer"])))
     return asked
 

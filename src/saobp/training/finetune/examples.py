@@ -73,7 +73,7 @@ class LengthBatches:
             pool = order[begin : begin + self.pool * self.batch]
             pool = pool[np.argsort(self.lengths[pool], kind="stable")]
             batches += [pool[at : at + self.batch].tolist() for at in range(0, len(pool), self.batch)]
-        return [batches[place] for place in draw.permutation(len(batches))]
+        return [batches[index] for index in draw.permutation(len(batches))]
 
     def __len__(self) -> int:
         """Batches of an epoch; only the last pool can end with a smaller one."""

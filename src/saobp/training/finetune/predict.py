@@ -63,8 +63,8 @@ def _label_metrics(
         collected.append(_call(model, batch).logits.float())
     logits = torch.cat(collected).cpu()
     _check_finite(logits)
-    places = np.concatenate(order)
-    labels = rows.labels["labels"][places]
+    positions = np.concatenate(order)
+    labels = rows.labels["labels"][positions]
     if spec.kind == "regression":
         guesses = logits[:, 0].numpy()
         loss = functional.mse_loss(logits[:, 0], torch.from_numpy(labels))
@@ -82,8 +82,8 @@ def _span_metrics(model: PreTrainedModel, rows: SpanExamples, recipe: FinetuneRe
         output = _call(model, batch)
         begin = torch.from_numpy(sequences.second_offset[indices]).to(model.device)
         size = torch.from_numpy(sequences.second_lengths[indices]).to(model.device)
-        places = torch.arange(output.start_logits.shape[1], device=model.device) - begin[:, None]
-        allowed = (places >= 0) & (places < size[:, None])
+        positions = torch.arange(output.start_logits.shape[1], device=model.device) - begin[:, None]
+        allowed = (positions >= 0) & (positions < size[:, None])
         best = best_spans(output.start_logits, output.end_logits, allowed, recipe.answer)
         order.append(indices)
         collected.append(torch.stack([best[0].double(), best[1].double(), best[2].double()], 1))
@@ -93,10 +93,10 @@ def _span_metrics(model: PreTrainedModel, rows: SpanExamples, recipe: FinetuneRe
     scores, starts, ends = found.numpy().T
     texts = rows.texts(windows, starts.astype(np.int64), ends.astype(np.int64))
     best_of: dict[int, tuple[float, int]] = {}
-    for place, window in enumerate(windows):
+    for index, window in enumerate(windows):
         question = int(rows.example[window])
-        if question not in best_of or scores[place] > best_of[question][0]:
-            best_of[question] = (float(scores[place]), place)
+        if question not in best_of or scores[index] > best_of[question][0]:
+            best_of[question] = (float(scores[index]), index)
     answers = [texts[best_of[question][1]] for question in range(len(rows.answers))]
     return span_scores(answers, rows.answers)
 

@@ -46,7 +46,7 @@ def finetune(
     refinement: Refinement | str | None = None,
     keep_model: bool = True,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
-    say: Callable[[str], object] = lambda _: None,
+    notify: Callable[[str], object] = lambda _: None,
     progress: SeedProgress | None = None,
 ) -> dict[str, Any]:
     """Fine-tune and return what ``folder/result.json`` holds; metrics are percentages.
@@ -71,10 +71,10 @@ def finetune(
         raise ValueError(f"the recipe is for {asked.task}, not for {spec.name}")
     positions = most_positions(model)
     if positions is not None and positions < asked.length:
-        say(f"{spec.name}: sequences are cut to the model's {positions} positions")
+        notify(f"{spec.name}: sequences are cut to the model's {positions} positions")
         asked = replace(asked, length=positions)
     override = None if refinement is None else Refinement.of(refinement)
-    session = _Session(model, task, asked, override, keep_model, checkpoint_seconds, say)
+    session = _Session(model, task, asked, override, keep_model, checkpoint_seconds, notify)
     results: dict[int, dict[str, Any]] = {}
     for seed in chosen:
         results[seed] = session.one(seed_folder(folder, seed), seed, progress)
@@ -94,10 +94,10 @@ class _Session:
         refinement: Refinement | None,
         keep_model: bool,
         checkpoint_seconds: float,
-        say: Callable[[str], object],
+        notify: Callable[[str], object],
     ) -> None:
         self.model, self.task, self.recipe, self.refinement = model, task, recipe, refinement
-        self.keep_model, self.checkpoint_seconds, self.say = keep_model, checkpoint_seconds, say
+        self.keep_model, self.checkpoint_seconds, self.notify = keep_model, checkpoint_seconds, notify
         self.data = {
             "train": task.train.checksum,
             "validation": task.validation.checksum,
@@ -130,7 +130,7 @@ class _Session:
         if before.is_finished:
             self._check_same(before)
             before.clean_up()
-            self.say(f"{self.task.spec.name}: seed {seed} is finished already and is taken over")
+            self.notify(f"{self.task.spec.name}: seed {seed} is finished already and is taken over")
             return before.result
         run = RunFolder.start(path, "finetune", self.described(), seed=seed, data=self.data, resume=True)
         try:
@@ -155,13 +155,13 @@ class _Session:
         tokenizer, rows = self.encoded()
         set_seed(seed)
         model = load_with_head(self.model, spec, tokenizer, self.refinement)
-        step = run.last_good_checkpoint(self.say)
+        step = run.last_good_checkpoint(self.notify)
         run.rewind(step or 0)
         if step is not None:
-            self.say(f"{spec.name}: seed {seed} goes on from step {step}")
+            self.notify(f"{spec.name}: seed {seed} goes on from step {step}")
         trainer = TaskTrainer(
             model, spec, self.recipe, rows, run, seed=seed, checkpoint_seconds=self.checkpoint_seconds,
-            say=self.say,
+            notify=self.notify,
             progress=None if progress is None else lambda done, total: progress(seed, done, total),
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=None if step is None else str(run.checkpoint_path(step)))

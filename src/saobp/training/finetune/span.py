@@ -116,7 +116,7 @@ def best_spans(start: Tensor, end: Tensor, allowed: Tensor, longest: int) -> tup
         sums = start[:, : length - distance] + end[:, distance:]
         by_distance.append(sums.max(1))
     scores = torch.stack([best.values for best in by_distance], 1)
-    places = torch.stack([best.indices for best in by_distance], 1)
+    positions = torch.stack([best.indices for best in by_distance], 1)
     score, apart = scores.max(1)
-    begin = places.gather(1, apart[:, None])[:, 0]
+    begin = positions.gather(1, apart[:, None])[:, 0]
     return score, begin, begin + apart

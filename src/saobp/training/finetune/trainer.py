@@ -44,10 +44,10 @@ class TaskTrainer(Trainer):
         *,
         seed: int,
         checkpoint_seconds: float = CHECKPOINT_SECONDS,
-        say: Callable[[str], object] = warnings.warn,
+        notify: Callable[[str], object] = warnings.warn,
         progress: Progress | None = None,
     ) -> None:
-        self.say = say
+        self.notify = notify
         self.spec, self.recipe, self.rows, self.run = spec, recipe, rows, run
         self.batches = LengthBatches(rows["train"].lengths, recipe.batch, seed)
         earlier = run.metrics()
@@ -130,7 +130,7 @@ class TaskTrainer(Trainer):
                 self.state.save_to_json(str(folder / "trainer_state.json"))
         except (OSError, RuntimeError, SafetensorError) as problem:
             words = reason(problem)
-            self.say(f"The checkpoint of step {step} could not be written ({words}); the run goes on.")
+            self.notify(f"The checkpoint of step {step} could not be written ({words}); the run goes on.")
             gc.collect()
         self.last_checkpoint = time.monotonic()
 
