@@ -186,7 +186,7 @@ def read_attn_mask(
     return ~hidden, mask.masked_fill(hidden, 0.0)
 
 
-def check_two_way(graph: FactorGraph, refinement: Refinement, is_causal: bool) -> None:
+def check_symmetric_mask(graph: FactorGraph, refinement: Refinement, is_causal: bool) -> None:
     """Raises on a mask that is not symmetric between nodes, unless messages are causal.
 
     Every row receives messages of all others, so a row would learn about tokens that are hidden from it.

@@ -15,7 +15,7 @@ from saobp.arguments import (
     check_no_variants,
     check_numbers,
     check_states,
-    check_two_way,
+    check_symmetric_mask,
     read_attn_mask,
     read_padding,
     read_strength,
@@ -24,7 +24,7 @@ from saobp.arguments import (
 )
 from saobp.kernels.dispatch import Backend, Call, Path, select
 from saobp.propagation.beliefs import propagate
-from saobp.propagation.cpu_inference import cpu_attention, masks_hold, plain_attention
+from saobp.propagation.cpu_inference import can_mask_by_adding, cpu_attention, plain_attention
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import head_strength, reference_attention
@@ -97,8 +97,8 @@ def attention(
     queries, keys = query.shape[-2], key.shape[-2]
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device, seen=seen)
     if seen is not None:
-        check_two_way(graph, refinement, is_causal)
-    if path.name in ("torch", "cpu inference") and masks_hold(query, key, graph, scale):
+        check_symmetric_mask(graph, refinement, is_causal)
+    if path.name in ("torch", "cpu inference") and can_mask_by_adding(query, key, graph, scale):
         if path.name == "cpu inference":
             return cpu_attention(query, key, value, refinement, strength, graph, scale=scale)
         triangle = is_causal and padding_mask is None and seen is None and queries == keys
@@ -124,7 +124,7 @@ def attention_with_rows(
         *lengths, refinement, given.padding_mask, is_causal, given.query.device, seen=given.seen
     )
     if given.seen is not None:
-        check_two_way(graph, refinement, is_causal)
+        check_symmetric_mask(graph, refinement, is_causal)
     output, rows, _ = reference_attention(
         given.query, given.key, given.value, refinement, given.strength, graph,
         bias=given.bias, dropout_p=given.call.dropout_p, scale=given.call.scale,

@@ -1,4 +1,4 @@
-"""For tests of kernels: the description of a call, and plans that do not outlive what a test changes."""
+"""For tests of kernels: CallSpec of tensors, and clearing of cached plans."""
 
 from __future__ import annotations
 

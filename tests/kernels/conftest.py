@@ -1,4 +1,4 @@
-"""What tests of several kernels share."""
+"""Fixtures shared by the kernel tests."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def fresh_plans() -> Iterator[None]:
 
 @pytest.fixture
 def weak_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels in half types belong to bfloat16; here other types go the same way."""
+    """Kernels in half types belong to bfloat16; here other types use them too."""
     monkeypatch.setattr(CallSpec, "precise", 0)

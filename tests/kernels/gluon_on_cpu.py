@@ -1,10 +1,10 @@
 """Kernels in Gluon on a CPU, through Triton's interpreter, which knows nothing of Gluon by itself.
 
-Layouts are forgotten; shared memory, barriers, the copy engine and the tensor cores are played by numpy, as
-late as they may be. What the copy engine brings is NaN until someone waits for it, and waiting for what
-nobody will bring is an error where a GPU would hang. Products that run meanwhile are computed when they begin
-and again when they are waited for, so operands that are overwritten too early are noticed. Threads are all in
-step: a barrier that is missing between them is not noticed. There is float16, but no bfloat16.
+Layouts are ignored; shared memory, barriers, the copy engine and the tensor cores are emulated in numpy, as
+late as allowed. Fetched tiles are NaN until they are waited for, and waiting for a fetch never started
+raises where a GPU would hang. Asynchronous products are computed when started and again when waited for, so
+that operands overwritten too early are detected. Threads run in lockstep: a missing barrier between them is
+not detected. There is float16, but no bfloat16.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Memory:
 
 @dataclass
 class Barrier:
-    """One that opens, phase by phase, when all that it expects was brought."""
+    """An mbarrier: a phase completes when all expected bytes have arrived."""
 
     opened: int = 0
     expected: int | None = None
@@ -112,7 +112,7 @@ class TileMap:
 
 @dataclass
 class Product:
-    """One that runs meanwhile."""
+    """An asynchronous product."""
 
     compute: Callable[[], np.ndarray]
     values: np.ndarray
@@ -123,7 +123,7 @@ class Product:
 
 
 class Hopper:
-    """What a kernel finds in place of Gluon's operations."""
+    """Emulation of Gluon's operations."""
 
     def __init__(self, warps: int, assembly: dict[str, Callable[..., Any]]) -> None:
         self.running: list[Product] = []
@@ -214,7 +214,7 @@ class OnCpu:
 
 
 def _scope(kernel: GluonJITFunction, hopper: Hopper) -> dict[str, Any]:
-    """The names that a kernel knows, those of Gluon with another meaning."""
+    """A kernel's globals, with Gluon's operations replaced."""
     scope = dict(kernel.fn.__globals__)
     for name, value in list(scope.items()):
         if name in OPERATIONS:
@@ -225,7 +225,7 @@ def _scope(kernel: GluonJITFunction, hopper: Hopper) -> dict[str, Any]:
 
 
 def _interpreted(function: GluonJITFunction, scope: dict[str, Any]) -> InterpretedFunction:
-    """With its names looked up in another scope."""
+    """The function with other globals."""
     original = function.fn
     copy = types.FunctionType(
         original.__code__, scope, original.__name__, original.__defaults__, original.__closure__

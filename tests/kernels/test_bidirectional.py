@@ -15,7 +15,7 @@ from torch import Tensor
 import saobp
 from saobp import Refinement
 from saobp.arguments import BoundedStrength
-from saobp.kernels.call_spec import STRONGEST, WEAKEST, CallSpec, parabola
+from saobp.kernels.call_spec import WEAK_GAMMA_MAX, WEAK_GAMMA_MIN, CallSpec, parabola
 from saobp.kernels.fused import FAMILIES
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
@@ -332,7 +332,7 @@ def test_what_the_kernels_cannot_do_is_said(changes: dict, reason: str) -> None:
         )
 
 
-@pytest.mark.parametrize("bound", [WEAKEST, -0.05, 0.05, 0.18, STRONGEST])
+@pytest.mark.parametrize("bound", [WEAK_GAMMA_MIN, -0.05, 0.05, 0.18, WEAK_GAMMA_MAX])
 def test_parabolas_are_far_below_the_rounding_of_bfloat16(bound: float) -> None:
     for function in (lambda x: 1 / (1 - x), lambda x: math.log2(1 - x) / x):
         c0, c1, c2 = parabola(function, bound)

@@ -1,4 +1,4 @@
-"""The one place that decides who computes a call, and what it says about it."""
+"""Selection of the path of a call, and its explanation."""
 
 from __future__ import annotations
 

@@ -217,18 +217,18 @@ def test_a_series_is_served_on_its_gpu(machine: Driver, monkeypatch: pytest.Monk
     assert [launch[3] for launch in kernel.binary.launches] == [(1, 7)] * 2
 
 
-@pytest.mark.parametrize("apart", [4, 16])
-def test_slices_of_a_buffer_do_not_overlap(apart: int) -> None:
+@pytest.mark.parametrize("alignment", [4, 16])
+def test_slices_of_a_buffer_do_not_overlap(alignment: int) -> None:
     wanted = {
         "odd": ((3, 1), torch.float16), "none": ((0,), torch.float32),
         "map": ((2, 3), torch.float32), "last": ((5,), torch.bfloat16),
     }  # fmt: skip
-    pieces, size = launcher.lay_out_buffer("buffer", wanted, apart=apart)
+    pieces, size = launcher.lay_out_buffer("buffer", wanted, alignment=alignment)
     buffer = torch.zeros(size, dtype=torch.uint8)
     for number, (name, piece) in enumerate(pieces.items()):
         view = piece.view(buffer)
         assert (tuple(view.shape), view.dtype) == wanted[name]
-        assert piece.start % apart == 0
+        assert piece.start % alignment == 0
         view.fill_(number + 1)
     for number, piece in enumerate(pieces.values()):
         assert bool((piece.view(buffer) == number + 1).all())

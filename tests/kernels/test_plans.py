@@ -1,4 +1,4 @@
-"""What is remembered between calls, for which calls it counts, and what the operators promise."""
+"""Cached launch plans, their keys, and the contracts of the operators."""
 
 from __future__ import annotations
 

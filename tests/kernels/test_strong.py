@@ -9,7 +9,7 @@ from torch import Tensor
 import saobp
 from saobp import Refinement
 from saobp.arguments import BoundedStrength
-from saobp.kernels.dispatch import HALF_STRONGEST
+from saobp.kernels.dispatch import HALF_MAX_STRENGTH
 from saobp.testing.inputs import attention_inputs, collapsed_inputs
 
 pytest.importorskip("triton")
@@ -30,7 +30,7 @@ def test_the_strongest_allowed_stay_finite_on_collapsed_heads(
     length: int, causal: bool, dtype: torch.dtype
 ) -> None:
     """Scores of hundreds leave 1e-5 of rounding in a weight of 1: less than 1 - gamma, or messages fail."""
-    strength = 16.0 if dtype == torch.float32 else HALF_STRONGEST
+    strength = 16.0 if dtype == torch.float32 else HALF_MAX_STRENGTH
     inputs = attention_inputs(1, 2, length, 40, strength=strength, dtype=dtype, device=DEVICE)
     inputs = collapsed_inputs(inputs, 40.0)
     states = (inputs.query, inputs.key, inputs.value)

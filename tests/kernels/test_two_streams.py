@@ -69,7 +69,7 @@ def check_equal(shape: dict[str, Any], bound: float, cut: Callable[[bool], None]
             assert are_same(one, other)
     plans = FAMILIES["long"].plans
     assert len(plans) == 2
-    assert all(launches._moves for launches, *_ in plans.values())
+    assert all(launches._offsets for launches, *_ in plans.values())
 
 
 @pytest.mark.parametrize("shape", [BATCH, HEADS], ids=["padded batch", "heads in groups"])
@@ -138,7 +138,7 @@ def test_a_launch_that_fails_leaves_no_stream_on_its_own(monkeypatch: pytest.Mon
     present, side = Told(1, waits), Told(2, waits)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: present)
     monkeypatch.setattr(launcher, "side_stream", lambda *_: side)
-    halves_begun = launcher.side_by_side(torch.device("cuda", 0), 1)
+    halves_begun = launcher.fork_stream(torch.device("cuda", 0), 1)
     assert halves_begun.__enter__() == 2
     assert not halves_begun.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert waits == [(2, 1), (1, 2)]

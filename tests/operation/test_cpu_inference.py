@@ -114,7 +114,7 @@ def test_kept_memory_is_not_seen_from_outside() -> None:
     def attend(inputs: AttentionInputs) -> Tensor:
         return saobp.attention(inputs.query, inputs.key, inputs.value, refinement)
 
-    cpu_inference._scratch.kept = None
+    cpu_inference._scratch.buffer = None
     with torch.inference_mode():
         before = attend(first)
     kept = before.clone()

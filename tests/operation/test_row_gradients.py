@@ -11,7 +11,7 @@ from functorch.compile import aot_function, make_boxed_func
 from torch import Tensor
 
 import saobp
-from saobp.propagation.factors import Alike, floored
+from saobp.propagation.factors import SelfProduct, floored
 from saobp.testing.inputs import attention_inputs
 
 FACTORS = ["none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior", "high-key-bias"]
@@ -65,8 +65,8 @@ def test_gradients_through_refine(factor: str, causal: bool) -> None:
 
 def test_the_similarity_of_rows_has_the_gradient_of_a_product() -> None:
     rows = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(Alike.apply, (rows,))
-    torch.autograd.gradgradcheck(Alike.apply, (rows,))
+    torch.autograd.gradcheck(SelfProduct.apply, (rows,))
+    torch.autograd.gradgradcheck(SelfProduct.apply, (rows,))
 
 
 @pytest.mark.parametrize("factor", ["elemmul", "elemmul-prior"])
@@ -112,7 +112,7 @@ def test_the_similarity_of_collapsed_rows_has_an_exact_gradient(spread: float) -
 
     exact = gradient(torch.float64, lambda rows: rows @ rows.mT)
     plain = gradient(torch.float32, lambda rows: rows @ rows.mT)
-    found = gradient(torch.float32, Alike.apply)
+    found = gradient(torch.float32, SelfProduct.apply)
     assert (found - exact).norm() <= 2 * (plain - exact).norm()
     assert (found - exact).norm() <= 1e-4 * exact.norm()
 

@@ -15,7 +15,7 @@ SHORT = 128
 """Longest sequence whose map one program holds."""
 
 
-WEAKEST, STRONGEST = -0.25, 0.21
+WEAK_GAMMA_MIN, WEAK_GAMMA_MAX = -0.25, 0.21
 """Bounds on gamma within which parabolas give messages to 4e-4, well under bfloat16's rounding."""
 
 
@@ -116,8 +116,8 @@ class CallSpec:
         """How messages are computed: 0, polynomials in half types; 1, exponentials; 2, everything in two floats, for float32."""
         if self.dtype == torch.float32:
             return 2
-        polynomial = self.dtype == torch.bfloat16 and self.bound and WEAKEST <= self.bound <= STRONGEST
-        return 0 if polynomial else 1
+        is_weak = self.bound and WEAK_GAMMA_MIN <= self.bound <= WEAK_GAMMA_MAX
+        return 0 if is_weak and self.dtype == torch.bfloat16 else 1
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -186,7 +186,7 @@ class CallSpec:
     def constants(self) -> dict[str, Any]:
         return {
             "DIM": self.dim,
-            "BLOCK_DIM": max(16, next_power(self.dim)),
+            "BLOCK_DIM": max(16, next_power_of_2(self.dim)),
             "MASKED": self.masked,
             "PACKED": self.packed,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
@@ -215,7 +215,7 @@ def ceil_div(count: int, step: int) -> int:
     return -(-count // step)
 
 
-def next_power(count: int) -> int:
+def next_power_of_2(count: int) -> int:
     """The smallest power of two that is at least ``count``."""
     return 1 << (count - 1).bit_length()
 
@@ -227,7 +227,7 @@ def is_short(longest: int, dim: int, dtype: torch.dtype) -> bool:
 
 def all_keys(spec: CallSpec) -> int:
     """Keys of a tile wide enough for the longest sequence."""
-    return max(16, next_power(spec.longest))
+    return max(16, next_power_of_2(spec.longest))
 
 
 def parabola(function: Callable[[float], float], bound: float) -> tuple[float, float, float]:

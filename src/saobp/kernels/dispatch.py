@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saobp.kernels.call_spec import SHORT, CallNumbers, CallSpec, all_keys, is_short
-from saobp.propagation.cpu_inference import cpu_obstacle, is_unwatched
+from saobp.propagation.cpu_inference import cpu_obstacle, needs_values_only
 from saobp.refinement import MAX_STRENGTH, Refinement
 
 Backend = Literal["auto", "reference", "fused"]
@@ -24,7 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 POTTS = {"high": (1.0, True), "low": (-1.0, True), "high-listing": (1.0, False), "low-listing": (-1.0, False)}
 """Sign of the strength, and whether rows hear each other."""
 
-HALF_STRONGEST = 8.0
+HALF_MAX_STRENGTH = 8.0
 """Beyond this strength weights and gradients of single entries leave the range of float16."""
 
 
@@ -59,7 +59,7 @@ class Call(NamedTuple):
         states: tuple[Tensor, ...] = (query, key, value)
         if strength is not None and not refinement.is_plain:
             states = (*states, strength)
-        values_only = backend == "auto" and query.device.type == "cpu" and is_unwatched(*states)
+        values_only = backend == "auto" and query.device.type == "cpu" and needs_values_only(*states)
         return cls(
             query.shape, key.shape, value.shape, query.dtype, query.device.type, refinement,
             backend=backend, values_only=values_only, **options,
@@ -164,8 +164,8 @@ def unsupported(call: Call) -> str | None:
     if factor == "elemmul" and call.dropout_p:
         return "dropout on 'elemmul' needs the entries of A A^T, which its kernels never form"
     known = 0.0 if call.strongest is None or factor not in POTTS else call.strongest
-    if known > HALF_STRONGEST and dtype != torch.float32:
-        return f"strength {known:g} is more than the {HALF_STRONGEST:g} that {dtype} has range for"
+    if known > HALF_MAX_STRENGTH and dtype != torch.float32:
+        return f"strength {known:g} is more than the {HALF_MAX_STRENGTH:g} that {dtype} has range for"
     if refinement.steps != 1:
         return f"{refinement.steps} steps were asked for and the kernels do one"
     if call.is_causal and refinement.future == "paper" and POTTS[factor][1]:

@@ -12,7 +12,7 @@ from saobp.kernels.causal.launch import CAUSAL
 from saobp.kernels.causal.short_launch import SHORT_CAUSAL
 from saobp.kernels.dispatch import family, numbers_of
 from saobp.kernels.elemmul.launch import ELEMMUL
-from saobp.kernels.runtime.custom_op import refuse_tangents
+from saobp.kernels.runtime.custom_op import reject_forward_mode
 from saobp.refinement import Refinement
 
 FAMILIES = {one.family: one for one in (SHORT_FAMILY, LONG, SHORT_CAUSAL, CAUSAL, ELEMMUL)}
@@ -38,7 +38,7 @@ def fused_attention(
     ``strongest``: strengths are between 0 and this, if known without a device sync; ignored for strengths with
     gradient. A packed batch is one of batch size 1 with ``cumulative_lengths`` and the length of its ``longest`` sequence.
     """
-    refuse_tangents(query, key, value, strength)
+    reject_forward_mode(query, key, value, strength)
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     _, _, length, dim = query.shape

@@ -38,7 +38,7 @@ def cpu_obstacle(
 ) -> str | None:
     """Why a call on a CPU with states of these shapes cannot take this path; None where it can.
 
-    Also requires :func:`is_unwatched`: under ``torch.compile`` the fused reference is faster.
+    Also requires :func:`needs_values_only`: under ``torch.compile`` the fused reference is faster.
     """
     factor = get_factor(refinement.factor)
     if type(factor) not in _SUPPORTED:
@@ -54,7 +54,7 @@ def cpu_obstacle(
     return None
 
 
-def is_unwatched(*states: Tensor) -> bool:
+def needs_values_only(*states: Tensor) -> bool:
     """Whether only values are needed: no gradient of any kind, autocast, compiler, tracer or subclass."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
         return False
@@ -97,7 +97,7 @@ def plain_attention(
     return output.masked_fill(~seen, 0.0)
 
 
-def masks_hold(query: Tensor, key: Tensor, graph: FactorGraph, scale: float | None) -> bool:
+def can_mask_by_adding(query: Tensor, key: Tensor, graph: FactorGraph, scale: float | None) -> bool:
     """Whether adding minus infinity masks all scores: those that are NaN or infinite become NaN."""
     if graph.visible is None or query.device.type != "cpu" or not query.numel() or not key.numel():
         return True
@@ -126,7 +126,7 @@ def cpu_attention(
     scale = dim**-0.5 if scale is None else scale
     arithmetic = torch.promote_types(query.dtype, torch.float32)
     key, value = share_heads(key, heads), share_heads(value, heads)
-    bias, sees = _bias(graph, arithmetic), _seeing(graph)
+    bias, sees = _bias(graph, arithmetic), _rows_with_keys(graph)
     speaks = graph.speaks if sees is None else sees if graph.speaks is None else sees & graph.speaks
     sign = factor.sign if isinstance(factor, Potts) else 1
     repulsion = sign * head_strength(strength, query.new_empty(0, dtype=arithmetic))
@@ -149,13 +149,13 @@ def cpu_attention(
                 rows.copy_(_strong_messages(rows, gammas, _spread(repulsion[None], part, batch, heads)))
             else:
                 rows.mul_(gammas).log1p_()
-            _hear_potts(scores, rows, graph.causal, isinstance(factor, PottsListing))
+            _refine_potts(scores, rows, graph.causal, isinstance(factor, PottsListing))
             refined = _product(rows, v, scores)
         else:
             assert isinstance(factor, Similarity)
             if sees is not None and hidden is not None and hidden.shape[1] > 1:
                 rows.mul_(_spread(sees, part, batch, heads))
-            refined = _similar(scores, rows, v, hidden, factor.prior)
+            refined = _elemmul(scores, rows, v, hidden, factor.prior)
         target = output[part]
         target.copy_(refined.view(target.shape))
     if sees is not None:
@@ -174,7 +174,7 @@ def _strong_messages(rows: Tensor, message: Tensor, repulsion: Tensor) -> Tensor
     return torch.where(near_one, exact, torch.log1p(rows * message))
 
 
-def _hear_potts(scores: Tensor, rows: Tensor, causal: bool, listing: bool) -> None:
+def _refine_potts(scores: Tensor, rows: Tensor, causal: bool, listing: bool) -> None:
     """Log messages in ``rows`` to refined rows ``[chunk, node, label]``, in place; overwrites ``scores``."""
     if listing:
         scores.sub_(rows)
@@ -185,7 +185,7 @@ def _hear_potts(scores: Tensor, rows: Tensor, causal: bool, listing: bool) -> No
     torch.softmax(scores, -1, out=rows)
 
 
-def _similar(scores: Tensor, rows: Tensor, value: Tensor, hidden: Tensor | None, prior: bool) -> Tensor:
+def _elemmul(scores: Tensor, rows: Tensor, value: Tensor, hidden: Tensor | None, prior: bool) -> Tensor:
     """ElemMul: A (A^T V) without A A^T where each row sees the same keys and no row's sum underflows."""
     if not prior and (hidden is None or hidden.shape[1] == 1):
         if hidden is None:
@@ -224,7 +224,7 @@ def _parts(batch: int, heads: int, entries: int) -> Iterator[Slices]:
 class _Scratch(threading.local):
     """Thread-local buffer for maps, reused across calls: page faults cost as much as a softmax."""
 
-    kept: Tensor | None = None
+    buffer: Tensor | None = None
 
 
 _scratch = _Scratch()
@@ -236,10 +236,10 @@ def _two_maps(chunk: int, queries: int, keys: int, arithmetic: torch.dtype) -> t
     if entries > room or arithmetic != torch.float32:
         first, second = torch.empty(2, entries, dtype=arithmetic)
     else:
-        if _scratch.kept is None or _scratch.kept.shape[1] != room:
+        if _scratch.buffer is None or _scratch.buffer.shape[1] != room:
             with torch.inference_mode(False):
-                _scratch.kept = torch.empty(2, room, dtype=torch.float32)
-        first, second = _scratch.kept[:, :entries]
+                _scratch.buffer = torch.empty(2, room, dtype=torch.float32)
+        first, second = _scratch.buffer[:, :entries]
     return first.view(chunk, queries, keys), second.view(chunk, queries, keys)
 
 
@@ -261,7 +261,7 @@ def _bias(graph: FactorGraph, arithmetic: torch.dtype) -> Tensor | None:
     return _four_dimensional(graph.hidden(torch.zeros_like(graph.visible, dtype=arithmetic)))
 
 
-def _seeing(graph: FactorGraph) -> Tensor | None:
+def _rows_with_keys(graph: FactorGraph) -> Tensor | None:
     """Rows that see a key, ``[batch or 1, heads or 1, node or 1, 1]``."""
     return None if graph.visible is None else _four_dimensional(graph.visible.any(-1, keepdim=True))
 

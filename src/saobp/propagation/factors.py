@@ -155,15 +155,15 @@ class Similarity(Factor):
 def similarity(rows: Tensor) -> Tensor:
     """A A^T for rows A.
 
-    Not by ``Alike`` under the compiler, which rejects functions with their own ``jvp``, nor in a trace, which
+    Not by ``SelfProduct`` under the compiler, which rejects functions with a ``jvp``, nor in a trace, which
     could not be saved.
     """
     if torch.autograd.forward_ad._current_level >= 0 or torch.jit.is_tracing():
         return rows @ rows.transpose(-1, -2)
-    return Alike.apply(rows)
+    return SelfProduct.apply(rows)
 
 
-class Alike(torch.autograd.Function):
+class SelfProduct(torch.autograd.Function):
     """A A^T, whose gradient is one product with a symmetric matrix.
 
     Left to autograd it is the sum of two products, one of them transposed. Inductor fuses that sum with the

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from saobp.refinement import Refinement
 from saobp.transformers.apply import apply, remove
 from saobp.transformers.load import checked_folder, load
-from saobp.transformers.load_errors import explained
+from saobp.transformers.load_errors import clear_load_errors
 
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
 """Files of which a tokenizer has at least one."""
@@ -22,7 +22,7 @@ def config_of(folder: str | Path) -> Any:
     """The config of a saved model."""
     name = checked_folder(folder)
     if Path(name).is_dir():
-        with explained(name):
+        with clear_load_errors(name):
             return AutoConfig.from_pretrained(name)
     try:
         return AutoConfig.from_pretrained(name)
@@ -38,7 +38,7 @@ def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerFast:
     words = [file for pattern in VOCABULARIES for file in Path(name).glob(pattern)]
     if Path(name).is_dir() and not words:  # Transformers would make an empty tokenizer
         raise ValueError(f"{name!r} holds no tokenizer: copy the one that the model was trained with there")
-    with explained(name, "a tokenizer"):
+    with clear_load_errors(name, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(name, config=config)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"the tokenizer in {str(folder)!r} is not a fast one, which saobp needs")
@@ -55,7 +55,7 @@ def load_model(
     name = checked_folder(folder)
     options = {"dtype": torch.float32, **options}
     saved = getattr(config_of(folder), "saobp", None) is not None
-    with explained(name):
+    with clear_load_errors(name):
         model = load(name, kind, **options) if saved else kind.from_pretrained(name, **options)
     if refinement is None:
         return model

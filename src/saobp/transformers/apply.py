@@ -35,7 +35,7 @@ _BEFORE = "_saobp_before"
 
 
 @dataclass
-class Before:
+class PreviousImplementations:
     """Attention implementations of a model's configs before :func:`apply`."""
 
     implementations: list[tuple[Any, str | None]]
@@ -185,7 +185,8 @@ def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) 
     Configs of parts, such as CLIP's towers, are included: a part may be loaded by its own class.
     """
     configs = _configs(model, modules)
-    setattr(model, _BEFORE, Before([(config, config._attn_implementation) for config in configs]))
+    previous = [(config, config._attn_implementation) for config in configs]
+    setattr(model, _BEFORE, PreviousImplementations(previous))
     for config in configs:
         layers = [layer for layer, (_, module) in enumerate(modules) if module.config is config]
         strength = refinement.strength

@@ -31,7 +31,7 @@ ROWS_PER_CHUNK = 1024
 class DeferredPrefill(Protocol):
     """A first call whose messages can be computed later."""
 
-    def send(self, messages: MessageCacheLayer) -> None: ...
+    def compute_messages(self, messages: MessageCacheLayer) -> None: ...
 
 
 class MessageCacheLayer(ABC):
@@ -83,7 +83,7 @@ class MessageCacheLayer(ABC):
         """Compute deferred messages."""
         prefill, self.prefill = self.prefill, None
         if prefill is not None:
-            prefill.send(self)
+            prefill.compute_messages(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies, pickles and exported inputs hold tensors and plain values, never a deferred call."""
@@ -110,7 +110,7 @@ class MessageCacheLayer(ABC):
     def _align(self, before: int, new: int, returned: int) -> None:
         """Extend or evict totals to match the keys that an update returned."""
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _change_totals(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply ``change`` to the totals and their snapshots."""
         if self.totals is not None:
             self.totals = change(self.totals)
@@ -119,7 +119,7 @@ class MessageCacheLayer(ABC):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.flush()
         super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self._each(lambda totals: totals.index_select(1, beam_idx.to(totals.device)))
+        self._change_totals(lambda totals: totals.index_select(1, beam_idx.to(totals.device)))
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
@@ -131,7 +131,7 @@ class MessageCacheLayer(ABC):
 class DynamicMessages(MessageCacheLayer):
     """For layers that grow by concatenation, with or without a sliding window."""
 
-    front: Tensor | None = None
+    evicted: Tensor | None = None
     values: Tensor | None
     is_initialized: bool
 
@@ -140,14 +140,14 @@ class DynamicMessages(MessageCacheLayer):
             return
         extended = functional.pad(self.totals, (0, new))
         unseen = extended.shape[-1] - returned
-        self.front, self.past = extended[..., :unseen], extended[..., unseen:]
+        self.evicted, self.past = extended[..., :unseen], extended[..., unseen:]
 
     def store(self, history: list[Tensor]) -> None:
         assert self.keys is not None
-        front = self.front
-        self.front = self.past = None
-        if front is not None and front.shape[-1]:
-            history = [torch.cat([front, totals], -1) for totals in history]
+        evicted = self.evicted
+        self.evicted = self.past = None
+        if evicted is not None and evicted.shape[-1]:
+            history = [torch.cat([evicted, totals], -1) for totals in history]
         recorded = (self.snapshots or (self.totals,)) + _row_totals(history)
         self.snapshots = recorded[-MAX_CROPPED_ROWS - 1 :] if self.record_past else ()
         self.totals = history[-1][..., -self.keys.shape[-2] :]
@@ -180,16 +180,16 @@ class DynamicMessages(MessageCacheLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.flush()
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self._each(lambda totals: totals.repeat_interleave(repeats, dim=1))
+        self._change_totals(lambda totals: totals.repeat_interleave(repeats, dim=1))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.flush()
         super().batch_select_indices(indices)  # type: ignore[misc]
-        self._each(lambda totals: totals[:, indices])
+        self._change_totals(lambda totals: totals[:, indices])
 
     def reset(self) -> None:
         super().reset()
-        self.totals = self.front = None
+        self.totals = self.evicted = None
         self.keys = self.values = None  # older versions of Transformers only zero them
         self.is_initialized = False
 

@@ -26,7 +26,7 @@ class Prefill:
     mask: Tensor | None
     scaling: float | None
 
-    def send(self, messages: MessageCacheLayer) -> None:
+    def compute_messages(self, messages: MessageCacheLayer) -> None:
         keys = self.key.shape[-2]
         graph, _ = graph_of(self.mask, self.query, keys, self.refinement, True, None)
         call = self.query, self.key, self.key, self.refinement, self.strength, graph

@@ -103,7 +103,7 @@ def _load_refined(original: Any, cls: type[PreTrainedModel], args: tuple[Any, ..
         cls.__init__(self, config, *inputs, **options)
         check_model(self)
         modules = attention_modules(self)
-        attach(modules, build(modules, _written(config).resolved(self.num_parameters())))
+        attach(modules, build(modules, _saved_refinement(config).resolved(self.num_parameters())))
 
     names = {
         "__init__": init,
@@ -122,7 +122,7 @@ def _load_refined(original: Any, cls: type[PreTrainedModel], args: tuple[Any, ..
     return loaded
 
 
-def _written(config: Any) -> Refinement:
+def _saved_refinement(config: Any) -> Refinement:
     written = getattr(config, ATTACHED, None)
     if written is None:
         raise ValueError(

@@ -15,7 +15,7 @@ from saobp.storage.atomic import first_line
 
 
 @contextmanager
-def explained(folder: str, what: str = "a model") -> Iterator[None]:
+def clear_load_errors(folder: str, what: str = "a model") -> Iterator[None]:
     """Re-raise loading errors of libraries as a ValueError about ``folder``."""
     try:
         yield

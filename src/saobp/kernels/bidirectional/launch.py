@@ -19,7 +19,7 @@ from saobp.kernels.call_spec import (
     ceil_div,
     layout,
     named_strides,
-    next_power,
+    next_power_of_2,
     pointers,
     strides,
 )
@@ -73,7 +73,7 @@ def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
     return lay_out_buffer("saved", {
         "lse": (spec.lse_shape, floats), "heard": (keys, floats), "anchor": (rows, floats), "inverse": (rows, floats),
         "lowest": ((lowest,), floats), "peak": ((peaks,), floats), "weight": (keys, spec.weight_dtype),
-    }, apart=4)  # fmt: skip
+    }, alignment=4)  # fmt: skip
 
 
 def saved_buffer(spec: CallSpec) -> Saved:
@@ -102,8 +102,8 @@ def plan_forward(
 
     for add_step in steps or (_add_sums, _add_output):
         add_step(launches, spec, numbers | {"MAPPED": choice.copy_engine}, fetch)
-    filled = {"out": query.dtype}
-    launches.in_two_streams(second_half_offsets(spec, choice.split_axis, strength, states, filled, slices))
+    dtypes = {"out": query.dtype}
+    launches.in_two_streams(second_half_offsets(spec, choice.split_axis, strength, states, dtypes, slices))
     return LaunchPlan(launches)
 
 
@@ -117,7 +117,7 @@ def _add_sums(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any],
     programs, count = spec.programs(block.keys), ceil_div(spec.longest, block.keys)
     own = blocks(spec, block, block.keys, block.rows)
     launches.add(sums.column_messages, programs, numbers | own, fetch("q", block.rows))
-    own = {"blocks": count, "KEYS": block.keys, "BLOCKS": next_power(count)}
+    own = {"blocks": count, "KEYS": block.keys, "BLOCKS": next_power_of_2(count)}
     launches.add(sums.key_weights, programs, numbers | own)
 
 
@@ -140,7 +140,7 @@ def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[
         **strides("q", query), **strides("k", key), **strides("v", value), **spec.numbers, **spec.constants,
         **spec.drop_numbers, **spec.message_numbers, "low_plane": spec.low_plane, "scale": spec.scale,
         "HEARS": spec.hears, "PRECISE": spec.precise, "DROPS": spec.dropout > 0, "POWER": spec.splits_inverse,
-        "lowest_blocks": lowest, "LOWEST_BLOCKS": next_power(lowest), "lowest_sum": spec.lowest_sum,
+        "lowest_blocks": lowest, "LOWEST_BLOCKS": next_power_of_2(lowest), "lowest_sum": spec.lowest_sum,
         "CHECKED": spec.may_underflow,
     }  # fmt: skip
 
@@ -180,8 +180,8 @@ def plan_backward(
     if not only_values:
         axis = kernels_for("long", spec, query, key, value).split_axis
         states = {"q": query, "k": key, "v": value, "grad": grad, "out": out}
-        filled = dict.fromkeys(("dq", "dk", "dv"), own)
-        launches.in_two_streams(second_half_offsets(spec, axis, strength, states, filled, slices))
+        dtypes = dict.fromkeys(("dq", "dk", "dv"), own)
+        launches.in_two_streams(second_half_offsets(spec, axis, strength, states, dtypes, slices))
     return LaunchPlan(launches, size)
 
 
@@ -214,8 +214,8 @@ def run_sums(spec: CallSpec, query: Tensor, key: Tensor, strength: Tensor) -> Te
     """The part of the saved buffer that does not depend on values: row and key sums."""
     tensors = CallTensors(query, key, query, strength)
     saved = query.new_empty(saved_slices(spec)[1], dtype=torch.uint8)
-    look_up = ("sums", spec, *layout(tensors))
-    plan = cached(_plans, look_up, plan_forward, spec, tensors, True, (_add_sums,))
+    cache_key = ("sums", spec, *layout(tensors))
+    plan = cached(_plans, cache_key, plan_forward, spec, tensors, True, (_add_sums,))
     plan.launches(*pointers(tensors), query, saved)
     return saved
 
@@ -225,8 +225,8 @@ def run_output(
 ) -> Tensor:
     """Refined rows times values, from the result of ``run_sums``; completes the saved buffer."""
     tensors = CallTensors(query, key, value, strength)
-    look_up = ("output", spec, *layout(tensors))
-    plan = cached(_plans, look_up, plan_forward, spec, tensors, True, (_add_output,))
+    cache_key = ("output", spec, *layout(tensors))
+    plan = cached(_plans, cache_key, plan_forward, spec, tensors, True, (_add_output,))
     out = query.new_empty_strided(spec.states_shape, spec.states_strides)
     plan.launches(*pointers(tensors), out, saved)
     return out

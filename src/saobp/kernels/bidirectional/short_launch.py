@@ -92,5 +92,5 @@ def call_numbers(spec: CallSpec, tensors: CallTensors, block: Block) -> dict[str
 
 SHORT_FAMILY = KernelFamily(
     "short", "short_refined_attention", saved=saved_vectors, plan_forward=plan_forward,
-    plan_backward=plan_backward, keeps_output=False, inference="short_refined_output",
+    plan_backward=plan_backward, saves_output=False, inference="short_refined_output",
 )  # fmt: skip

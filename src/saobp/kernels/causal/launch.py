@@ -16,7 +16,7 @@ from saobp.kernels.call_spec import (
     CallTensors,
     ceil_div,
     named_strides,
-    next_power,
+    next_power_of_2,
     resources,
     strides,
 )
@@ -115,7 +115,7 @@ def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
     return lay_out_buffer("saved", {
         "lse": (rows, floats), "heard": (rows if spec.hears else (0,), floats),
         "belief": (rows, floats), "lowest": ((lowest,), floats),
-    }, apart=4)  # fmt: skip
+    }, alignment=4)  # fmt: skip
 
 
 def sums_shape(spec: CallSpec) -> tuple[int, int, int]:
@@ -277,7 +277,7 @@ def _add_preparations(launches: LaunchSequence, spec: CallSpec, grad: Tensor, ou
         launches.add(row_kernels.paired_rows, ceil_div(count, size), {"count": count, "SIZE": size})
     if choice.weak and choice.careful:
         count = row_blocks(spec)
-        numbers = {"blocks": count, "BLOCKS": next_power(count)}
+        numbers = {"blocks": count, "BLOCKS": next_power_of_2(count)}
         launches.add(row_kernels.lowest_of_heads, spec.sequences * spec.heads, numbers)
     if choice.careful:
         numbers = {

@@ -64,5 +64,5 @@ def parts(spec: CallSpec, block: Block) -> Block:
 
 SHORT_CAUSAL = KernelFamily(
     "short causal", "short_causal_refined_attention", saved=saved_past, plan_forward=plan_forward,
-    plan_backward=plan_backward, keeps_output=False,
+    plan_backward=plan_backward, saves_output=False,
 )  # fmt: skip

@@ -38,7 +38,7 @@ def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
         "gathered": (spec.states_shape, spec.dtype), "lse": (spec.lse_shape, floats),
         "received": (rows, floats), "inverse": (rows, floats), "centre": (centre_shape(spec), floats),
         "q_centre": (centre_shape(spec), floats), "level": ((spec.sequences, spec.heads, 2), floats),
-    }, apart=4)  # fmt: skip
+    }, alignment=4)  # fmt: skip
 
 
 def centre_shape(spec: CallSpec) -> tuple[int, int, int]:

@@ -26,11 +26,11 @@ def operator(name: str, schema: str, function: Callable[..., Any], fake: Callabl
     return made
 
 
-def learns(*tensors: Tensor) -> bool:
+def requires_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def refuse_tangents(*tensors: Tensor) -> None:
+def reject_forward_mode(*tensors: Tensor) -> None:
     """Raises on forward-mode derivatives, which PyTorch would silently treat as zero."""
     if forward_ad._current_level < 0:
         return
@@ -44,15 +44,15 @@ class OnceDifferentiable(torch.autograd.Function):
     """Identity on gradients, connected to the tensors they depend on. Raises on double backward."""
 
     @staticmethod
-    def forward(_ctx: Any, count: int, *gradients_and_causes: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradients_and_causes[:count]
+    def forward(_ctx: Any, count: int, *gradients_and_sources: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients_and_sources[:count]
 
     @staticmethod
     def backward(_ctx: Any, *_: Tensor) -> None:
         raise RuntimeError("the fused kernels have no second derivatives: use backend='reference' for those")
 
 
-def differentiable(
+def register_autograd(
     operator: OpOverload,
     backward: Callable[..., tuple[Tensor | None, ...]],
     save: Callable[[Any, tuple[Any, ...], tuple[Tensor, ...]], None],
@@ -66,7 +66,7 @@ def differentiable(
         @staticmethod
         def forward(ctx: Any, *inputs_and_keys: Any) -> tuple[Tensor, ...]:
             *inputs, keys = inputs_and_keys
-            output = below(keys, *inputs)
+            output = below_autograd(keys, *inputs)
             ctx.mark_non_differentiable(*output[1:])
             ctx.set_materialize_grads(False)  # zeros for the others would cost launches
             save(ctx, tuple(inputs), output)
@@ -79,10 +79,10 @@ def differentiable(
             if not torch.is_grad_enabled():
                 return *backward(ctx, grad), None
             with torch.no_grad():
-                found = backward(ctx, grad)
-            return *OnceDifferentiable.apply(len(found), *found, grad, *ctx.saved_tensors), None
+                gradients = backward(ctx, grad)
+            return *OnceDifferentiable.apply(len(gradients), *gradients, grad, *ctx.saved_tensors), None
 
-    def below(keys: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    def below_autograd(keys: Any, *inputs: Any) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
             output: tuple[Tensor, ...] = operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
         return output
@@ -91,7 +91,7 @@ def differentiable(
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             output: tuple[Tensor, ...] = Differentiable.apply(*inputs, keys)
             return output
-        return below(keys, *inputs)
+        return below_autograd(keys, *inputs)
 
     Differentiable.__name__ = Differentiable.__qualname__ = f"{operator._opname}_with_gradients"
     _library.impl(operator._opname, autograd, "Autograd", with_keyset=True)

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors, layout, pointers
 from saobp.kernels.dispatch import Family
-from saobp.kernels.runtime.custom_op import differentiable, learns, operator
+from saobp.kernels.runtime.custom_op import operator, register_autograd, requires_grad
 from saobp.kernels.runtime.launcher import LaunchSequence, cached
 from saobp.refinement import MAX_STRENGTH
 
@@ -45,7 +45,7 @@ class KernelFamily:
     plan_forward:  launches on the inputs, "out", the saved tensors and "scratch"
     plan_backward: launches on the inputs, "grad", "out" if saved, the saved tensors, "dq", "dk", "dv", "strength_grad"
                    and "scratch"
-    keeps_output:  whether the backward pass needs the output
+    saves_output:  whether the backward pass needs the output
     has_strength:  whether the backward pass computes the gradient of gamma, per row
     inference:     name of an operator for inference, which saves nothing, if that is cheaper
     """
@@ -54,23 +54,23 @@ class KernelFamily:
         self, family: Family, name: str, *, saved: Callable[[CallSpec], Saved],
         plan_forward: Callable[[CallSpec, CallTensors, bool], LaunchPlan],
         plan_backward: Callable[[CallSpec, CallTensors, Tensor, Tensor], LaunchPlan],
-        keeps_output: bool = True, has_strength: bool = True, inference: str = "",
+        saves_output: bool = True, has_strength: bool = True, inference: str = "",
     ) -> None:  # fmt: skip
         self.family: Family = family
         self.saved, self.plan_forward, self.plan_backward = saved, plan_forward, plan_backward
-        self.keeps_output, self.has_strength = keeps_output, has_strength
+        self.saves_output, self.has_strength = saves_output, has_strength
         self.plans: dict[Any, tuple[Any, ...]] = {}
         count = len(saved(_EXAMPLE))
-        kept = ", ".join(f"Tensor saved{number}" for number in range(count + keeps_output))
+        saved_schema = ", ".join(f"Tensor saved{number}" for number in range(count + saves_output))
         outputs = ", ".join(["Tensor"] * (1 + count))
         self.forward = operator(
             name, f"({INPUTS}, {NUMBERS}) -> ({outputs})", self._forward, self._fake_forward
         )
         self.backward = operator(
-            f"{name}_backward", f"(Tensor grad, {INPUTS}, {kept}, {NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor)",
+            f"{name}_backward", f"(Tensor grad, {INPUTS}, {saved_schema}, {NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor)",
             self._backward, self._fake_backward,
         )  # fmt: skip
-        differentiable(self.forward, self._gradients, self._save)
+        register_autograd(self.forward, self._gradients, self._save)
         self.output: OpOverload | None = None
         if inference:
             schema = f"({INPUTS}, {NUMBERS}) -> Tensor"
@@ -80,11 +80,11 @@ class KernelFamily:
 
     def __call__(self, tensors: CallTensors, numbers: CallNumbers) -> Tensor:
         """The output; bypasses the autograd key if no input requires a gradient."""
-        learning = learns(*tensors[:4])
-        if self.output is not None and not learning:
+        has_gradient = requires_grad(*tensors[:4])
+        if self.output is not None and not has_gradient:
             only: Tensor = self.output(*tensors, *numbers)
             return only
-        if learning or torch.compiler.is_compiling():
+        if has_gradient or torch.compiler.is_compiling():
             outputs: tuple[Tensor, ...] = self.forward(*tensors, *numbers)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -95,7 +95,7 @@ class KernelFamily:
         return self._run_forward(True, flat)
 
     def _output(self, *flat: Any) -> Tensor:
-        if learns(*flat[:4]):
+        if requires_grad(*flat[:4]):
             names = [one._opname for one in (self.output, self.forward) if one is not None]
             raise RuntimeError("{} has no gradient: use {}, or no_grad".format(*names))
         return self._run_forward(False, flat)[0]
@@ -103,29 +103,29 @@ class KernelFamily:
     def _run_forward(self, saves: bool, flat: tuple[Any, ...]) -> tuple[Tensor, ...]:
         tensors, numbers, query = flat[:TENSORS], flat[TENSORS:], flat[0]
         key = (saves, layout(tensors), numbers)
-        found = self.plans.get(key) or cached(self.plans, key, self._new_forward, saves, tensors, numbers)
-        plan, shape, strides, kept, scratch = found
+        entry = self.plans.get(key) or cached(self.plans, key, self._forward_entry, saves, tensors, numbers)
+        plan, shape, strides, specs, scratch = entry
         out = query.new_empty_strided(shape, strides)
-        saved = [query.new_empty(size, dtype=dtype) for size, dtype in kept]
+        saved = [query.new_empty(size, dtype=dtype) for size, dtype in specs]
         buffers = () if scratch is None else (query.new_empty(scratch, dtype=torch.uint8),)
         plan(*pointers(tensors), out, *saved, *buffers)
         return out, *saved
 
-    def _new_forward(self, saves: bool, flat: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _forward_entry(self, saves: bool, flat: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
         tensors = CallTensors(*flat)
         spec = CallSpec.of(tensors, CallNumbers(*numbers))
         plan = self.plan_forward(spec, tensors, saves)
-        kept = list(self.saved(spec).values()) if saves else []
-        return plan.launches, spec.states_shape, spec.states_strides, kept, plan.scratch
+        specs = list(self.saved(spec).values()) if saves else []
+        return plan.launches, spec.states_shape, spec.states_strides, specs, plan.scratch
 
     def _backward(self, grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tensors, saved, numbers = flat[:TENSORS], flat[TENSORS:-6], flat[-6:]
         query, out = flat[0], saved[0]
         key = (grad.stride(), grad.dtype, out.stride(), layout(tensors), numbers)
-        found = self.plans.get(key) or cached(
-            self.plans, key, self._new_backward, tensors, numbers, grad, out
+        entry = self.plans.get(key) or cached(
+            self.plans, key, self._backward_entry, tensors, numbers, grad, out
         )
-        plan, shape, strides, keys_dtype, rows, scratch = found
+        plan, shape, strides, keys_dtype, rows, scratch = entry
         dq = query.new_empty_strided(shape, strides)
         dk, dv = [query.new_empty_strided(shape, strides, dtype=keys_dtype) for _ in range(2)]
         dgamma = query.new_empty(rows, dtype=torch.float32)
@@ -135,7 +135,7 @@ class KernelFamily:
             dk, dv = dk.to(query.dtype), dv.to(query.dtype)
         return dq, dk, dv, dgamma
 
-    def _new_backward(
+    def _backward_entry(
         self, flat: tuple[Any, ...], numbers: tuple[Any, ...], grad: Tensor, out: Tensor
     ) -> tuple[Any, ...]:
         tensors = CallTensors(*flat)
@@ -143,10 +143,10 @@ class KernelFamily:
         plan = self.plan_backward(spec, tensors, grad, out)
         return (
             plan.launches, spec.states_shape, spec.states_strides, plan.keys_dtype or tensors.query.dtype,
-            self._rows(spec), plan.scratch,
+            self._gamma_shape(spec), plan.scratch,
         )  # fmt: skip
 
-    def _rows(self, spec: CallSpec) -> Shape:
+    def _gamma_shape(self, spec: CallSpec) -> Shape:
         """Shape of gamma's gradient."""
         return spec.rows_shape if self.has_strength else (0,)
 
@@ -160,10 +160,10 @@ class KernelFamily:
         query = flat[0]
         spec = CallSpec.of(CallTensors(*flat[:TENSORS]), CallNumbers(*flat[-6:]))
         states = (query.new_empty_strided(spec.states_shape, spec.states_strides) for _ in range(3))
-        return *states, query.new_empty(self._rows(spec), dtype=torch.float32)
+        return *states, query.new_empty(self._gamma_shape(spec), dtype=torch.float32)
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:TENSORS], *output[0 if self.keeps_output else 1 :])
+        ctx.save_for_backward(*inputs[:TENSORS], *output[0 if self.saves_output else 1 :])
         ctx.numbers = inputs[TENSORS:]
 
     def _gradients(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -57,7 +57,7 @@ class CachedLaunch(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._kernels: list[Any] = []
-        self._ready: dict[tuple[int, ...], Any] = {}
+        self._compiled: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         if INTERPRETED:
@@ -67,27 +67,27 @@ class CachedLaunch(ABC):
             with torch.cuda.device(self.device):
                 self._through_triton(tensors)
             return
-        gpu, place = driver.active, self.device.index
-        if place != gpu.get_current_device():
+        gpu, index = driver.active, self.device.index
+        if index != gpu.get_current_device():
             with torch.cuda.device(self.device):
                 self(*tensors)
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
         alignment = tuple([address & 15 for address in addresses])
-        ready = self._ready.get(alignment)
-        if ready is not None and not has_launch_hooks(*self._kernels):
-            self._directly(ready, addresses, gpu.get_current_stream(place))
+        compiled = self._compiled.get(alignment)
+        if compiled is not None and not has_launch_hooks(*self._kernels):
+            self._directly(compiled, addresses, gpu.get_current_stream(index))
             return
-        ready = self._through_triton(tensors)
-        if ready is not None:
-            self._ready[alignment] = ready
+        compiled = self._through_triton(tensors)
+        if compiled is not None:
+            self._compiled[alignment] = compiled
 
     @abstractmethod
     def _through_triton(self, tensors: tuple[Tensor, ...]) -> Any:
         """Launches; returns what ``_directly`` needs, or None."""
 
     @abstractmethod
-    def _directly(self, ready: Any, addresses: list[int], stream: int) -> None:
+    def _directly(self, compiled: Any, addresses: list[int], stream: int) -> None:
         """Launches binaries that an earlier call compiled."""
 
 
@@ -152,15 +152,16 @@ class KernelLaunch(CachedLaunch):
         self.options = {name: numbers[name] for name in OPTIONS if name in numbers}
 
     def _through_triton(self, tensors: tuple[Tensor, ...], parts: int = 1) -> tuple[Any, Any, Any] | None:
-        maps = [tensors[place] if tiles is None else tiles.of(tensors[place]) for place, tiles in self.maps]
+        maps = [tensors[index] if tiles is None else tiles.of(tensors[index]) for index, tiles in self.maps]
         binary = self.kernel[(self.programs // parts,)](*tensors, *maps, *self.numbers, **self.options)
         return None if binary is None else (binary.run, binary.function, binary.packed_metadata)
 
     def _directly(
-        self, ready: tuple[Any, Any, Any], addresses: Sequence[int], stream: int, parts: int = 1
+        self, compiled: tuple[Any, Any, Any], addresses: Sequence[int], stream: int, parts: int = 1
     ) -> None:
-        run, function, metadata = ready
-        maps = [addresses[at] if tiles is None else tiles.at(addresses[at]) for at, tiles in self.maps]
+        run, function, metadata = compiled
+        given = [(addresses[index], tiles) for index, tiles in self.maps]
+        maps = [address if tiles is None else tiles.at(address) for address, tiles in given]
         run(
             self.programs // parts, 1, 1, stream, function, metadata, None, None, None,
             *addresses, *maps, *self.numbers,
@@ -216,20 +217,20 @@ class BufferSlice(NamedTuple):
 
 
 def lay_out_buffer(
-    buffer: str, slices: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, apart: int = 16
+    buffer: str, slices: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, alignment: int = 16
 ) -> tuple[dict[str, BufferSlice], int]:
     """Slices of these shapes and types in a buffer, and its bytes.
 
-    They start at multiples of ``apart`` bytes: 16 for Triton's fastest code; 4 leaves no gaps between slices of
+    They start at multiples of ``alignment`` bytes: 16 for Triton's fastest code; 4 leaves no gaps between slices of
     float32, whose uninitialised bytes would differ between calls.
     """
-    places: dict[str, BufferSlice] = {}
+    found: dict[str, BufferSlice] = {}
     end = 0
     for name, (shape, dtype) in slices.items():
-        start = -(-end // apart) * apart
-        places[name] = BufferSlice(buffer, start, shape, dtype)
+        start = -(-end // alignment) * alignment
+        found[name] = BufferSlice(buffer, start, shape, dtype)
         end = start + math.prod(shape) * dtype.itemsize
-    return places, end
+    return found, end
 
 
 class LaunchSequence(CachedLaunch):
@@ -246,7 +247,7 @@ class LaunchSequence(CachedLaunch):
         self.slices = tuple(slices.values())
         self._names = (*tensors, *slices)
         self._starts = [(tensors.index(part.buffer), part.start) for part in self.slices]
-        self._moves: list[int] = []
+        self._offsets: list[int] = []
 
     def add(
         self, kernel: Any, programs: int, numbers: Mapping[str, Any], tiles: Mapping[str, TileDescriptor] | None = None, /,
@@ -254,64 +255,64 @@ class LaunchSequence(CachedLaunch):
     ) -> None:  # fmt: skip
         """Adds a kernel; ``numbers`` that it has no argument for are ignored; ``named`` renames: argument="tensor"."""
         arguments = [name.removesuffix("_ptr") for name in kernel.arg_names if name.endswith("_ptr")]
-        places = [self._names.index(named.get(name, name)) for name in arguments]
+        indices = [self._names.index(named.get(name, name)) for name in arguments]
         self._kernels.append(kernel)
         self.launches.append(
-            (KernelLaunch(kernel, programs, numbers, self.device, tiles), itemgetter(*places))
+            (KernelLaunch(kernel, programs, numbers, self.device, tiles), itemgetter(*indices))
         )
 
-    def in_two_streams(self, moves: Mapping[str, int]) -> None:
+    def in_two_streams(self, offsets: Mapping[str, int]) -> None:
         """Splits each launch into two of half the programs, on two streams (see ``runtime.two_streams``).
 
-        moves: byte offset of a tensor's or slice's second half; empty for no split
+        offsets: byte offset of a tensor's or slice's second half; empty for no split
         """
-        self._moves = [moves.get(name, 0) for name in self._names] if moves else []
+        self._offsets = [offsets.get(name, 0) for name in self._names] if offsets else []
 
     def _through_triton(self, tensors: tuple[Tensor, ...]) -> list[Any] | None:
         buffers = dict(zip(self._names, tensors, strict=False))
         every = (*tensors, *[part.view(buffers[part.buffer]) for part in self.slices])
-        if not self._moves:
-            ready = [launch._through_triton(pick(every)) for launch, pick in self.launches]
+        if not self._offsets:
+            compiled = [launch._through_triton(pick(every)) for launch, pick in self.launches]
         else:
-            others = tuple(moved(one, move) for one, move in zip(every, self._moves, strict=True))
-            ready = []
+            others = tuple(at_offset(one, offset) for one, offset in zip(every, self._offsets, strict=True))
+            compiled = []
             for launch, pick in self.launches:
-                ready.append(launch._through_triton(pick(every), 2))
+                compiled.append(launch._through_triton(pick(every), 2))
                 launch._through_triton(pick(others), 2)
-        return None if None in ready else ready
+        return None if None in compiled else compiled
 
-    def _directly(self, ready: list[Any], addresses: list[int], stream: int) -> None:
+    def _directly(self, compiled: list[Any], addresses: list[int], stream: int) -> None:
         addresses += [addresses[buffer] + start for buffer, start in self._starts]
-        if not self._moves:
-            for (launch, pick), one in zip(self.launches, ready, strict=True):
+        if not self._offsets:
+            for (launch, pick), one in zip(self.launches, compiled, strict=True):
                 launch._directly(one, pick(addresses), stream)
             return
-        others = [address + move for address, move in zip(addresses, self._moves, strict=True)]
-        with side_by_side(self.device, stream) as side:
-            for (launch, pick), one in zip(self.launches, ready, strict=True):
+        others = [address + offset for address, offset in zip(addresses, self._offsets, strict=True)]
+        with fork_stream(self.device, stream) as side:
+            for (launch, pick), one in zip(self.launches, compiled, strict=True):
                 launch._directly(one, pick(addresses), side, 2)
                 launch._directly(one, pick(others), stream, 2)
 
 
-def moved(tensor: Tensor, move: int) -> Tensor:
-    """A view of the tensor that starts ``move`` bytes later; kernels use only its address."""
+def at_offset(tensor: Tensor, offset: int) -> Tensor:
+    """A view of the tensor that starts ``offset`` bytes later; kernels use only its address."""
     if tensor.numel() == 0:
         return tensor
-    return tensor.as_strided((1,), (1,), tensor.storage_offset() + move // tensor.itemsize)
+    return tensor.as_strided((1,), (1,), tensor.storage_offset() + offset // tensor.itemsize)
 
 
 @contextmanager
-def side_by_side(device: torch.device, stream: int) -> Iterator[int]:
+def fork_stream(device: torch.device, stream: int) -> Iterator[int]:
     """A second stream that waits for the caller's stream, which waits for it at the end.
 
     Also on exceptions: memory that the second stream still writes is freed to the first stream's allocator.
     """
-    present, side = torch.cuda.current_stream(device), side_stream(device, stream)
-    side.wait_stream(present)
+    current, side = torch.cuda.current_stream(device), side_stream(device, stream)
+    side.wait_stream(current)
     try:
         yield side.cuda_stream
     finally:
-        present.wait_stream(side)
+        current.wait_stream(side)
 
 
 @lru_cache

@@ -20,27 +20,27 @@ LIKE_STATES = ("scaled",)
 
 
 def second_half_offsets(
-    spec: CallSpec, axis: int | None, strength: Tensor, given: Mapping[str, Tensor],
-    filled: Mapping[str, torch.dtype], slices: Mapping[str, BufferSlice],
+    spec: CallSpec, axis: int | None, strength: Tensor, inputs: Mapping[str, Tensor],
+    output_dtypes: Mapping[str, torch.dtype], slices: Mapping[str, BufferSlice],
 ) -> dict[str, int]:  # fmt: skip
     """Byte offset of the second half of each tensor and slice; empty for a call that is not split.
 
-    axis:   the axis of ``[batch, heads, length, dim]`` that is halved, or None
-    given:  the call's input states, by kernel argument name
-    filled: types of its output states, likewise
+    axis:          the axis of ``[batch, heads, length, dim]`` that is halved, or None
+    inputs:        the call's input states, by kernel argument name
+    output_dtypes: types of its output states, likewise
     """
     if axis is None:
         return {}
     count = (spec.batch, spec.heads)[axis] // 2
-    found = {name: count * one.stride(axis) * one.itemsize for name, one in given.items()}
+    offsets = {name: count * one.stride(axis) * one.itemsize for name, one in inputs.items()}
     if axis == 1:
-        found |= {name: found[name] // spec.group for name in ("k", "v")}
-        found["strength"] = count * strength.itemsize
+        offsets |= {name: offsets[name] // spec.group for name in ("k", "v")}
+        offsets["strength"] = count * strength.itemsize
     elif spec.masked:
-        found["mask"] = count * spec.length
-    found |= {name: part.bytes // 2 for name, part in slices.items()}
-    found["strength_grad"] = spec.batch * spec.heads // 2 * spec.length * 4
+        offsets["mask"] = count * spec.length
+    offsets |= {name: part.bytes // 2 for name, part in slices.items()}
+    offsets["strength_grad"] = spec.batch * spec.heads // 2 * spec.length * 4
     like_states = {name: slices[name].dtype for name in LIKE_STATES if name in slices}
-    for name, dtype in {**filled, **like_states}.items():
-        found[name] = count * spec.states_strides[axis] * dtype.itemsize
-    return found if all(move % 16 == 0 for move in found.values()) else {}
+    for name, dtype in {**output_dtypes, **like_states}.items():
+        offsets[name] = count * spec.states_strides[axis] * dtype.itemsize
+    return offsets if all(offset % 16 == 0 for offset in offsets.values()) else {}

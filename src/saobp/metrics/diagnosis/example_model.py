@@ -47,14 +47,14 @@ def planted_model() -> BertModel:
     )
     model = BertModel(config, add_pooling_layer=False).eval()
     embeddings, layer = model.embeddings, model.encoder.layer[0].attention.self
-    asks, holds = _patterns()
+    queries, keys = _patterns()
     with torch.no_grad():
         embeddings.word_embeddings.weight.zero_()
         embeddings.token_type_embeddings.weight.zero_()
         embeddings.position_embeddings.weight.copy_(torch.eye(LENGTH, config.hidden_size))
         states = embeddings.LayerNorm(embeddings.position_embeddings.weight)
         constant, peak = states[0, -1], states[0, 0] - states[0, -1]
-        for part, wanted in ((layer.query, SHARPNESS * asks), (layer.key, holds)):
+        for part, wanted in ((layer.query, SHARPNESS * queries), (layer.key, keys)):
             part.weight.zero_()
             part.weight[:, :LENGTH] = wanted.flatten(1).T / peak
             part.bias.copy_(-constant * part.weight.sum(1))
@@ -63,12 +63,12 @@ def planted_model() -> BertModel:
 
 def _patterns() -> tuple[Tensor, Tensor]:
     """Query and key of each position in each head, ``[positions, heads, dim]``; a score is their product."""
-    asks, holds = torch.zeros(2, LENGTH, len(PLANTED), LENGTH)
-    place = torch.eye(LENGTH)
+    queries, keys = torch.zeros(2, LENGTH, len(PLANTED), LENGTH)
+    one_hot = torch.eye(LENGTH)
     third = torch.arange(LENGTH) % 3
-    asks[:, 1] = holds[:, 1] = holds[:, 2] = holds[:, 3] = place
-    asks[:, 2, 0] = 1
-    asks[:, 3] = place[[0, *range(LENGTH - 1)]]
-    asks[:, 4] = functional.one_hot((third + 1) % 3, LENGTH)
-    holds[:, 4] = functional.one_hot(third, LENGTH)
-    return asks, holds
+    queries[:, 1] = keys[:, 1] = keys[:, 2] = keys[:, 3] = one_hot
+    queries[:, 2, 0] = 1
+    queries[:, 3] = one_hot[[0, *range(LENGTH - 1)]]
+    queries[:, 4] = functional.one_hot((third + 1) % 3, LENGTH)
+    keys[:, 4] = functional.one_hot(third, LENGTH)
+    return queries, keys

@@ -17,7 +17,7 @@ from saobp.storage.atomic import first_line
 from saobp.storage.manifest import check_manifest
 from saobp.transformers import apply, load
 from saobp.transformers.load import checked_folder
-from saobp.transformers.load_errors import explained
+from saobp.transformers.load_errors import clear_load_errors
 
 EXAMPLE = "planted example"
 EXAMPLE_TEXT = (
@@ -91,7 +91,7 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
     check_manifest(Path(place))
-    with explained(place, "a model with its tokenizer"):
+    with clear_load_errors(place, "a model with its tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(place)
         is_refined = getattr(AutoConfig.from_pretrained(place), "saobp", None) is not None
         model: Any = load(place, AutoModel) if is_refined else AutoModel.from_pretrained(place)

@@ -85,18 +85,18 @@ class Recorder:
         self.beta, self.hops, self.sampling = beta, hops, sampling or Sampling()
         self.health = Health(self.statistics)
         self._calls: dict[str, int] = {}
-        self._below: deque[Tensor] = deque(maxlen=hops - 1)
+        self._layers_below: deque[Tensor] = deque(maxlen=hops - 1)
         self._stack = ""
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure every forward inside this context; compiled parts run eagerly."""
         self._calls.clear()
-        self._below.clear()
+        self._layers_below.clear()
         self.health.forwards += 1
         with torch.compiler.set_stance("force_eager"), watch(self.model, self._record):
             yield
-        self._below.clear()
+        self._layers_below.clear()
 
     def _record(self, call: AttentionCall) -> None:
         with torch.no_grad(), without_autocast(call.query.device.type):
@@ -120,7 +120,7 @@ class Recorder:
                 hops=self.hops,
                 sampling=self._sampling(),
             )
-            across = self._across(call.name, heads) if self.across and not sampled else None
+            across = self._cross_layer_gtd(call.name, heads) if self.across and not sampled else None
             self.health.add(self._layer(call.name), found, _largest_entropies(heads), across)
 
     def _sampling(self) -> Sampling:
@@ -134,14 +134,14 @@ class Recorder:
         name = re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
         return name if calls == 1 else f"{name} ({calls})"
 
-    def _across(self, name: str, heads: AttentionInputs) -> Tensor | None:
+    def _cross_layer_gtd(self, name: str, heads: AttentionInputs) -> Tensor | None:
         """Cross-layer GTD of each text for the current layer, from head averages of the layers below.
 
         Separate for encoder and decoder, and for text and image models: their tokens differ.
         """
         stack = re.split(r"\.\d+(?:\.|$)", name)[0]
         if stack != self._stack:
-            self._below.clear()
+            self._layers_below.clear()
             self._stack = stack
         batch, count = heads.query.shape[:2]
         rows: Tensor | None = None
@@ -150,14 +150,14 @@ class Recorder:
             rows = one if rows is None else rows + one
         assert rows is not None
         rows, path, paths = rows / count, rows / count, torch.zeros_like(rows)
-        for hop, below in enumerate(self._below, 1):
+        for hop, below in enumerate(self._layers_below, 1):
             if below.shape != rows.shape:
-                self._below.clear()
+                self._layers_below.clear()
                 break
             path = path @ below
             paths = paths + self.beta**hop * path
-        first = not self._below
-        self._below.appendleft(rows)
+        first = not self._layers_below
+        self._layers_below.appendleft(rows)
         if first:
             return None
         return indirect_share(rows, paths)
