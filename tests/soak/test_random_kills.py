@@ -37,6 +37,8 @@ PRETRAINING = (
     {"family": "gpt2", "refinement": "low:0.3", "checkpoint_steps": 3},
     {"refinement": "elemmul", "regularizer": "entropy,weight=0.1"},
 )
+SHARES = {**{f"pretraining {number}": 0.8 / 3 for number in range(3)}, "fine-tuning": 0.15, "reproduce": 0.05}
+"""Of all kills."""
 TIMES = ("seconds", "per_second", "time")
 NUMBERS = (".json", ".jsonl", ".safetensors", ".npy", ".bin", ".csv")
 
@@ -47,8 +49,6 @@ class Work:
 
     name: str
     start: Callable[[Path], object]
-    share: float
-    """Of all kills."""
 
 
 def works(root: Path) -> list[Work]:
@@ -73,11 +73,8 @@ def works(root: Path) -> list[Work]:
         line = ["reproduce", "gtd", "--scale", "smoke", "--seeds", "1", "--only", "*-high-0.2-*"]
         return app([*line, "--runs", str(folder)], standalone_mode=False)
 
-    kinds = [
-        Work(f"pretraining {number}", pretrain(recipe), 0.8 / len(PRETRAINING))
-        for number, recipe in enumerate(PRETRAINING)
-    ]
-    return [*kinds, Work("fine-tuning", tune, 0.15), Work("reproduce", reproduce, 0.05)]
+    kinds = [Work(f"pretraining {number}", pretrain(recipe)) for number, recipe in enumerate(PRETRAINING)]
+    return [*kinds, Work("fine-tuning", tune), Work("reproduce", reproduce)]
 
 
 def record(folder: Path) -> dict[str, Any]:
@@ -148,32 +145,33 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name in names if found.get(name) != expected.get(name)]
 
 
-def test_killed_runs_end_as_uninterrupted_ones(soak: Soak, tmp_path: Path) -> None:
-    draw = soak.random("kills")
-    failed = []
-    for work in works(tmp_path):
-        tally, wanted = soak.tally(f"kills of {work.name}"), round(work.share * soak.counts["kills"])
-        began = time.monotonic()
-        straight = tmp_path / f"{work.name}-straight"
-        ran_to_the_end(work, straight, straight.with_suffix(".log"))
-        usual = ran_to_the_end(work, tmp_path / f"{work.name}-timed", straight.with_suffix(".log"))
-        expected, done, runs = record(straight), 0, 0
-        assert expected
-        while done < wanted:
-            folder = tmp_path / work.name
-            kills = min(wanted - done, draw.randint(1, MOST_KILLS_OF_A_RUN))
-            try:
-                killed = kill_and_resume(work, folder, kills, usual, draw)
-                wrong = differences(record(folder), expected)
-            except AssertionError as problem:
-                killed, wrong = kills, [str(problem)]
-            done, runs = done + killed, runs + 1
-            if wrong:
-                tally.wrong.append(f"run {runs}, killed {killed} times: {', '.join(wrong)}")
-            else:
-                tally.outcomes["resumed bit for bit"] += killed
-            shutil.rmtree(folder, ignore_errors=True)
-        tally.what += f" ({runs} runs)"
-        tally.seconds = time.monotonic() - began
-        failed += tally.wrong
-    assert not failed, failed[:5]
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Work]:
+    return {work.name: work for work in works(tmp_path_factory.mktemp("inputs"))}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_killed_runs_end_as_uninterrupted_ones(
+    name: str, kinds: dict[str, Work], soak: Soak, tmp_path: Path
+) -> None:
+    work, draw, tally = kinds[name], soak.random("kills"), soak.tally(f"kills of {name}")
+    straight, folder = tmp_path / "straight", tmp_path / "run"
+    ran_to_the_end(work, straight, tmp_path / "straight.log")
+    usual = ran_to_the_end(work, tmp_path / "timed", tmp_path / "straight.log")
+    expected, done, runs, wanted = record(straight), 0, 0, round(SHARES[name] * soak.counts["kills"])
+    assert expected
+    while done < wanted:
+        kills = min(wanted - done, draw.randint(1, MOST_KILLS_OF_A_RUN))
+        try:
+            killed = kill_and_resume(work, folder, kills, usual, draw)
+            wrong = differences(record(folder), expected)
+        except AssertionError as problem:
+            killed, wrong = kills, [str(problem)]
+        done, runs = done + killed, runs + 1
+        if wrong:
+            tally.wrong.append(f"run {runs}, killed {killed} times: {', '.join(wrong)}")
+        else:
+            tally.outcomes["resumed bit for bit"] += killed
+        shutil.rmtree(folder, ignore_errors=True)
+    tally.what += f" ({runs} runs)"
+    assert not tally.wrong, tally.wrong[:5]
