@@ -223,7 +223,9 @@ def test_everything_has_a_name_and_answers_the_keyboard(report: tuple[Path, Any]
           .map((one) => one.outerHTML.slice(0, 80))"""
     )
     assert nameless == []
-    assert opened.tab.locator(".plot[role=img][aria-label$='.']").count() == len(opened.charts())
+    named, shown = opened.tab.locator(".plot[role=img][aria-label$='.']"), len(opened.charts())
+    named.nth(shown - 1).wait_for(state="attached")  # charts get their names one after the other
+    assert named.count() == shown
     opened.drawn("curve-loss")
     chart = opened.tab.locator("#curves .chart").first
     chart.locator(".plot").focus()
