@@ -6,6 +6,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import saobp
 from saobp.metrics.attention_calls import inputs_of
+from saobp.propagation.reference import reference_attention
 from saobp.testing.tiny_models import DECODERS, FAMILIES, VOCABULARY, tiny_batch, tiny_model
 from saobp.transformers import record_attention, strength_parameters, watch
 
@@ -60,14 +61,19 @@ def test_position_ids_alone_part_the_texts(family):
 def test_no_map_of_all_tokens_is_built(monkeypatch):
     """The packed operation does the work, not the reference over a map of all tokens."""
 
-    def refuse(*_, **__):
-        raise AssertionError("the whole map was computed")
+    whole_maps = []
+    reference = reference_attention
 
-    monkeypatch.setattr("saobp.transformers.attention_function.reference_attention", refuse)
+    def noted(*args, **options):
+        whole_maps.append(args)
+        return reference(*args, **options)
+
+    monkeypatch.setattr("saobp.transformers.attention_function.reference_attention", noted)
     model = saobp.apply(tiny_model("llama"), "high:0.7")
     with torch.no_grad():
         model(**collated("llama"), use_cache=False)
         model(**collated("llama", return_flash_attn_kwargs=True), use_cache=True)
+    assert not whole_maps
 
 
 @pytest.mark.parametrize("family", ["bert", "llama", "mistral"])
