@@ -1,4 +1,4 @@
-"""Tokens per second of pretraining against plain Transformers.
+"""Tokens per second of pretraining against plain Transformers, interleaved in one run.
 
 python benchmarks/pretraining.py                                          on a GPU: BERT and GPT-2 mini, ...
 python benchmarks/pretraining.py --sizes tiny --device cpu --seconds 0.2  on a CPU, in half a minute
@@ -7,10 +7,345 @@ python benchmarks/pretraining.py --sizes tiny --device cpu --seconds 0.2  on a C
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from pretraining_speed import DEFAULT, MODELS, VERSIONS, pretraining_speed
+import numpy as np
+import torch
+from gpu_idle import LONG, Trace
 from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import Dataset
+from transformers import (
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from saobp.benchmarking.table import BenchmarkTable, Cell
+from saobp.data.blocks import Blocks
+from saobp.data.token_store import DOCUMENTS, FORMAT, TOKENS, StoreMetadata, TokenStore
+from saobp.data.tokenizers import prefix_of
+from saobp.refinement import Refinement
+from saobp.runs.folder import RunFolder
+from saobp.runs.machine import machine
+from saobp.timing import Failure, Timing
+from saobp.training.architectures import build_model
+from saobp.training.compiled_step import loss_as_forward
+from saobp.training.objectives import objective_of
+from saobp.training.pretrain import new_model
+from saobp.training.recipes import PretrainRecipe, fast, tiny
+from saobp.training.trainer import PretrainTrainer, arguments
+
+VERSIONS = ("transformers", "transformers-0", "plain", "high", "plain-0.1", "high-0.1")
+"""``transformers`` has its config's dropout of 0.1, ``-0`` none; ours have none unless ``-0.1``."""
+DEFAULT = ("transformers", "transformers-0", "plain", "high")
+MODELS = ("bert-mini", "bert-small", "bert-medium", "gpt2-mini")
+VOCABULARIES = {"bert": 30522, "gpt2": 50257}
+WARM_UP, PROFILED = 8, 30
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>")
+
+
+class RandomBlocks(Dataset):
+    """Random tokens ``[rows, length]``, row by row as lists, as Transformers' collator expects."""
+
+    def __init__(self, rows: int, length: int, vocabulary: int) -> None:
+        drawn = np.random.default_rng(0).integers(len(SPECIAL), vocabulary, (rows, length), dtype=np.uint16)
+        self.tokens = drawn
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": self.tokens[index].tolist()}
+
+
+def made_up_texts(folder: Path, tokenizer: PreTrainedTokenizerFast, recipe: PretrainRecipe) -> Blocks:
+    """Random tokens in three corpora of uneven documents, mapped from files and mixed as in a real run."""
+    random = np.random.default_rng(0)
+    stores = {}
+    for corpus in ("one", "two", "three"):
+        own = folder / corpus
+        own.mkdir(parents=True)
+        sizes = 1 + random.geometric(1 / 400, 4 * recipe.batch_size)
+        documents = np.concatenate([[0], np.cumsum(sizes)])
+        tokens = random.integers(len(SPECIAL), len(tokenizer), documents[-1], dtype=np.uint16)
+        tokens.tofile(own / TOKENS)
+        np.save(own / DOCUMENTS, documents)
+        description = StoreMetadata(
+            FORMAT, "<u2", len(tokens), len(sizes), len(tokenizer), 0, "", corpus, "", "", ""
+        )
+        stores[corpus] = TokenStore(own, description)
+    return Blocks(stores, length=recipe.length, seed=recipe.seed, prefix=prefix_of(tokenizer))
+
+
+def made_up_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """As many tokens as asked for, with the special ones first; speed does not depend on which words."""
+    words = [*SPECIAL, *(f"w{number}" for number in range(vocabulary - len(SPECIAL)))]
+    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+    )
+
+
+class Stopwatch(TrainerCallback):
+    """Time from the end of the warm-up to the end of training; optionally traces GPU kernels."""
+
+    def __init__(self) -> None:
+        self.steps, self.seconds, self.start = 0, 0.0, 0.0
+        self.profiler: Any = None
+        self.trace = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        if state.global_step == WARM_UP:
+            synchronize()
+            if self.trace:
+                self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+                self.profiler.start()
+            self.start = time.perf_counter()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        synchronize()
+        self.seconds = time.perf_counter() - self.start
+        self.steps = state.global_step - WARM_UP
+        if self.trace:
+            self.profiler.stop()
+
+
+@dataclass
+class Contestant:
+    """A trainer that can be run repeatedly for some steps."""
+
+    trainer: Trainer
+    watch: Stopwatch
+
+    def milliseconds(self, steps: int) -> float:
+        """Per step, after a warm-up that is not counted."""
+        self.trainer.args.max_steps = WARM_UP + steps
+        self.trainer.train()
+        return self.watch.seconds * 1000 / self.watch.steps
+
+    def trace(self, steps: int = PROFILED) -> Trace:
+        """Trace GPU kernels in separate steps: tracing slows launches down."""
+        self.watch.trace = True
+        try:
+            self.milliseconds(steps)
+        finally:
+            self.watch.trace = False
+        spans = [
+            (event.time_range.start, event.time_range.end)
+            for event in self.watch.profiler.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+            and not getattr(event, "is_user_annotation", False)
+        ]
+        return Trace.of(spans, steps)
+
+
+@contextmanager
+def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: bool) -> Iterator[Contestant]:
+    """A trainer of a version, ready to run; ours has a temporary run folder."""
+    tokenizer = made_up_tokenizer(vocabulary)
+    watch = Stopwatch()
+    name, _, dropout = version.partition("-")
+    with tempfile.TemporaryDirectory() as folder:
+        if name == "transformers":
+            recipe = replace(recipe, dropout=float(dropout or 0.1))
+            rows = RandomBlocks(64 * recipe.batch_size, recipe.length, vocabulary)
+            trainer = _their_trainer(recipe, tokenizer, rows, Path(folder), compiled)
+            trainer.add_callback(watch)
+            yield Contestant(trainer, watch)
+            return
+        recipe = replace(
+            recipe,
+            dropout=float(dropout or recipe.dropout),
+            compiled=compiled,
+            refinement=Refinement("high", 0.2 if recipe.size == "tiny" else "auto")
+            if name == "high"
+            else None,
+        )
+        model = new_model(recipe, tokenizer)
+        args = arguments(recipe, Path(folder), "none")
+        objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
+        texts = made_up_texts(Path(folder, "texts"), tokenizer, recipe)
+        own = PretrainTrainer(
+            model,
+            args,
+            recipe,
+            RunFolder(folder),
+            train=texts,
+            validation=None,
+            callbacks=[watch],
+            notify=print,
+        )
+        with loss_as_forward(model, objective, precision=recipe.precision, compiled=compiled):
+            yield Contestant(own, watch)
+
+
+def _their_trainer(
+    recipe: PretrainRecipe,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: RandomBlocks,
+    folder: Path,
+    compiled: bool,
+) -> Trainer:
+    """Labels for every position, masks drawn by the collator in worker processes, SDPA, autocast."""
+    cuda = torch.cuda.is_available()
+    model = build_model(
+        recipe.family,
+        recipe.size,
+        vocabulary=len(tokenizer),
+        length=recipe.length,
+        dropout=recipe.dropout,
+        padding=tokenizer.pad_token_id,
+        seed=recipe.seed,
+    )
+    model.set_attn_implementation("sdpa")
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=recipe.batch_size,
+        learning_rate=recipe.learning_rate,
+        max_steps=1,
+        max_grad_norm=recipe.clip,
+        bf16=cuda,
+        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        torch_compile=compiled,
+        logging_steps=recipe.log_steps,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        dataloader_num_workers=min(12, max(0, (os.cpu_count() or 1) - 2)) if cuda else 0,
+        dataloader_drop_last=True,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not cuda,
+    )
+    masked = recipe.family == "bert"
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=masked, mlm_probability=recipe.masked_share)
+    trainer = Trainer(model, args, data_collator=collator, train_dataset=rows)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def pretraining_speed(
+    *,
+    names: Sequence[str] = MODELS,
+    versions: Sequence[str] = DEFAULT,
+    compiled: bool = True,
+    turns: int = 5,
+    seconds: float = 2.0,
+    limit: float = float("inf"),
+    notify: Callable[[str], object] = print,
+    save: Callable[[BenchmarkTable], object] = lambda _: None,
+) -> BenchmarkTable:
+    """One row per model: million tokens per second of every version, ratios, and idle times of ours.
+
+    A turn of a version takes about ``seconds``; no model is begun after ``limit`` seconds.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")
+    table = BenchmarkTable("pretraining", "Pretraining: million tokens per second", machine(device))
+    table.notes.append(
+        f"Medians of {turns} turns in which every version trains once for about {seconds:g} s after "
+        f"{WARM_UP} steps of warm-up; ratios are medians over turns. transformers: Trainer with "
+        "torch_compile, SDPA, bfloat16 autocast, fused AdamW, labels at all positions, masks from its "
+        "collator in worker processes, dropout 0.1; transformers-0: the same without dropout. plain, high: "
+        "the recipe of this project (head at predicted positions only, bfloat16 copies of the weights, "
+        "vocabulary rounded up to a multiple of 64, masks drawn on the device, no dropout unless the name "
+        "says so; rows gathered from three token stores, as in a real run). "
+        f"kernels: of a step, with copies and fills, in {PROFILED} traced steps. idle %: share of a step in "
+        "which none of them runs, by their traced time in an untraced step; it is mostly the short gaps "
+        f"between neighbours. waiting %: gaps over {LONG:g} microseconds in the trace, where the GPU waits "
+        "for the program; tracing makes them longer, so this is an upper bound."
+    )
+    start = time.monotonic()
+    for name in names:
+        if time.monotonic() - start > limit:
+            table.notes.append(f"{name}: left out, because {limit:g} seconds had passed.")
+        else:
+            table.rows.append(_row(name, versions, compiled, turns, seconds, notify))
+        save(table)
+    return table
+
+
+def _row(
+    name: str,
+    versions: Sequence[str],
+    compiled: bool,
+    turns: int,
+    seconds: float,
+    notify: Callable[[str], object],
+) -> dict[str, Cell]:
+    family, _, size = name.partition("-")
+    small = size == "tiny"
+    recipe = replace(
+        tiny(family, size) if small else fast(family, size),
+        evaluation_rows=0,
+        log_steps=50,
+        evaluation_steps=10**6,
+        checkpoint_steps=10**6,
+    )
+    torch._dynamo.reset()
+    with ExitStack() as stack:
+        ready: dict[str, Contestant] = {}
+        failed: dict[str, Failure] = {}
+        steps: dict[str, int] = {}
+        for version in versions:
+            began = time.monotonic()
+            try:
+                vocabulary = 300 if small else VOCABULARIES[family]
+                entered = stack.enter_context(contestant(version, recipe, vocabulary, compiled))
+                entered.milliseconds(2)
+                steps[version] = max(2, round(seconds * 1000 / entered.milliseconds(5)))
+                ready[version] = entered
+            except Exception as error:
+                failed[version] = Failure.of(error)
+            notify(f"{name}, {version}: ready after {time.monotonic() - began:.0f} s")
+        found: dict[str, list[float]] = {version: [] for version in ready}
+        for _ in range(turns):
+            for version, entered in ready.items():
+                found[version].append(entered.milliseconds(steps[version]))
+        timings = {version: Timing(tuple(times)) for version, times in found.items()}
+        cells: dict[str, Cell] = {"model": name, "batch": f"{recipe.batch_size} x {recipe.length}"}
+        for version in versions:
+            cells[version] = (
+                recipe.tokens_per_step / timings[version].median / 1000
+                if version in timings
+                else failed[version].reason
+            )
+        ours = [version for version in timings if not version.startswith("transformers")]
+        for version in ours:
+            for other in ("transformers", "transformers-0"):
+                if other in timings:
+                    cells[f"{version} / {other}"] = timings[other].over(timings[version])
+        if torch.cuda.is_available():
+            for version in ours:
+                traced = ready[version].trace()
+                cells[f"{version} kernels"] = round(traced.kernels)
+                cells[f"{version} idle %"] = 100 * traced.idle_share(timings[version].median)
+                cells[f"{version} waiting %"] = 100 * traced.waiting
+        notify(f"{name}: {cells}")
+        return cells
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -25,8 +360,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=480.0, help="begin no further model after so many")
     parser.add_argument("--out", type=Path, help="folder for the Markdown and CSV files")
     given = parser.parse_args(arguments)
-    import torch
-
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here; try --device cpu --sizes tiny")
     if given.device == "cpu" and torch.cuda.is_available():

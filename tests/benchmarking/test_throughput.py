@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from datetime import datetime, timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,18 +11,12 @@ import torch
 from saobp.benchmarking.table import BenchmarkTable
 from saobp.testing.scripts import load_script
 
-throughput = load_script("benchmarks/pretraining_speed.py")
-LONG, Trace, Utilisation = throughput.LONG, throughput.Trace, throughput.Utilisation
+throughput = load_script("benchmarks/pretraining.py")
+LONG, Trace = throughput.LONG, throughput.Trace
 union = load_script("benchmarks/gpu_idle.py").union
 
 
-@pytest.fixture
-def benchmark() -> ModuleType:
-    return load_script("benchmarks/pretraining.py")
-
-
 def test_every_version_is_timed(
-    benchmark: ModuleType,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -38,7 +29,7 @@ def test_every_version_is_timed(
         lambda function, **options: original(function, **{**options, "backend": "aot_eager", "mode": None}),
     )
     arguments = "--sizes tiny --device cpu --seconds 0.02 --turns 1 --versions transformers,high-0.1"
-    benchmark.main([*arguments.split(), "--out", str(tmp_path)])
+    throughput.main([*arguments.split(), "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     row = next(line for line in printed.splitlines() if line.startswith("| bert-tiny"))
     numbers = [float(cell) for cell in row.split("|")[3:-1]]
@@ -47,9 +38,9 @@ def test_every_version_is_timed(
     assert (tmp_path / "pretraining.csv").exists()
 
 
-def test_wrong_flags_are_named(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        benchmark.main(["--device", "cpu", "--versions", "turbo"])
+        throughput.main(["--device", "cpu", "--versions", "turbo"])
     assert "unknown version 'turbo'" in capsys.readouterr().err
 
 
@@ -90,32 +81,3 @@ def test_short_gaps_are_idle_and_long_ones_waiting() -> None:
     assert trace.idle_share(0.079) == 0
     assert Trace.of([], steps=2) == Trace(0, 0, 0)
     assert Trace.of([(0, 10), (10 + LONG, 30)], steps=1).waiting == 0
-
-
-def test_the_driver_is_asked_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        "#!/bin/sh\n"
-        "echo '2026/01/01 10:00:00.200, 10'\n"
-        "echo '2026/01/01 10:00:01.000, 90'\n"
-        "echo '2026/01/01 10:00:01.500, 96'\n"
-        "echo '2026/01/01 10:00:02.500, 50'\n"
-        "echo 'no devices were found'\n"
-        "exec sleep 60\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    started = time.monotonic()
-    with Utilisation("0") as utilisation:
-        while len(utilisation.lines) < 5 and time.monotonic() < started + 10:
-            time.sleep(0.01)
-    second = datetime(2026, 1, 1, 10)
-    assert utilisation.share([(second, second + timedelta(seconds=2))]) == pytest.approx(0.93)
-    assert utilisation.share([(second, second + timedelta(seconds=0.4))]) is None
-    assert time.monotonic() < started + 10
-
-
-def test_without_a_driver_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with Utilisation("0") as utilisation:
-        assert utilisation.share([(datetime(2000, 1, 1), datetime(2100, 1, 1))]) is None

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def load_script(name: str) -> ModuleType:
-    """The module of a script such as ``tools/pack_runs.py``, which may import its neighbours."""
+    """The module of a script such as ``tools/restore_runs.py``, which may import its neighbours."""
     path = ROOT / name
     spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     assert spec is not None
