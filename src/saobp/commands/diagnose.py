@@ -227,12 +227,13 @@ def _write(
     sample: str,
     explorer: dict[str, Any] | None,
 ) -> None:
-    from saobp.report.diagnosis_page import write_diagnosis, write_diagnosis_page
-    from saobp.report.plotly_bundle import MissingPlotlyError
+    from saobp.extras import MissingPackageError
+    from saobp.report.diagnosis_page import write_diagnosis, write_diagnosis_figures, write_diagnosis_page
 
     written = write_diagnosis(diagnoses, out, explorer)
     try:
+        written += write_diagnosis_figures(diagnoses, out)
         written.append(write_diagnosis_page(diagnoses, out, sample))
-    except MissingPlotlyError as problem:
+    except MissingPackageError as problem:
         console.print(Text(str(problem)), soft_wrap=True)
     console.print(Text(f"wrote {', '.join(path.name for path in written)} to {out}"), soft_wrap=True)

@@ -24,7 +24,7 @@ from saobp.data import (
 )
 from saobp.data.token_store import Progress
 from saobp.metrics.diagnosis.diagnose import Diagnosis, diagnose
-from saobp.metrics.diagnosis.head_plots import TITLES
+from saobp.metrics.diagnosis.head_names import TITLES
 from saobp.metrics.diagnosis.loading import load_model
 from saobp.refinement import Refinement
 from saobp.report import PageTable, explorer_data, write_explorer, write_report

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from saobp.metrics.diagnosis.head_plots import TITLES
+from saobp.metrics.diagnosis.head_names import TITLES
 from saobp.metrics.health.verdicts import (
     COLLAPSED_BELOW,
     DIFFUSE_ABOVE,

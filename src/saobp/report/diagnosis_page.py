@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from saobp.extras import import_optional
 from saobp.metrics.diagnosis.diagnose import Diagnosis
-from saobp.metrics.diagnosis.head_plots import heat_map, layer_curves, save
 from saobp.report.explorer import write_explorer
 from saobp.report.page import write_report
 from saobp.runs.layout import DIAGNOSIS, EXPLORER
@@ -22,15 +22,21 @@ SAMPLE_CHARACTERS = 400
 def write_diagnosis(
     diagnoses: Sequence[Diagnosis], folder: Path, explorer: dict[str, Any] | None = None
 ) -> list[Path]:
-    """Write everything but the page into ``folder``; ``saobp report`` reads it like a run."""
+    """Write the numbers, and data for the explorer, into ``folder``; ``saobp report`` reads it like a run."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [_write_json(diagnoses, folder / DIAGNOSIS), _write_csv(diagnoses, folder / "heads.csv")]
     (folder / EXPLORER).unlink(missing_ok=True)
     if explorer is not None:
         written.append(write_explorer(explorer, folder))
-    for statistic in diagnoses[0].statistics:
-        written.append(save(heat_map(diagnoses, statistic), folder / f"{statistic}.png"))
-    return [*written, save(layer_curves(diagnoses), folder / "layers.png")]
+    return written
+
+
+def write_diagnosis_figures(diagnoses: Sequence[Diagnosis], folder: Path) -> list[Path]:
+    """A heat map of each statistic, and curves over layers, as PNG files. Needs matplotlib."""
+    plots = import_optional("saobp.metrics.diagnosis.head_plots", "drawing heads")
+    statistics = diagnoses[0].statistics
+    maps = [plots.save(plots.heat_map(diagnoses, one), folder / f"{one}.png") for one in statistics]
+    return [*maps, plots.save(plots.layer_curves(diagnoses), folder / "layers.png")]
 
 
 def write_diagnosis_page(diagnoses: Sequence[Diagnosis], folder: Path, sample: str) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, Template
 
-from saobp.metrics.diagnosis.head_plots import MARKS
+from saobp.metrics.diagnosis.head_names import MARKS
 from saobp.metrics.functional.gtd import BETA
 from saobp.metrics.health.verdicts import (
     COLLAPSED_BELOW,

@@ -12,12 +12,14 @@ import gzip
 import hashlib
 from dataclasses import dataclass
 
+from saobp.extras import MissingPackageError
 
-class MissingPlotlyError(ImportError):
+
+class MissingPlotlyError(MissingPackageError):
     """Plotly is not installed, so no page can be written."""
 
     def __init__(self) -> None:
-        super().__init__("the page needs plotly, which is not installed here: pip install 'plotly>=6'")
+        super().__init__("the page", "plotly")
 
 
 @dataclass(frozen=True)

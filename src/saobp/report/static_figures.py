@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from saobp.metrics.diagnosis.head_plots import COLOURS, TITLES, heat_map, layer_curves, short_name
+from saobp.metrics.diagnosis.head_names import COLOURS, TITLES
+from saobp.metrics.diagnosis.head_plots import heat_map, layer_curves, short_name
 from saobp.report.run_view import Run, read_runs
 
 FIRST = ("loss", "eval_loss", "eval_perplexity")

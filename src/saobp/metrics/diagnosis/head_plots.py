@@ -12,20 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
 from saobp.metrics.diagnosis.diagnose import Diagnosis
+from saobp.metrics.diagnosis.head_names import COLOURS, MARKS, TITLES
 from saobp.metrics.health.verdicts import DIFFUSE_ABOVE, HEALTHY_FROM, HEALTHY_TO, LOCALISED_BELOW
-
-TITLES = {
-    "gtd": "GTD",
-    "indirect_entropy": "indirect entropy (nats)",
-    "attention_entropy": "attention entropy (nats)",
-    "sink_mass": "sink mass",
-    "sparsity": "sparsity",
-    "clustering": "clustering",
-    "betweenness": "betweenness",
-    "cross_layer_gtd": "GTD across layers",
-}
-MARKS = {"localised": "▼", "diffuse": "▲", "sink": "●", "undefined": "?"}
-COLOURS = ("#1f5fa8", "#c2571a", "#2d8a57", "#8a4fa3", "#b58a00", "#3aa0b5", "#c43d6b", "#6b6f76")
 
 _GTD_COLOURS = LinearSegmentedColormap.from_list(
     "gtd",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from scipy import stats
+from saobp.extras import import_optional
 
 
 class Correlation(NamedTuple):
@@ -30,7 +30,7 @@ def pearson(values: Sequence[float], scores: Sequence[float]) -> Correlation:
             raise ValueError(f"the {what} hold NaN or infinite numbers")
         if max(series) == min(series):
             raise ValueError(f"the {what} are the same at every checkpoint, so nothing can follow them")
-    found = stats.pearsonr(values, scores)
+    found = import_optional("scipy.stats", "a correlation").pearsonr(values, scores)
     return Correlation(float(found.statistic), float(found.pvalue), len(values))
 
 

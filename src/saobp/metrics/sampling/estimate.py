@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from scipy.stats import t as student
 from torch import Tensor
+
+from saobp.extras import import_optional
 
 
 class Estimate(NamedTuple):
@@ -25,6 +26,7 @@ class Estimate(NamedTuple):
         """Lower and upper end of the range that covers the exact value with that confidence."""
         if not 0 < confidence < 1:
             raise ValueError(f"confidence must lie between 0 and 1, not {confidence}")
+        student = import_optional("scipy.stats", "a confidence interval").t
         quantiles = student.ppf((1 + confidence) / 2, self.degrees.cpu().numpy())
         reach = torch.as_tensor(quantiles).to(self.value) * self.standard_error
         return self.value - reach, self.value + reach
