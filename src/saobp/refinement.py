@@ -27,7 +27,9 @@ _factor_names = [
 
 SINKS = ("sink", "softmax-plus-one")
 """Variants that replace softmax."""
-VARIANTS = ("temperature", "qk-norm", "sigma-reparam", "gate", *SINKS)
+OF_STRENGTHS = ("alternating", "by-distance", "later-steps", "message-gate")
+"""Variants of learned strengths, in the order in which they apply."""
+VARIANTS = ("temperature", "qk-norm", "query-bias", "sigma-reparam", "gate", *SINKS, *OF_STRENGTHS)
 """Other changes to attention; :mod:`saobp.variants` defines them."""
 
 
@@ -81,6 +83,15 @@ class Refinement:
         if self.future not in ("strict", "paper"):
             raise ValueError(f"future must be 'strict' or 'paper', not {self.future!r}")
         object.__setattr__(self, "variants", _checked_variants(self.variants, self.factor))
+        of_strengths = [name for name in self.variants if name in OF_STRENGTHS]
+        if of_strengths and not self.is_learned:
+            raise ValueError(
+                f"{of_strengths[0]!r} goes with learned strengths alone, as in high:learned+{of_strengths[0]}"
+            )
+        if "later-steps" in self.variants and self.steps == 1:
+            raise ValueError(
+                "'later-steps' needs steps after the first, as in high:learned,steps=2+later-steps"
+            )
 
     @property
     def is_learned(self) -> bool:

@@ -24,13 +24,15 @@ OPEN = 3.0
 
 
 class Variant(nn.Module):
-    """One change to attention; parameters with one number per head are called ``head_bias``.
+    """One change to attention; parameters with a few numbers per head are called ``head_bias``.
 
     They stay in single precision, have no weight decay, and learn at the rate of learned strengths.
     """
 
     needs_inputs = False
-    """Whether ``output`` reads the inputs of the attention module."""
+    """Whether ``output`` or ``strength`` reads the inputs of the attention module."""
+    reads_positions = False
+    """Whether ``strength`` depends on the positions of queries and keys."""
 
     def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:  # noqa: ARG002
         """Changed states ``[batch, heads, length, dim]``.
@@ -38,6 +40,13 @@ class Variant(nn.Module):
         weights returns the projection matrices ``[outputs, width]`` of query, key and value.
         """
         return query, key, value
+
+    def strength(self, strength: Tensor, lengths: tuple[int, int], inputs: Tensor | None) -> Tensor:  # noqa: ARG002
+        """Changed strengths, ``[heads]`` or ``[steps or 1, batch or 1, heads, queries or 1, keys or 1]``.
+
+        lengths are the numbers of queries and keys; the last query is the last key. inputs as for ``output``.
+        """
+        return strength
 
     def output(self, output: Tensor, inputs: Tensor | None) -> Tensor:  # noqa: ARG002
         """Changed output of each head ``[batch, heads, queries, dim]``.
@@ -61,7 +70,7 @@ class SigmaReparam(Variant):
 
     directions: Tensor
 
-    def __init__(self, heads: int, width: int, like: Tensor) -> None:  # noqa: ARG002
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
         super().__init__()
         self.gain_bias = nn.Parameter(like.new_empty(3))
         precision = torch.promote_types(like.dtype, torch.float32)
@@ -91,7 +100,7 @@ class SigmaReparam(Variant):
 class PerHead(Variant):
     """A variant that learns one number per head, which starts at 0."""
 
-    def __init__(self, heads: int, width: int, like: Tensor) -> None:  # noqa: ARG002
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
         super().__init__()
         self.head_bias = nn.Parameter(like.new_zeros(heads))
 
@@ -110,12 +119,23 @@ class QKNorm(PerHead):
         return unit_scale(query) * by_head(self.head_bias.exp(), query), unit_scale(key), value
 
 
+class QueryBias(Variant):
+    """A learned vector w added to each head's queries (after rotary positions): key k gets a bias w . k."""
+
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
+        super().__init__()
+        self.query_bias = nn.Parameter(like.new_zeros(heads, dim))
+
+    def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:  # noqa: ARG002
+        return query + self.query_bias.unsqueeze(-2).to(query.dtype), key, value
+
+
 class Gate(Variant):
     """Each head's output times the sigmoid of a linear function of the layer's input."""
 
     needs_inputs = True
 
-    def __init__(self, heads: int, width: int, like: Tensor) -> None:
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
         super().__init__()
         self.gate_weight = nn.Parameter(like.new_zeros(heads, width))
         self.gate_bias = nn.Parameter(like.new_full((heads,), OPEN))
@@ -129,7 +149,7 @@ class Gate(Variant):
 class PlusOne(Variant):
     """Softmax with one more in the denominator: e^s_jk / (1 + sum_l e^s_jl). Rows may attend to nothing."""
 
-    def __init__(self, heads: int, width: int, like: Tensor) -> None:  # noqa: ARG002
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
         super().__init__()
 
     def sink(self, scores: Tensor) -> Tensor:
@@ -160,22 +180,92 @@ class PlusOne(Variant):
 class Sink(PlusOne):
     """The same with a learned logit b per head: e^s_jk / (e^b + sum_l e^s_jl)."""
 
-    def __init__(self, heads: int, width: int, like: Tensor) -> None:
-        super().__init__(heads, width, like)
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:
+        super().__init__(heads, width, dim, like)
         self.head_bias = nn.Parameter(like.new_zeros(heads))
 
     def sink(self, scores: Tensor) -> Tensor:
         return self.head_bias.to(scores.dtype).view(-1, 1)
 
 
+class Alternating(Variant):
+    """Strength 1 + b in every other head and -1 + b in the rest, b learned: both signs from the start."""
+
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
+        super().__init__()
+
+    def strength(self, strength: Tensor, lengths: tuple[int, int], inputs: Tensor | None) -> Tensor:  # noqa: ARG002
+        heads = torch.arange(len(strength), device=strength.device)
+        return strength + (1 - 2 * (heads % 2)).to(strength.dtype)
+
+
+class ByDistance(Variant):
+    """Strength b + b_d of the message about a key at distance d from the row that sends it, per head.
+
+    d falls into the buckets 0, 1, 2, 3-4, 5-8, 9-16, 17-32 and beyond. All rows still share one sum of
+    messages per key.
+    """
+
+    reads_positions = True
+
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
+        super().__init__()
+        self.head_bias = nn.Parameter(like.new_zeros(heads, len(EDGES) + 1))
+
+    def strength(self, strength: Tensor, lengths: tuple[int, int], inputs: Tensor | None) -> Tensor:  # noqa: ARG002
+        queries, keys = lengths
+        positions = torch.arange(keys, device=strength.device)
+        distance = (positions[keys - queries :, None] - positions).abs()
+        bucket = sum(((distance > edge).long() for edge in EDGES), torch.zeros_like(distance))
+        chosen = functional.one_hot(bucket, len(EDGES) + 1)
+        return full_strength(strength) + (chosen * self.head_bias[:, None, None]).sum(-1)
+
+
+class LaterSteps(PerHead):
+    """Strength b in the first step and b + c in those after it, both learned per head."""
+
+    def strength(self, strength: Tensor, lengths: tuple[int, int], inputs: Tensor | None) -> Tensor:  # noqa: ARG002
+        strength = full_strength(strength)
+        return torch.cat([strength, strength + self.head_bias.view(-1, 1, 1)])
+
+
+class MessageGate(Variant):
+    """Strength of a row's messages times twice the sigmoid of a linear function of the layer's input."""
+
+    needs_inputs = True
+
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
+        super().__init__()
+        self.gate_weight = nn.Parameter(like.new_zeros(heads, width))
+
+    def strength(self, strength: Tensor, lengths: tuple[int, int], inputs: Tensor | None) -> Tensor:  # noqa: ARG002
+        assert inputs is not None
+        gates = functional.linear(inputs.to(self.gate_weight.dtype), self.gate_weight)
+        return full_strength(strength) * 2 * gates.sigmoid().mT.unsqueeze(-1).to(strength.dtype)
+
+
+EDGES = (0, 1, 2, 4, 8, 16, 32)
+"""Largest distance of each bucket of ``ByDistance`` but the last."""
+
+
 KINDS: dict[str, type[Variant]] = {
     "temperature": Temperature,
     "qk-norm": QKNorm,
+    "query-bias": QueryBias,
     "sigma-reparam": SigmaReparam,
     "gate": Gate,
     "sink": Sink,
     "softmax-plus-one": PlusOne,
+    "alternating": Alternating,
+    "by-distance": ByDistance,
+    "later-steps": LaterSteps,
+    "message-gate": MessageGate,
 }
+
+
+def full_strength(strength: Tensor) -> Tensor:
+    """``[heads]`` as ``[1, 1, heads, 1, 1]``; other strengths as they are."""
+    return strength.view(1, 1, -1, 1, 1) if strength.ndim == 1 else strength
 
 
 def by_head(values: Tensor, states: Tensor) -> Tensor:

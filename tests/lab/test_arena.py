@@ -90,6 +90,18 @@ def test_the_command_writes_page_records_and_forest(tmp_path: Path) -> None:
         assert (tmp_path / "results" / name).stat().st_size > 5000
 
 
+def test_runs_of_another_rate_of_strengths_are_a_method_of_their_own(tmp_path: Path) -> None:
+    made_up_run(tmp_path / "runs", "modernbert", "none", 42, 3.0)
+    made_up_run(tmp_path / "runs", "modernbert", "high:learned", 42, 2.99)
+    made_up_run(tmp_path / "runs", "modernbert", "temperature", 42, 2.98, strength_rate=10.0)
+    before = json.loads((tmp_path / "runs" / "modernbert-none-42" / "recipe.json").read_text())
+    del before["strength_delay"]  # a record older than the field
+    (tmp_path / "runs" / "modernbert-none-42" / "recipe.json").write_text(json.dumps(before))
+    page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
+    assert "| Temperature per head, rate times 4 | 19.69 (1) | -2.0 % |" in page
+    assert "| High, learned strengths | 19.89 (1) | -1.0 % |" in page
+
+
 def test_later_runs_join_those_that_are_recorded(tmp_path: Path) -> None:
     for method, loss in (("none", 3.0), ("gate", 2.99)):
         made_up_run(tmp_path / "first", "modernbert", method, 42, loss)
@@ -113,7 +125,7 @@ def test_blimp_beside_the_runs_is_compared_in_pairs(tmp_path: Path) -> None:
 def test_reproduce_plans_the_arena_on_the_recipe_modern() -> None:
     plan = ExperimentPlan(choose_experiments("arena"), get_scale("mini"))
     runs = {run.name: run.recipe for run in plan.pretrain_runs()}
-    assert len(runs) == 8 * (15 + 11)
+    assert len(runs) == 8 * (22 + 18)
     assert {recipe.name for recipe in runs.values()} == {"modern"}
     assert "llama-mini-high-key-bias-learned-seed7" in runs
     assert "modernbert-mini-high-learned+gate-seed42" in runs
@@ -167,6 +179,19 @@ def test_nothing_to_compare_is_said_in_a_sentence(tmp_path: Path) -> None:
         ({"refinement": "gate+qk-norm"}, "qk-norm+gate", "QK-norm + Gated heads"),
         ({"regularizer": "entropy"}, "entropy", "Entropy-Reg"),
         ({"refinement": "high:0.3"}, "high:0.3", "high:0.3"),
+        (
+            {"refinement": "high:learned,steps=2+later-steps+gate"},
+            "high:learned,steps=2+gate+later-steps",
+            "high:learned,steps=2 + Gated heads + later-steps",
+        ),
+        (
+            {
+                **named_recipe("modern", "modernbert", "mini").to_dict(),
+                **{"refinement": "high:learned", "strength_rate": 10.0, "strength_delay": 0.2},
+            },
+            "high:learned, rate times 4, after 20% of the steps",
+            "High, learned strengths, rate times 4, after 20% of the steps",
+        ),
     ],
 )
 def test_methods_are_named_by_what_their_recipes_say(recipe: dict[str, Any], method: str, title: str) -> None:

@@ -14,14 +14,24 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
 import saobp
-from saobp.refinement import VARIANTS
+from saobp.refinement import OF_STRENGTHS, VARIANTS, Refinement
+from saobp.testing.oracles import high, low, masked_softmax
 from saobp.testing.tiny_models import FAMILIES, VOCABULARY
 from saobp.transformers import record_attention, strength_parameters
+from saobp.transformers.capture import AttentionCall, watch
 from saobp.transformers.layer_refinement import attached
 from saobp.transformers.projections import projection_weights
 from saobp.variants import KINDS
 
 LENGTH = 6
+ON_PLAIN = [name for name in VARIANTS if name not in OF_STRENGTHS]
+OF_MESSAGES = [
+    "high:learned+alternating",
+    "high-key-bias:learned+by-distance",
+    "low:learned,steps=3+later-steps",
+    "high:learned+message-gate",
+    "high:learned,steps=2+by-distance+later-steps+message-gate",
+]
 
 
 def tiny(family: str) -> PreTrainedModel:
@@ -50,6 +60,7 @@ def definition(
     """One head of one text: states ``[length, dim]``, mask added to scores; the output ``[length, dim]``."""
     query, key, value = states
     length, output = len(query), torch.zeros_like(query)
+    query = query + parameters.get("query_bias", 0)
     bias = float(parameters.get("head_bias", torch.zeros(())))
     for j in range(length):
         scores = []
@@ -118,7 +129,7 @@ def looping(model: PreTrainedModel, modules: list[str]) -> PreTrainedModel:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["modernbert", "llama", "bert"])
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "sigma-reparam"])
+@pytest.mark.parametrize("name", [name for name in ON_PLAIN if name != "sigma-reparam"])
 def test_variant_is_its_definition(name: str, family: str, by_definition: dict[str, Any]) -> None:
     refined = saobp.apply(tiny(family), name)
     scatter_parameters(refined)
@@ -134,8 +145,121 @@ def test_variant_is_its_definition(name: str, family: str, by_definition: dict[s
     assert not torch.allclose(found, tiny(family)(**inputs).logits[real], atol=1e-3)
 
 
+def strength_by_definition(text: str, own: dict[str, Tensor], head: int, place: tuple, step: int) -> float:
+    """Of the message of row i about key k in a step; place is (i, k, input of row i)."""
+    i, k, inputs = place
+    strength = float(own["strength_bias"][head])
+    if "alternating" in text:
+        strength += 1 if head % 2 == 0 else -1
+    if "by-distance" in text:
+        largest = (0, 1, 2, 4, 8, 16, 32, math.inf)
+        bucket = next(number for number, edge in enumerate(largest) if abs(i - k) <= edge)
+        strength += float(own["by-distance"][head, bucket])
+    if "later-steps" in text and step:
+        strength += float(own["later-steps"][head])
+    if "message-gate" in text:
+        strength *= 2 / (1 + math.exp(-float(own["message-gate"][head] @ inputs)))
+    return strength
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["temperature", "gate", "high:learned+temperature", "high:learned+gate"])
+@pytest.mark.parametrize("family", ["modernbert", "llama"])
+@pytest.mark.parametrize("text", OF_MESSAGES)
+def test_strengths_of_messages_are_their_definition(text: str, family: str) -> None:
+    model, refinement = saobp.apply(tiny(family), text), Refinement.parse(text)
+    scatter_parameters(model)
+    seen: list[Tensor] = []
+    layer = dict(attached(model))
+    (name, own), *_ = layer.items()
+    module, (ids, mask) = model.get_submodule(name), batch().values()
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    plain = saobp.remove(tiny(family))
+    scores: list[Tensor] = []
+    with watch(plain, lambda call: scores.append(scores_of(call))):
+        plain(input_ids=ids, attention_mask=mask)
+    with record_attention(model) as recorded:
+        model(input_ids=ids, attention_mask=mask)
+    values = {key.removeprefix("variants.").split(".")[0]: value for key, value in own.named_parameters()}
+    order = "strict" if family == "llama" else "bidirectional"
+    psi = low if refinement.factor == "low" else high
+    for item, head in ((0, 0), (1, 1)):
+        real = mask[item].bool().tolist()
+        prior = masked_softmax(scores[0][item, head], order, real)
+        rows = prior
+        for step in range(refinement.steps):
+            rows = paper_product_by(
+                prior,
+                rows,
+                lambda i, k, step=step, head=head, item=item: psi(
+                    strength_by_definition(text, values, head, (i, k, seen[0][item, i]), step)
+                ),
+                order,
+                real,
+                own="key-bias" in text,
+            )
+        found = recorded[name][0][item, head]
+        kept = torch.tensor(real)
+        torch.testing.assert_close(found[kept], torch.tensor(rows, dtype=found.dtype)[kept])
+
+
+def scores_of(call: AttentionCall) -> Tensor:
+    key = call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
+    return call.query @ key.mT * call.scaling
+
+
+def paper_product_by(prior: Any, rows: Any, psi: Any, order: str, real: list[bool], *, own: bool) -> Any:
+    """Prior times messages whose potential depends on the row that sends them and on the key."""
+    length, beliefs = len(rows), []
+    for j in range(length):
+        belief = []
+        for k in range(length):
+            product = prior[j][k]
+            for i in range(length):
+                silent = (i == j and not own) or not real[i] or (order == "strict" and (i > j or k > i))
+                if not silent:
+                    product *= sum(psi(i, k)(r, k) * rows[i][r] for r in range(length)) / psi(i, k)(-1, k)
+            belief.append(product)
+        total = sum(belief)
+        beliefs.append([value / total if total else 0.0 for value in belief])
+    return beliefs
+
+
+@torch.no_grad()
+def test_measured_statistics_are_those_of_strengths_by_row() -> None:
+    model = saobp.apply(tiny("modernbert"), OF_MESSAGES[-1])
+    scatter_parameters(model)
+    measured = saobp.metrics.probe(model, statistics=["attention_entropy"], method="exact")
+    with measured as health, record_attention(model) as recorded:
+        model(**batch())
+    for name, found in health.values("attention_entropy").items():
+        rows = recorded[name][0][0]
+        entropy = -(rows * rows.clamp(min=1e-300).log()).sum(-1).mean(-1)
+        other = recorded[name][0][1, :, :4, :4]
+        entropies = torch.stack([entropy, -(other * other.clamp(min=1e-300).log()).sum(-1).mean(-1)])
+        torch.testing.assert_close(found.double(), entropies.mean(0), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="use method 'exact'"), saobp.metrics.probe(model, method="sampled"):
+        model(**batch())
+
+
+@torch.no_grad()
+def test_strengths_by_distance_refuse_a_cache_without_positions() -> None:
+    model = saobp.apply(tiny("llama"), "high:learned+by-distance")
+    with pytest.raises(ValueError, match="a static cache does not tell"):
+        model.generate(
+            batch()["input_ids"][:1], max_new_tokens=2, cache_implementation="static", pad_token_id=0
+        )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("temperature", "gate", "query-bias", "high:learned+temperature", "high:learned+gate"),
+        "high:learned,steps=2+by-distance+later-steps+message-gate",
+    ],
+)
 def test_variants_start_at_or_near_plain_attention(name: str) -> None:
     plain, varied = tiny("modernbert"), saobp.apply(tiny("modernbert"), name)
     for _, own in attached(varied):
@@ -147,9 +271,12 @@ def test_variants_start_at_or_near_plain_attention(name: str) -> None:
     torch.testing.assert_close(varied(**inputs).logits[real], plain(**inputs).logits[real])
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, "high:learned+qk-norm+gate"])
+@pytest.mark.parametrize("name", [*ON_PLAIN, "high:learned+qk-norm+gate", *OF_MESSAGES])
 def test_every_parameter_of_a_variant_learns(name: str) -> None:
     model = saobp.apply(tiny("modernbert").train(), name)
+    for _, own in attached(model):
+        if own.refinement.is_learned:
+            own.strength_bias.data += 0.5  # a gate on messages has a gradient once there are messages
     model(**batch()).logits.square().sum().backward()
     for _, own in attached(model):
         for key, parameter in own.named_parameters():
@@ -158,7 +285,9 @@ def test_every_parameter_of_a_variant_learns(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*VARIANTS, "high-key-bias:learned", "high:learned+gate+temperature"])
+@pytest.mark.parametrize(
+    "name", [*ON_PLAIN, "high-key-bias:learned", "high:learned+gate+temperature", OF_MESSAGES[-1]]
+)
 def test_saved_variants_load_with_their_parameters(name: str, tmp_path: Path) -> None:
     for family, kind in (("modernbert", AutoModelForMaskedLM), ("llama", AutoModelForCausalLM)):
         model = saobp.apply(tiny(family), name)
@@ -179,7 +308,7 @@ def test_removing_a_variant_leaves_the_plain_model() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*VARIANTS, "high-key-bias:learned"])
+@pytest.mark.parametrize("name", [*ON_PLAIN, "high-key-bias:learned", *OF_MESSAGES])
 def test_decoders_generate_the_same_with_and_without_a_cache(name: str) -> None:
     model = saobp.apply(tiny("llama"), name)
     scatter_parameters(model)
@@ -242,6 +371,9 @@ def test_refinements_name_all_variants_that_exist() -> None:
         ("high:0.2+sink", "takes the place of softmax"),
         ("sink+softmax-plus-one", "takes the place of softmax"),
         ("gate+gate", "named twice"),
+        ("high:0.2+by-distance", "learned strengths alone, as in high:learned"),
+        ("message-gate", "learned strengths alone"),
+        ("high:learned+later-steps", "steps after the first"),
         ("high+gait", "unknown variant of attention 'gait'"),
     ],
 )

@@ -104,7 +104,13 @@ def test_loss_and_penalty_are_one_graph_with_the_same_numbers(
     assert not torch.equal(compiled[0], without[0])
 
 
-@pytest.mark.parametrize("refinement", ["high:0.2,steps=2", "low:0.2,steps=3,damping=0.3", "elemmul-prior"])
+@pytest.mark.parametrize(
+    "refinement",
+    [
+        *("high:0.2,steps=2", "low:0.2,steps=3,damping=0.3", "elemmul-prior"),
+        "high-key-bias:learned,steps=2+query-bias+alternating+by-distance+later-steps+message-gate",
+    ],
+)
 def test_refinements_without_kernels_are_one_graph(
     refinement: str, graphs: list[torch.fx.GraphModule]
 ) -> None:

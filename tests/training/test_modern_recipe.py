@@ -191,6 +191,17 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path: Path, mo
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-3, 1e-2, 2e-3]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_strengths_begin_to_learn_after_their_delay(optimizer: str, tmp_path: Path) -> None:
+    seen, changes = Snapshots(), {"refinement": "high:learned+temperature", "strength_delay": 0.5}
+    train_small(small_recipe(**changes, family="modernbert", optimizer=optimizer), tmp_path, callbacks=[seen])
+    numbers = [name for name in seen.weights[0] if name.endswith(("strength_bias", "head_bias"))]
+    assert len(numbers) == 2
+    for name in numbers:
+        moved = [bool(weights[name].any()) for weights in seen.weights]
+        assert moved == [False] * 6 + [True] * 6
+
+
 @pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"averaged_share": 0.5}])
 def test_a_divided_model_has_no_whole_matrices(changes: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from saobp.runs.layout import RESULT, run_folders
 from saobp.sizes import DECODERS, FAMILY_NAMES
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_json, read_object, write_json
+from saobp.training.recipes import named_recipe
 
 ORIGINAL = "none"
 BLIMP = "blimp"
@@ -38,6 +40,8 @@ MARKERS = "osD^vP"
 FREE = (
     "refinement",
     "regularizer",
+    "strength_rate",
+    "strength_delay",
     "seed",
     "checkpoint_steps",
     "evaluation_steps",
@@ -100,17 +104,30 @@ def in_per_cent(gain: Gain) -> Gain:
 def method_of(recipe: Mapping[str, Any]) -> str:
     """The method of a run, as the text form of its refinement and regularizer."""
     refinement = recipe.get("refinement")
-    text = ORIGINAL if refinement is None else str(Refinement.of(refinement))
+    text = ORIGINAL if refinement is None else str(Refinement.of(refinement)) + _own_rate(recipe)
     penalty = recipe.get("regularizer")
     if penalty is None:
         return text
     return penalty if text == ORIGINAL else f"{text} with {penalty}"
 
 
+def _own_rate(recipe: Mapping[str, Any]) -> str:
+    """How the numbers per head are trained, where that is not the named recipe's way."""
+    found = ""
+    if "strength_rate" in recipe:
+        usual = named_recipe(recipe["name"], recipe["family"], recipe["size"])
+        times = recipe["strength_rate"] / usual.strength_rate
+        found = "" if times == 1 else f", rate times {times:g}"
+    delay = recipe.get("strength_delay", 0.0)
+    return f"{found}, after {delay:.0%} of the steps" if delay else found
+
+
 def title_of(method: str) -> str:
     """Title of a method in tables; combined parts are joined by plus signs."""
     titles = {one.refinement or one.regularizer or ORIGINAL: one.title for one in METHODS.values()}
-    return titles.get(method) or " + ".join(titles.get(part, part) for part in method.split("+"))
+    text, *trained = re.split("(?=, (?:rate|after) )", method, maxsplit=1)
+    parts = titles.get(text) or " + ".join(titles.get(part, part) for part in text.split("+"))
+    return "".join([parts, *trained])
 
 
 def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:

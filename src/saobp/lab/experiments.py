@@ -22,7 +22,8 @@ EVERY = (
 DECODERS = ("original", "paper", "strict")
 CAUSAL_RIVALS = (
     *("original", "learned", "key-bias", "temperature", "sink", "softmax-plus-one", "gate", "qk-norm"),
-    *("sigma-reparam", "learned-gate", "learned-qk-norm"),
+    *("sigma-reparam", "query-bias", "learned-gate", "learned-qk-norm", "learned-temperature"),
+    *("key-bias-temperature", "by-distance", "message-gate", "alternating", "later-steps"),
 )
 RIVALS = (*CAUSAL_RIVALS, "sinkhorn", "sinkhorn-3", "entropy", "eigen")
 

@@ -62,6 +62,20 @@ METHODS = {
         Method("sigma-reparam", "Sigma-Reparam", "sigma-reparam"),
         Method("learned-gate", "High, learned strengths + Gated heads", "high:learned+gate", tier=2),
         Method("learned-qk-norm", "High, learned strengths + QK-norm", "high:learned+qk-norm", tier=2),
+        Method(
+            "learned-temperature", "High, learned strengths + Temperature", "high:learned+temperature", tier=2
+        ),
+        Method(
+            "key-bias-temperature",
+            "High as a bias per key + Temperature",
+            "high-key-bias:learned+temperature",
+            tier=2,
+        ),
+        Method("query-bias", "Query bias", "query-bias"),
+        Method("by-distance", "High, strengths by distance", "high:learned+by-distance", tier=2),
+        Method("message-gate", "High, gated messages", "high:learned+message-gate", tier=2),
+        Method("alternating", "High, both signs from the start", "high:learned+alternating", tier=2),
+        Method("later-steps", "High, two steps of own strengths", "high:learned,steps=2+later-steps", tier=2),
         Method("sinkhorn", "Sinkhorn, one iteration", "sinkhorn"),
         Method("sinkhorn-3", "Sinkhorn, three iterations", "sinkhorn-3"),
         Method("strict", "High, strict", "high:{strength},future=strict", tier=0),

@@ -24,7 +24,14 @@ def inputs_of(
         return None
     _check_options(call)
     refinement, strength = call.refinement()
+    if linear and strength.ndim > 1:
+        raise ValueError(
+            f"{call.name} has strengths that are not one per head, whose maps cannot be sampled: use method "
+            "'exact'"
+        )
     query, key = call.query.detach()[:texts], call.key.detach()[:texts]
+    if strength.ndim > 1 and strength.shape[1] > 1:
+        strength = strength[:, :texts]
     mask = call.mask
     padding: Tensor | None = None
     if call.sequences is None and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):

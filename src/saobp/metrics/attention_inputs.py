@@ -21,8 +21,9 @@ from saobp.refinement import Refinement
 class AttentionInputs:
     """Queries, keys, mask and refinement of some heads, from which their attention maps follow.
 
-    query ``[batch, heads, length, dim]``, key ``[batch, heads or fewer, length, dim]``, strength ``[heads]``,
-    padding_mask ``[batch, length]``, True for real tokens. ``window`` is that of sliding-window attention.
+    query ``[batch, heads, length, dim]``, key ``[batch, heads or fewer, length, dim]``, strength ``[heads]``
+    or as in ``head_strength``, padding_mask ``[batch, length]``, True for real tokens. ``window`` is that of
+    sliding-window attention.
     For masks of other shapes, visible (bool) and bias (added to scores) are
     ``[batch or 1, heads or 1, length, length]``; ``causal_messages`` then says whether rows receive the
     messages of earlier rows alone.
@@ -54,7 +55,7 @@ class AttentionInputs:
             self,
             query=self.query[items, heads],
             key=self.key[items][:, positions] if groups > 1 else self.key[items, heads],
-            strength=self.strength[heads],
+            strength=_strength_slice(self.strength, items, heads),
             padding_mask=None if self.padding_mask is None else self.padding_mask[items],
             visible=_mask_slice(self.visible, items, heads),
             bias=_mask_slice(self.bias, items, heads),
@@ -71,6 +72,7 @@ class AttentionInputs:
             self,
             query=self.query[kept],
             key=self.key[kept],
+            strength=_strength_slice(self.strength, kept, slice(None)),
             padding_mask=self.padding_mask[kept],
             visible=self.visible if self.visible is None or len(self.visible) == 1 else self.visible[kept],
             bias=self.bias if self.bias is None or len(self.bias) == 1 else self.bias[kept],
@@ -83,6 +85,7 @@ class AttentionInputs:
             self,
             query=self.query[items],
             key=self.key[items],
+            strength=_strength_slice(self.strength, items, heads),
             visible=_mask_slice(self.visible, items, heads),
             bias=_mask_slice(self.bias, items, heads),
         )
@@ -93,6 +96,7 @@ class AttentionInputs:
             one,
             query=one.query[:, :, real],
             key=one.key[:, :, real],
+            strength=_strength_between(one.strength, real),
             padding_mask=None,
             visible=None if one.visible is None else one.visible[..., real, :][..., real],
             bias=None if one.bias is None else one.bias[..., real, :][..., real],
@@ -136,6 +140,22 @@ class AttentionInputs:
             return None
         positions = torch.arange(length, device=self.query.device)
         return (positions[:, None] - positions).abs() < self.window
+
+
+def _strength_slice(strength: Tensor, items: slice | Tensor, heads: slice) -> Tensor:
+    """Strengths of the given texts and heads."""
+    if strength.ndim == 1:
+        return strength[heads]
+    return (strength[:, items] if strength.shape[1] > 1 else strength)[:, :, heads]
+
+
+def _strength_between(strength: Tensor, real: Tensor) -> Tensor:
+    """Strengths between the given tokens alone."""
+    if strength.ndim > 1 and strength.shape[-2] > 1:
+        strength = strength[..., real, :]
+    if strength.ndim > 1 and strength.shape[-1] > 1:
+        strength = strength[..., real]
+    return strength
 
 
 def _mask_slice(mask: Tensor | None, items: slice, heads: slice) -> Tensor | None:

@@ -36,7 +36,8 @@ def propagate(
 ) -> Beliefs:
     """Softmax of ``scores`` refined by ``steps`` of belief propagation.
 
-    scores ``[..., node, label]``, strength broadcastable to it. The prior stays the softmax; messages come
+    scores ``[..., node, label]``, strength broadcastable to it, or one such for each step in a leading
+    dimension, the last for all further steps. The prior stays the softmax; messages come
     from the current beliefs (the dense-graph form of loopy propagation). ``past`` is what
     ``keep_messages`` returned for earlier nodes, extended with zeros for new labels: ``[steps, ..., label]``.
     Everything stays in the precision of ``scores``, also under autocast.
@@ -48,12 +49,13 @@ def propagate(
             return Beliefs(prior, None)
         totals = []
         for step in range(steps):
+            own = strength[min(step, len(strength) - 1)] if strength.ndim > scores.ndim else strength
             heard_before = None if past is None else past[step].unsqueeze(-2)
             if keep_messages:
-                spoken = graph.spoken(factor.log_messages(beliefs, strength)).sum(-2)
+                spoken = graph.spoken(factor.log_messages(beliefs, own)).sum(-2)
                 totals.append(spoken if past is None else spoken + past[step])
             here = replace(graph, past=heard_before)
-            log_belief = factor.log_belief(log_prior, beliefs, strength, here)
+            log_belief = factor.log_belief(log_prior, beliefs, own, here)
             updated = graph.shown(torch.softmax(graph.hidden(log_belief), -1))
             beliefs = updated if damping == 0 or steps == 1 else torch.lerp(updated, beliefs, damping)
         return Beliefs(beliefs, torch.stack(totals) if keep_messages else None)

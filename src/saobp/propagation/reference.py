@@ -38,8 +38,8 @@ def reference_attention(
 ) -> Attended:
     """Attention with refined rows; query ``[batch, heads, queries, dim]``, key heads may be fewer.
 
-    strength ``[heads]``; ``bias`` is added to the scores. Scores use the inputs' precision, softmax and
-    messages at least float32, as in Transformers' eager attention.
+    strength ``[heads]``, or of rows and keys as in ``head_strength``; ``bias`` is added to the scores. Scores
+    use the inputs' precision, softmax and messages at least float32, as in Transformers' eager attention.
     """
     key, value = share_heads(key, query.shape[1]), share_heads(value, query.shape[1])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -69,5 +69,9 @@ def share_heads(states: Tensor, heads: int) -> Tensor:
 
 
 def head_strength(strength: Tensor, scores: Tensor) -> Tensor:
-    """``[heads]`` as ``[heads, 1, 1]`` in the scores' precision, clamped so that gamma stays below 1."""
-    return strength.to(scores).clamp(-MAX_STRENGTH, MAX_STRENGTH).view(-1, 1, 1)
+    """``[heads]`` as ``[heads, 1, 1]`` in the scores' precision, clamped so that gamma stays below 1.
+
+    ``[steps or 1, batch or 1, heads, queries or 1, keys or 1]`` keeps its shape.
+    """
+    strength = strength.to(scores).clamp(-MAX_STRENGTH, MAX_STRENGTH)
+    return strength.view(-1, 1, 1) if strength.ndim == 1 else strength

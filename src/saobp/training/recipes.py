@@ -34,6 +34,7 @@ class PretrainRecipe:
     precision: bf16 computes in bfloat16 with float32 master weights
     compiled: whether to torch.compile the step
     strength_rate:   learning rate of learned strengths, as a multiple of the others'
+    strength_delay:  share of the steps after which strengths begin to learn
     vocabulary_multiple: the vocabulary is padded to a multiple of it
     log_steps:       steps between lines of metrics; the other intervals are multiples of it
     evaluation_rows: held-out rows whose loss is taken, always the same with the same masks
@@ -66,6 +67,7 @@ class PretrainRecipe:
     compiled: bool = True
     refinement: Refinement | None = None
     strength_rate: float = 10.0
+    strength_delay: float = 0.0
     regularizer: str | None = None
     vocabulary_multiple: int = 1
     seed: int = 42
@@ -92,6 +94,7 @@ class PretrainRecipe:
         end = self.masked_share if self.masked_share_end is None else self.masked_share_end
         _check("masked_share_end", 0 < end <= self.masked_share, "above 0 and at most masked_share", end)
         _check("optimizer", self.optimizer in OPTIMIZERS, " or ".join(OPTIMIZERS), self.optimizer)
+        _check("strength_delay", 0 <= self.strength_delay < 1, "from 0 to below 1", self.strength_delay)
         _check("averaged_share", 0 <= self.averaged_share <= 1, "from 0 to 1", self.averaged_share)
         _check("precision", self.precision in PRECISIONS, " or ".join(PRECISIONS), self.precision)
         _check("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES), self.schedule)

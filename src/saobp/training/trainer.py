@@ -33,7 +33,13 @@ from saobp.training.batches import (
     held_out_batches,
 )
 from saobp.training.graphed_step import GraphedStep
-from saobp.training.head_records import MEASURED, health_line, separate_strengths, strengths_of
+from saobp.training.head_records import (
+    MEASURED,
+    delay_strengths,
+    health_line,
+    separate_strengths,
+    strengths_of,
+)
 from saobp.training.muon import MuonWithAdamW, hidden_matrices
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.sharding import shard_by_layers
@@ -141,6 +147,16 @@ class PretrainTrainer(Trainer):
                 matrices = hidden_matrices(self.model)
                 optimizer = self.optimizer = MuonWithAdamW(optimizer, matrices, rate * self.recipe.muon_rate)
         return optimizer
+
+    def create_scheduler(self, *arguments: Any, **options: Any) -> Any:
+        """Trainer's schedule; learned strengths have a rate of 0 until they may begin to learn."""
+        is_new = self.lr_scheduler is None
+        scheduler = super().create_scheduler(*arguments, **options)
+        if is_new and self.recipe.strength_delay:
+            assert isinstance(self.model, PreTrainedModel)
+            first = round(self.recipe.strength_delay * self.recipe.steps)
+            delay_strengths(scheduler, self.model, first)
+        return scheduler
 
     def training_step(
         self,

@@ -158,6 +158,7 @@ def build(modules: Modules, refinement: Refinement) -> list[LayerRefinement]:
             len(modules),
             head_count(module),
             width(module),
+            head_dim(module),
             next(module.parameters(), None),
         )
         for layer, (_, module) in enumerate(modules)
@@ -221,6 +222,12 @@ def head_count(module: nn.Module) -> int:
 def width(module: nn.Module) -> int:
     """Hidden size of an attention module's input."""
     found: Any = getattr(getattr(module, "config", None), "hidden_size", 0)
+    return found if isinstance(found, int) else 0
+
+
+def head_dim(module: nn.Module) -> int:
+    """Size of a head's queries."""
+    found: Any = getattr(module, "head_dim", None) or width(module) // head_count(module)
     return found if isinstance(found, int) else 0
 
 

@@ -87,7 +87,7 @@ def saobp_attention(
     if variants:
         query, key, value = varied_states(module, query, key, value)
         sink = sink_of(variants)
-    refinement, strength, messages = own_refinement(module, own, query)
+    refinement, strength, messages = own_refinement(module, own, query, key.shape[-2])
     if messages is not None:
         module.saobp_messages = None  # type: ignore[assignment]
     causal = is_causal_call(module, is_causal)
@@ -101,7 +101,9 @@ def saobp_attention(
     wants_rows = rows_wanted(kwargs)
     states = query, key, value
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
-    why = why_whole_map(attention_mask, (queries, keys), sliding_window, messages, sink, wants_rows)
+    why = why_whole_map(
+        attention_mask, (queries, keys), sliding_window, messages, sink, wants_rows, strength.ndim > 1
+    )
     if why is None:
         if messages is not None:
             messages.defer(Prefill(query, key, refinement, strength, attention_mask, scaling))
@@ -149,6 +151,7 @@ def why_whole_map(
     messages: MessageCacheLayer | None,
     sink: PlusOne | None,
     wants_rows: bool,
+    strength_varies: bool,
 ) -> str | None:
     """Why a call of ``(queries, keys)`` computes its whole map in memory; None if it does not."""
     queries, keys = lengths
@@ -156,6 +159,8 @@ def why_whole_map(
         return "the attention rows were asked for"
     if sink is not None:
         return f"{type(sink).__name__} changes the softmax"
+    if strength_varies:
+        return "its strengths are not one per head"
     if queries != keys or (messages is not None and messages.past is not None):
         return f"{queries} queries see {keys} keys, earlier ones from a cache"
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
@@ -181,16 +186,16 @@ def rows_wanted(kwargs: dict[str, Any]) -> bool:
 
 
 def own_refinement(
-    module: nn.Module, own: LayerRefinement | None, query: Tensor
+    module: nn.Module, own: LayerRefinement | None, query: Tensor, keys: int
 ) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
-    """The module's refinement, strengths ``[heads]`` and the cache layer set by its pre-hook."""
+    """The module's refinement, strengths of this call and the cache layer set by its pre-hook."""
     if own is None:
         reject_cross_attention(module)
     else:
         if own.heads != query.shape[1]:
             name = type(module).__name__
             raise ValueError(f"{name} was expected to have {own.heads} heads but has {query.shape[1]}")
-        return own.of_rows, own(), module.saobp_messages  # type: ignore[return-value]
+        return own.of_rows, own.strengths((query.shape[-2], keys)), module.saobp_messages  # type: ignore[return-value]
     written = getattr(getattr(module, "config", None), ATTACHED, None)
     if written is None:
         raise ValueError(

@@ -61,7 +61,7 @@ def cached_attention(
             key,
             value,
             refinement,
-            strength,
+            strength if strength.ndim == 1 or strength.shape[-2] == 1 else strength[..., start:stop, :],
             chunk,
             bias=_rows(bias, start, stop),
             dropout_p=dropout_p,

@@ -72,7 +72,7 @@ class AttentionCall:
         return self.implementation == IMPLEMENTATION
 
     def refinement(self) -> tuple[Refinement, Tensor]:
-        """How the rows are refined, with the strength of each head; factor ``none`` for other models."""
+        """How the rows are refined, with their strengths; factor ``none`` for other models."""
         refinement, strength, _ = self._own()
         return refinement, strength
 
@@ -110,16 +110,24 @@ class AttentionCall:
 
     def why_whole_map(self) -> str | None:
         """Why a refined call computes its whole map in memory; None if it does not."""
-        _, _, messages = self._own()
+        _, strength, messages = self._own()
         mask = self.mask if self.sequences is None else with_sequences(self.mask, self.sequences)
         lengths = self.query.shape[-2], self.key.shape[-2]
         sink = sink_of(variants_of(own_layer(self.module)))
         messages = messages if self.is_causal else None
-        return why_whole_map(mask, lengths, self.sliding_window, messages, sink, rows_wanted(self.options))
+        return why_whole_map(
+            mask,
+            lengths,
+            self.sliding_window,
+            messages,
+            sink,
+            rows_wanted(self.options),
+            strength.ndim > 1,
+        )
 
     def _own(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
         if self.is_refined:
-            return own_refinement(self.module, own_layer(self.module), self.query)
+            return own_refinement(self.module, own_layer(self.module), self.query, self.key.shape[-2])
         return Refinement("none"), torch.zeros(self.query.shape[1], device=self.query.device), None
 
     def _view(self) -> View:

@@ -13,13 +13,19 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from saobp.propagation.factors import Similarity, get_factor
 from saobp.refinement import Refinement
-from saobp.transformers.cache import cache_layer, holds_keys, message_layer, self_attention_cache
+from saobp.transformers.cache import (
+    StaticMessages,
+    cache_layer,
+    holds_keys,
+    message_layer,
+    self_attention_cache,
+)
 from saobp.variants import KINDS, Variant
 
 IMPLEMENTATION = "saobp"
 """Name of the attention implementation in Transformers' registries."""
 PER_HEAD = ("strength_bias", "head_bias")
-"""Name suffixes of parameters with one number per head."""
+"""Name suffixes of parameters with one or a few numbers per head."""
 ATTACHED = "saobp"
 """Name of the attached module inside an attention module, and of the field in a model's config."""
 
@@ -36,7 +42,14 @@ class LayerRefinement(nn.Module):
     fixed: Tensor
 
     def __init__(
-        self, refinement: Refinement, layer: int, layers: int, heads: int, width: int, like: Tensor | None
+        self,
+        refinement: Refinement,
+        layer: int,
+        layers: int,
+        heads: int,
+        width: int,
+        dim: int,
+        like: Tensor | None,
     ) -> None:
         super().__init__()
         self.refinement, self.layer, self.layers, self.heads = refinement, layer, layers, heads
@@ -45,7 +58,9 @@ class LayerRefinement(nn.Module):
         is_float = like is None or like.is_floating_point()
         like = torch.empty(0) if like is None else like
         like = torch.empty(0, dtype=like.dtype if is_float else None, device=like.device)
-        self.variants = nn.ModuleDict({name: KINDS[name](heads, width, like) for name in refinement.variants})
+        self.variants = nn.ModuleDict(
+            {name: KINDS[name](heads, width, dim, like) for name in refinement.variants}
+        )
         if refinement.is_learned:
             self.strength_bias = nn.Parameter(like.new_zeros(heads))
         else:
@@ -59,6 +74,13 @@ class LayerRefinement(nn.Module):
     def forward(self) -> Tensor:
         """Strengths ``[heads]``."""
         return self.strength_bias if self.refinement.is_learned else self.fixed
+
+    def strengths(self, lengths: tuple[int, int]) -> Tensor:
+        """Strengths of a call with so many queries and keys: ``[heads]``, or as ``Variant.strength``."""
+        strength = self()
+        for variant in variants_of(self):
+            strength = variant.strength(strength, lengths, self.inputs)
+        return strength
 
     def fixed_strengths(self, device: torch.device) -> Tensor:
         if self.of_rows.is_plain:
@@ -143,6 +165,11 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         raise ValueError(
             "this cache holds keys whose rows saobp did not see, so their messages are unknown: start from "
             "an empty cache, or generate with use_cache=False"
+        )
+    if isinstance(messages, StaticMessages) and any(v.reads_positions for v in variants_of(own)):
+        raise ValueError(
+            f"{own.text!r} needs the distance of rows and keys, which a static cache does not tell: use a "
+            "DynamicCache, or generate with use_cache=False"
         )
     messages.check_refinement(own.text)
     module.saobp_messages = messages  # type: ignore[assignment]
