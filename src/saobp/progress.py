@@ -21,11 +21,25 @@ PLAIN_SECONDS = 60.0
 """Seconds between plain lines, and before the first: short work prints none."""
 
 
+class OccasionalLines:
+    """Prints lines: each on a terminal, elsewhere the latest once a minute."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._last_line = monotonic()
+
+    def __call__(self, sentence: str) -> None:
+        now = monotonic()
+        if self.console.is_terminal or now - self._last_line >= PLAIN_SECONDS:
+            self._last_line = now
+            self.console.print(Text(sentence), soft_wrap=True)
+
+
 class ProgressBars:
-    """Bars that are cleared when the block ends. Text printed to the same terminal appears above them."""
+    """Bars on stderr, cleared when the block ends. Text printed to the same console appears above them."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or Console(stderr=True)
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -37,7 +51,7 @@ class ProgressBars:
             transient=True,
             disable=not self.console.is_terminal,
         )
-        self._last_line = monotonic()
+        self._line = OccasionalLines(self.console)
 
     def __enter__(self) -> ProgressBars:
         self._bars.start()
@@ -52,11 +66,8 @@ class ProgressBars:
         return ProgressBar(self, description)
 
     def _print_line(self, description: str, done: int, total: int, note: str) -> None:
-        now = monotonic()
-        if not self.console.is_terminal and now - self._last_line >= PLAIN_SECONDS:
-            self._last_line = now
-            note = f", {note}" if note else ""
-            self.console.print(Text(f"{description}: {done / max(total, 1):.0%}{note}"), soft_wrap=True)
+        if not self.console.is_terminal:
+            self._line(f"{description}: {done / max(total, 1):.0%}" + (f", {note}" if note else ""))
 
 
 class ProgressBar:

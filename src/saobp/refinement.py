@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import entry_points
 from numbers import Real
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import Tensor
 
 MAX_STRENGTH = 16.0
 """Beyond this, gamma = 1 - e^(-strength) is 1 in single precision."""
+
+FACTORS = "saobp.factors"
+"""Group of entry points by which an installed package names the modules that register its factors."""
 
 Strength = float | str | tuple[float | tuple[float, ...], ...]
 
@@ -35,6 +39,12 @@ VARIANTS = ("temperature", "qk-norm", "query-bias", "sigma-reparam", "gate", *SI
 
 def factor_names() -> tuple[str, ...]:
     return tuple(_factor_names)
+
+
+def _import_factor(name: str) -> None:
+    """Import the module that an installed package names for this factor; the module registers it."""
+    for entry in entry_points(group=FACTORS, name=name):
+        entry.load()
 
 
 def add_factor_name(name: str) -> None:
@@ -67,6 +77,8 @@ class Refinement:
     variants: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.factor not in factor_names():
+            _import_factor(self.factor)
         if self.factor not in factor_names():
             raise ValueError(
                 f"unknown factor {self.factor!r}: choose one of {', '.join(factor_names())}, "

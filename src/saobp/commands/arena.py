@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from saobp.commands.errors import in_words
+from saobp.commands.errors import fail
+from saobp.commands.streams import tell
 
 
 def arena(
@@ -17,7 +16,6 @@ def arena(
     out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
 ) -> None:
     """Compare pretraining runs with Original of the same recipe and seed; write a page and a forest plot."""
-    console = Console()
     try:
         absent = [str(folder) for folder in runs if not folder.is_dir()]
         if absent:
@@ -26,7 +24,6 @@ def arena(
 
         written = write_arena(runs, out)
     except (ValueError, OSError) as problem:
-        console.print(Text(in_words(problem), style="red"), soft_wrap=True)
-        raise typer.Exit(1) from None
+        fail(problem)
     for path in written:
-        console.print(str(path), soft_wrap=True)
+        tell(f"wrote {path}")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from saobp.commands.errors import fail
+from saobp.commands.streams import AsJson, notes, tell_json
+from saobp.progress import OccasionalLines
+
+if TYPE_CHECKING:
+    from saobp.benchmarking.table import BenchmarkTable
 
 bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 
@@ -19,8 +26,12 @@ Listed = Annotated[str, typer.Option(help="Names or numbers joined by commas; al
 _RESULTS = Path("benchmarks/results")
 
 
-def _say(message: str) -> None:
-    print(message, flush=True)
+def _show(tables: Sequence[BenchmarkTable], width: int, as_json: bool) -> None:
+    if as_json:
+        tell_json([asdict(own) for own in tables])
+        return
+    for own in tables:
+        own.show(Console(width=width))
 
 
 def _require_cuda() -> None:
@@ -31,7 +42,13 @@ def _require_cuda() -> None:
 
 
 @bench.command()
-def attention(out: Out = _RESULTS, quick: Quick = False, lengths: Listed = "", memory: bool = True) -> None:
+def attention(
+    out: Out = _RESULTS,
+    quick: Quick = False,
+    lengths: Listed = "",
+    memory: Annotated[bool, typer.Option(help="Measure the memory of training, too.")] = True,
+    as_json: AsJson = False,
+) -> None:
     """The fused operation against PyTorch's attention and the reference, by length."""
     from saobp.benchmarking.attention import COMPILED, LENGTHS, attention_speed, training_memory
 
@@ -44,17 +61,18 @@ def attention(out: Out = _RESULTS, quick: Quick = False, lengths: Listed = "", m
         compiled=(8192,) if quick else COMPILED,
         turns=5 if quick else 9,
         budget=0.08 if quick else 0.2,
-        notify=_say,
+        notify=OccasionalLines(notes()),
         save=lambda table: table.write(out),
     )
-    table.show(Console(width=220))
     table.write(out)
+    tables = [table]
     series = ["fused / sdpa", "eager / fused", "compiled / fused"]
     table.draw(out / "attention.png", "length", series, ["attention", "pass"], "times as long")
     if memory:
         extra = training_memory([n for n in chosen if n >= 512] or chosen)
-        extra.show(Console(width=160))
         extra.write(out)
+        tables.append(extra)
+    _show(tables, 220, as_json)
 
 
 @bench.command()
@@ -65,6 +83,7 @@ def model(
     versions: Listed = "",
     stages: Listed = "",
     limit: Annotated[float, typer.Option(help="Begin no further row after this many seconds.")] = 3600.0,
+    as_json: AsJson = False,
 ) -> None:
     """BERT training steps and inference on a GPU, refined against original."""
     from saobp.benchmarking.bert_models import REFINEMENTS
@@ -84,10 +103,10 @@ def model(
         turns=7 if quick else 15,
         budget=0.7 if quick else 3.0,
         limit=limit,
-        notify=_say,
+        notify=OccasionalLines(notes()),
         save=lambda table: table.write(out),
     )
-    table.show(Console(width=180))
+    _show([table], 180, as_json)
     table.write(out)
     series = [f"{v} / original" for v in chosen["versions"] if v != "original"]
     table.draw(out / "model.png", "size", series, ["stage", "CUDA graph"], "times as long as original")
@@ -101,14 +120,19 @@ def cpu(
     busy: Annotated[
         bool, typer.Option(help="Count processor time on one thread: for a machine that others use.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """BERT-mini inference on a CPU, refined against original."""
     from saobp.benchmarking.cpu import cpu_inference
 
     table = cpu_inference(
-        threads=threads, busy=busy, turns=5 if quick else 15, budget=1.0 if quick else 5.0, notify=_say
+        threads=threads,
+        busy=busy,
+        turns=5 if quick else 15,
+        budget=1.0 if quick else 5.0,
+        notify=OccasionalLines(notes()),
     )
-    table.show(Console(width=120))
+    _show([table], 120, as_json)
     table.write(out)
     table.draw(
         out / f"{table.name}.png", "version", ["over original"], ["batch"], "times as long as original"

@@ -14,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from saobp.commands.errors import fail
+from saobp.commands.own_code import Imports, import_own
+from saobp.commands.streams import AsJson, note, notes, results, tell_json
 from saobp.progress import ProgressBar, ProgressBars
 
 if TYPE_CHECKING:
@@ -63,13 +65,17 @@ def diagnose(
     full: Annotated[bool, typer.Option("--full", help="Also sparsity, clustering, betweenness.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("diagnosis"),
     example: Annotated[bool, typer.Option("--example", help="Use a model with planted heads.")] = False,
+    as_json: AsJson = False,
+    imports: Imports = None,
 ) -> None:
     """Measure every attention head of a model and say which collapse."""
-    console = Console()
     if model is None and not example:
-        console.print(EXPLANATION)
+        results().print(EXPLANATION)
         return
     try:
+        if text is not None and not text.is_file():
+            raise ValueError(f"there is no file {str(text)!r}")
+        import_own(imports)
         from saobp.metrics.diagnosis.loading import EXAMPLE, EXAMPLE_TEXT, dataset_texts, read_texts
 
         if text is not None and dataset is not None:
@@ -83,9 +89,12 @@ def diagnose(
         else:
             raise ValueError("there is nothing to read: give texts by --text FILE or --dataset NAME")
         subjects = _subjects(EXAMPLE if model is None else model, compare)
-        diagnoses, explorer = _diagnoses(console, subjects, texts, length, batch_size, method, full)
-        show(console, diagnoses)
-        _write(console, diagnoses, out, texts[0], explorer)
+        diagnoses, explorer = _diagnoses(notes(), subjects, texts, length, batch_size, method, full)
+        if as_json:
+            tell_json([diagnosis.to_dict() for diagnosis in diagnoses])
+        else:
+            show(results(), diagnoses)
+        _write(notes() if as_json else results(), diagnoses, out, texts[0], explorer)
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)
 
@@ -235,5 +244,5 @@ def _write(
         written += write_diagnosis_figures(diagnoses, out)
         written.append(write_diagnosis_page(diagnoses, out, sample))
     except MissingPackageError as problem:
-        console.print(Text(str(problem)), soft_wrap=True)
+        note(str(problem))
     console.print(Text(f"wrote {', '.join(path.name for path in written)} to {out}"), soft_wrap=True)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 from typing import NoReturn
 
 import typer
-from rich.console import Console
 from rich.text import Text
+
+from saobp.commands.streams import notes
 
 
 def print_error(sentence: str) -> None:
     """To stderr, in red on a terminal; only on rank 0."""
-    Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0").print(
-        Text(sentence, style="red"), soft_wrap=True
-    )
+    notes().print(Text(sentence, style="red"), soft_wrap=True)
 
 
 def fail(problem: BaseException | str) -> NoReturn:

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from saobp.commands.errors import fail
+from saobp.commands.own_code import Imports, import_own
+from saobp.commands.streams import AsJson, note, results, tell, tell_json
 from saobp.progress import ProgressBar, ProgressBars
 
 
@@ -41,10 +41,12 @@ def evaluate(
     harness: Annotated[
         bool, typer.Option("--harness", help="Ask through lm-evaluation-harness too.")
     ] = False,
+    as_json: AsJson = False,
+    imports: Imports = None,
 ) -> None:
     """Measure a language model: WikiText, BLiMP, and RACE-Middle and BoolQ zero-shot for decoders."""
-    console = Console()
     try:
+        import_own(imports)
         from saobp.commands.quiet_logs import quiet_transformers
         from saobp.training.evaluation.run import MEASURED
         from saobp.training.evaluation.run import evaluate as run
@@ -57,7 +59,7 @@ def evaluate(
                 raise ValueError("--against compares kept results: name a folder for these by --out")
             base = read_items(against)
         chosen = MEASURED if task == "all" else tuple(name.strip() for name in task.split(","))
-        with ProgressBars(console) as bars:
+        with ProgressBars() as bars:
             shown: dict[str, ProgressBar] = {}
 
             def advance(name: str, done: int, total: int) -> None:
@@ -65,37 +67,38 @@ def evaluate(
                     shown[name] = bars.add(name)
                 shown[name](done, total)
 
-            results = run(
+            found = run(
                 model, chosen, data_dir=data_dir, folder=out, refinement=refinement, harness=harness,
                 positions=positions or None, length=length, limit=limit, advance=advance,
             )  # fmt: skip
-        told = _compared(out, base) if against is not None and out is not None else ""
+        told = _compared(out, base) if against is not None and out is not None else None
     except (ValueError, OSError) as problem:
         fail(problem)
-    console.print(_table(results))
-    if told:
-        console.print(Text(told), soft_wrap=True)
-    for note in results["notes"]:
-        console.print(Text(note), soft_wrap=True)
+    if as_json:
+        tell_json(found | ({} if told is None else {"blimp_difference": told}))
+    else:
+        results().print(_table(found))
+        if told is not None:
+            apart = f"{told['difference']:+.2f} ± {told['error']:.2f} %"
+            tell(f"blimp: {apart} over {told['pairs']:,} pairs in common")
+        for words in found["notes"]:
+            tell(words)
     if out is not None:
-        console.print(Text(f"results are in {out}"), soft_wrap=True)
+        note(f"results are in {out}")
 
 
-def _compared(out: Path, base: Any) -> str:
+def _compared(out: Path, base: Any) -> dict[str, Any]:
     """Paired difference of BLiMP results in a folder from another model's."""
     from saobp.training.evaluation.blimp import difference, read_items
 
-    found = difference(read_items(out), base)
-    return (
-        f"blimp: {found['difference']:+.2f} ± {found['error']:.2f} % over {found['pairs']:,} pairs in common"
-    )
+    return difference(read_items(out), base)
 
 
-def _table(results: dict[str, Any]) -> Table:
+def _table(found_by_task: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("task", "measure", "value", "± error", "count", "harness"):
         table.add_column(name, justify="left" if name in ("task", "measure") else "right", no_wrap=True)
-    for task, measure, found, unit in _lines(results):
+    for task, measure, found, unit in _lines(found_by_task):
         key = "perplexity" if "perplexity" in found else "accuracy"
         error = f"{found['error']:.2f}" if "error" in found else ""
         other = f"{found['harness'][key]:.2f}" if "harness" in found else ""

@@ -6,10 +6,10 @@ import webbrowser
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from saobp.commands.errors import fail
+from saobp.commands.own_code import Imports, import_own
+from saobp.commands.streams import note, tell
 
 
 def explore(
@@ -25,11 +25,11 @@ def explore(
     ] = 0,
     example: Annotated[bool, typer.Option("--example", help="Use a model with planted heads.")] = False,
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
+    imports: Imports = None,
 ) -> None:
     """Serve the explorer on this machine, for sentences typed in, until Ctrl-C."""
     from saobp.report.plotly_bundle import MissingPlotlyError
 
-    console = Console()
     try:
         from saobp.metrics.diagnosis.diagnose import CHARACTERS_PER_TOKEN
         from saobp.metrics.diagnosis.loading import EXAMPLE, load_model
@@ -39,6 +39,7 @@ def explore(
 
         if model is None and not example:
             raise ValueError("name a model: saobp explore FOLDER, or saobp explore --example")
+        import_own(imports)
         name = EXAMPLE if model is None else model
         loaded, tokenizer = load_model(name, Refinement.parse(refinement) if refinement else None)
         subject = name if refinement is None else f"{name} with {refinement}"
@@ -52,11 +53,11 @@ def explore(
     except (ValueError, TypeError, OSError, MissingPlotlyError) as problem:
         fail(problem)
     address = f"http://127.0.0.1:{server.server_address[1]}/"
-    console.print(Text(f"{subject}: {address} (this machine only; Ctrl-C ends it)"), soft_wrap=True)
+    tell(f"{subject}: {address} (this machine only; Ctrl-C ends it)")
     if browser:
         webbrowser.open(address)
     with server:
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            console.print("ended")
+            note("ended")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from saobp.commands.errors import check_data_dir, fail, in_words, print_error
+from saobp.commands.own_code import Imports, import_own
+from saobp.commands.streams import note, results, tell
 from saobp.progress import ProgressBar, ProgressBars
 
 if TYPE_CHECKING:
@@ -40,13 +40,9 @@ def finetune(
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
     keep_model: Annotated[bool, typer.Option(help="Keep each seed's last model.")] = True,
     jobs: Annotated[int, typer.Option(help="Tasks at a time, each in a process of its own.", min=1)] = 1,
+    imports: Imports = None,
 ) -> None:
     """Fine-tune a checkpoint on GLUE, SQuAD, HellaSwag or RACE-Middle, and score every epoch."""
-    console = Console()
-
-    def notify(words: str) -> None:
-        console.print(Text(words), soft_wrap=True)
-
     changes = {"epochs": epochs, "batch": batch, "rate": rate, "length": length, "compiled": compiled}
     try:
         from saobp.data.tasks import choose_tasks
@@ -54,6 +50,7 @@ def finetune(
         from saobp.training.checkpoints import config_of
         from saobp.training.finetune import recipe_for
 
+        import_own(imports)
         specs = choose_tasks(task)
         check_data_dir(data_dir)
         recipes = {spec.name: recipe_for(spec, **changes) for spec in specs}
@@ -70,23 +67,21 @@ def finetune(
             line += [
                 *(["--compile"] if compiled else []),
                 "--keep-model" if keep_model else "--no-keep-model",
+                *(f"--import={name}" for name in imports or ()),
             ]
-            results = _side_by_side(console, specs, line, jobs, data_dir, out)
+            found = _side_by_side(specs, line, jobs, data_dir, out)
         else:
-            results = _in_turn(
-                console, specs, recipes, model, numbers, data_dir, out, refinement, limit, keep_model
-            )
+            found = _in_turn(specs, recipes, model, numbers, data_dir, out, refinement, limit, keep_model)
     except (ValueError, OSError) as problem:
         fail(problem)
-    if results:
-        console.print(results_table(results))
-        notify(f"results are in {out}")
-    if len(results) < len(specs):
+    if found:
+        results().print(results_table(found))
+        tell(f"results are in {out}")
+    if len(found) < len(specs):
         raise typer.Exit(1)
 
 
 def _in_turn(
-    console: Console,
     specs: Sequence[TaskSpec],
     recipes: dict[str, FinetuneRecipe],
     model: str,
@@ -103,13 +98,9 @@ def _in_turn(
     from saobp.training.finetune import finetune as run
 
     quiet_transformers()
-    results = []
-    with ProgressBars(console) as bars:
+    found = []
+    with ProgressBars() as bars:
         shown: dict[str, ProgressBar] = {}
-
-        def notify(words: str) -> None:
-            console.print(Text(words), soft_wrap=True)
-
         for spec in specs:
 
             def progress(seed: int, done: int, total: int, name: str = spec.name) -> None:
@@ -120,21 +111,21 @@ def _in_turn(
 
             try:
                 rows = load_task(spec, data_dir, limit=limit)
-                for note in rows.notes:
-                    notify(f"{spec.name}: {note}")
-                results.append(
+                for words in rows.notes:
+                    note(f"{spec.name}: {words}")
+                found.append(
                     run(
                         model, rows, out / spec.name, seeds=seeds, recipe=recipes[spec.name],
-                        refinement=refinement, keep_model=keep_model, progress=progress, notify=notify,
+                        refinement=refinement, keep_model=keep_model, progress=progress, notify=note,
                     )
                 )  # fmt: skip
             except (ValueError, OSError) as problem:
                 print_error(f"{spec.name} failed: {in_words(problem)}")
-    return results
+    return found
 
 
 def _side_by_side(
-    console: Console, specs: Sequence[TaskSpec], line: list[str], jobs: int, data_dir: Path | None, out: Path
+    specs: Sequence[TaskSpec], line: list[str], jobs: int, data_dir: Path | None, out: Path
 ) -> list[dict[str, Any]]:
     """Run several tasks in parallel, the largest first, each in a subprocess of this command."""
     from saobp.data.tasks.load import find_file
@@ -149,7 +140,7 @@ def _side_by_side(
         for spec in ordered
     }
     logs = out / "logs"
-    with ProgressBars(console) as bars:
+    with ProgressBars() as bars:
         bar, ended = bars.add(f"{jobs} tasks at a time"), 0
 
         def done(name: str, code: int) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from saobp.commands.errors import fail
+from saobp.commands.own_code import Imports, import_own
+from saobp.commands.streams import note, results, tell
 from saobp.runs.layout import RECIPE, RESULT
 
 if TYPE_CHECKING:
@@ -56,20 +55,17 @@ def pretrain(
     report_to: Annotated[str, typer.Option(help="Trackers of Trainer: tensorboard, ..., all.")] = "none",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
+    imports: Imports = None,
 ) -> None:
     """Train a model from nothing, with or without a refinement."""
-    console = Console(quiet=os.environ.get("RANK", "0") != "0")
     if out is None and not dry_run:
-        console.print(EXPLANATION)
+        results().print(EXPLANATION)
         return
-
-    def notify(sentence: str, style: str = "") -> None:
-        console.print(Text(sentence, style=style), soft_wrap=True)
-
     try:
+        import_own(imports)
         resolved = _recipe(recipe, family, size, steps, set_ or [], seed, refinement, regularizer, corpus)
         if dry_run:
-            console.print_json(json.dumps(resolved.to_dict()))
+            results().print_json(json.dumps(resolved.to_dict()))
             return
         assert out is not None
         from saobp.runs.folder import RunFolder
@@ -77,7 +73,7 @@ def pretrain(
         if resume and RunFolder(out).is_finished:
             RunFolder(out).check_recipe("pretrain", resolved.to_dict())
             RunFolder(out).clean_up()
-            notify(f"The run in {out} is finished already; its result is in {out / RESULT}.")
+            tell(f"The run in {out} is finished already; its result is in {out / RESULT}.")
             return
         RunFolder(out).check_free(resume)
         from saobp.progress import ProgressBars
@@ -87,7 +83,7 @@ def pretrain(
         from saobp.training.trackers import trackers
 
         trackers(report_to)
-        with ProgressBars(console) as bars:
+        with ProgressBars() as bars:
             texts = find_pretraining_data(
                 family,
                 corpus,
@@ -102,11 +98,11 @@ def pretrain(
             )
         parts = ", ".join(f"{name}: {rows:,}" for name, rows in texts.train.composition.items())
         epochs = resolved.steps * resolved.batch_size / len(texts.train)
-        notify(
+        note(
             f"{len(texts.train):,} rows of {resolved.length} tokens an epoch ({parts}); "
             f"{resolved.steps:,} steps of {resolved.batch_size} rows are {epochs:.2f} epochs."
         )
-        with plain_sentences(notify):
+        with plain_sentences(note):
             result = train(
                 resolved,
                 out,
@@ -115,16 +111,16 @@ def pretrain(
                 tokenizer=texts.tokenizer,
                 resume=resume,
                 report_to=report_to,
-                notify=notify,
+                notify=note,
             )
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)
     except KeyboardInterrupt:
         if out is not None and (out / RECIPE).exists():
-            notify(f"Stopped. The same command with --resume goes on with the run in {out}.")
+            note(f"Stopped. The same command with --resume goes on with the run in {out}.")
         raise
     held = "" if result.eval_perplexity is None else f", held-out perplexity {result.eval_perplexity:.2f}"
-    notify(f"Loss {result.loss:.4f}{held} after {result.tokens:,} tokens in {result.seconds:.0f} s: {out}")
+    tell(f"Loss {result.loss:.4f}{held} after {result.tokens:,} tokens in {result.seconds:.0f} s: {out}")
 
 
 def _recipe(

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from saobp.commands.errors import fail
+from saobp.commands.own_code import Imports, import_own
+from saobp.commands.streams import note, results, tell
 from saobp.progress import ProgressBars
 
 if TYPE_CHECKING:
@@ -40,19 +41,19 @@ def quickstart(
     out: Annotated[Path, typer.Option(help="Folder for the page, the runs and the text.")] = Path(
         "quickstart"
     ),
+    imports: Imports = None,
 ) -> None:
     """Train a tiny model twice, plain and refined, diagnose both, and write a page to compare them."""
-    console = Console()
     try:
-        page = run(console, refinement, sentence, out, steps=STEPS, seconds=SECONDS)
+        import_own(imports)
+        page = run(refinement, sentence, out, steps=STEPS, seconds=SECONDS)
     except (ValueError, OSError) as problem:
         fail(problem)
     if page is not None:
-        console.print(Text(f"the page: {page.resolve()}"), soft_wrap=True)
+        tell(f"the page: {page.resolve()}")
 
 
 def run(
-    console: Console,
     refinement: str,
     sentence: str | None,
     out: Path,
@@ -76,7 +77,7 @@ def run(
         if (out / name).exists() and not (out / HELD_OUT).exists():
             raise ValueError(f"{out / name} is there and of no quickstart: name another folder by --out")
     with staged(out) as new:
-        with ProgressBars(console) as bars:
+        with ProgressBars() as bars:
             paragraphs = prose.read_prose(bars.add("reading Python's documentation"))
             recipe = pipeline.recipe_of(steps)
             bar = bars.add("learning a vocabulary, tokenising")
@@ -87,33 +88,31 @@ def run(
         recipes = {"plain": pipeline.recipe_of(fitting)}
         recipes[asked.factor] = replace(recipes["plain"], refinement=asked)
         runs = {name: new / name for name in recipes}
-        results: dict[str, Result] = {}
+        ended: dict[str, Result] = {}
         for name, own in recipes.items():
-            console.print(
-                Text(f"training {name}: {own.steps:,} steps of {own.batch_size} x {own.length} tokens")
-            )
-            results[name] = pretrain(
+            note(f"training {name}: {own.steps:,} steps of {own.batch_size} x {own.length} tokens")
+            ended[name] = pretrain(
                 own,
                 runs[name],
                 train=texts.train,
                 validation=texts.validation,
                 tokenizer=texts.tokenizer,
-                notify=lambda line: console.print(Text(line), soft_wrap=True),
+                notify=note,
             )
-        with ProgressBars(console) as bars:
+        with ProgressBars() as bars:
             diagnoses = pipeline.diagnose_runs(
                 runs, texts, sentences, recipe.length, bars.add("diagnosing both")
             )
         has_page = True
         try:
-            pipeline.write_page(runs, results, diagnoses, texts, asked, sentences[0], new / "index.html")
+            pipeline.write_page(runs, ended, diagnoses, texts, asked, sentences[0], new / "index.html")
         except MissingPlotlyError as problem:
             has_page = False
-            console.print(Text(str(problem)), soft_wrap=True)
+            note(str(problem))
         (new / HELD_OUT).write_text("\n\n".join(texts.held_out) + "\n", encoding="utf-8")
-    show_heads(console, diagnoses)
-    show_numbers(console, results, diagnoses)
-    console.print(Text(f"next: saobp explore {out / asked.factor / 'model'}"), soft_wrap=True)
+    show_heads(results(), diagnoses)
+    show_numbers(ended, diagnoses)
+    tell(f"next: saobp explore {out / asked.factor / 'model'}")
     return out / "index.html" if has_page else None
 
 
@@ -134,14 +133,14 @@ def staged(out: Path) -> Iterator[Path]:
             shutil.rmtree(Path(name, "old"), ignore_errors=True)
 
 
-def show_numbers(console: Console, results: dict[str, Result], diagnoses: Sequence[Diagnosis]) -> None:
+def show_numbers(ended: dict[str, Result], diagnoses: Sequence[Diagnosis]) -> None:
     """Print the means of both runs."""
     from saobp.quickstart.pipeline import numbers
 
     table = Table(title="held-out text, means over heads", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
-    for name in results:
+    for name in ended:
         table.add_column(Text(name), justify="right")
-    for name, values in numbers(results, diagnoses):
+    for name, values in numbers(ended, diagnoses):
         table.add_row(name, *(f"{value:.3f}" for value in values))
-    console.print(table)
+    results().print(table)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from saobp.commands.errors import fail
+from saobp.commands.own_code import Imports, import_own
+from saobp.commands.streams import tell
 
 
 class Format(StrEnum):
@@ -26,8 +26,14 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs or diagnoses; several are overlaid.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="The page (default: report.html in the run's folder), or a folder for figures."),
+        typer.Option(
+            help="The page; by default report.html in the folder of one run, or here for several. "
+            "With --format a folder; by default figures there."
+        ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a page or figures of that name.")
+    ] = False,
     form: Annotated[
         Format, typer.Option("--format", help="A page, or figures for papers and slides.")
     ] = Format.html,
@@ -36,31 +42,33 @@ def report(
         typer.Option(help="Run the saved model of every run on this sentence, for the explorer. May repeat."),
     ] = None,
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
+    imports: Imports = None,
 ) -> None:
     """Write a page to look at: curves, heads, verdicts, and an explorer where a run has one."""
     from saobp.report.plotly_bundle import MissingPlotlyError
 
-    console = Console()
     base = runs[0] if len(runs) == 1 else Path()
     try:
         if form is not Format.html and (sentence or title):
             raise ValueError(f"--sentence and --title are for a page; figures as {form.value} have neither")
+        import_own(imports)
+        page = (out or base) / "report.html" if (out or base).is_dir() else out or base
+        if form is Format.html and page.exists() and not overwrite:
+            raise ValueError(f"{page} is there: name another file by --out, or add --overwrite to replace it")
         if sentence:
             _explore(runs, sentence)
         if form is Format.html:
             from saobp.report import write_report
 
-            page = out or base
-            page = page / "report.html" if page.is_dir() else page
             written = [write_report(runs, page, title=title)]
         else:
             from saobp.report.static_figures import write_figures
 
-            written = write_figures(runs, out or base / "figures", form.value)
+            written = write_figures(runs, out or base / "figures", form.value, overwrite=overwrite)
     except (ValueError, OSError, MissingPlotlyError) as problem:
         fail(problem)
     for path in written:
-        console.print(Text(f"wrote {path}"), soft_wrap=True)
+        tell(f"wrote {path}")
 
 
 def _explore(runs: list[Path], sentences: list[str]) -> None:

@@ -14,16 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from saobp.commands.errors import check_data_dir, fail
+from saobp.commands.streams import note, notes, results, tell
 
 if TYPE_CHECKING:
     from saobp.lab.experiment_plan import ExperimentPlan
     from saobp.lab.session import LabFolders
 
+SMOKE_MINUTES = 20
+"""Measured duration of all targets at the smoke scale."""
 EXPLANATION = """\
 [bold]saobp reproduce[/] reruns the paper's tables and figures and sets them beside ours.
 
   saobp reproduce --list                                        what there is
-  saobp reproduce all --scale smoke                             everything in miniature, minutes on a CPU
+  saobp reproduce all --scale smoke                             all in miniature: 20 minutes on two cores
   saobp reproduce gtd --scale mini --data-dir data --plan       what it would run
   saobp reproduce gtd,glue --scale mini --data-dir data         runs, tables and figures in results/
 
@@ -53,14 +56,10 @@ def reproduce(
     jobs: Annotated[int, typer.Option(help="Processes that share the work of a stage.", min=1)] = 1,
 ) -> None:
     """Rerun the paper's tables and figures, and set them beside ours."""
-    console = Console(quiet=os.environ.get("RANK", "0") != "0")
+    console = results()
     if target is None and not list_:
         console.print(EXPLANATION)
         return
-
-    def notify(sentence: str) -> None:
-        console.print(Text(sentence), soft_wrap=True)
-
     try:
         if list_:
             _list(console)
@@ -74,6 +73,7 @@ def reproduce(
         from saobp.lab import choose_experiments, get_scale
         from saobp.lab.experiment_plan import ExperimentPlan
         from saobp.lab.session import LabFolders, Session, worker_stage
+        from saobp.training.progress import once, plain_sentences
 
         size = get_scale(scale)
         check_data_dir(data_dir)
@@ -87,24 +87,24 @@ def reproduce(
         quiet_transformers()
         own_stage = worker_stage()
         if own_stage is None:
-            _show_plan(console, chosen, folders, stages)
+            _show_plan(console if plan else notes(), chosen, folders, stages)
             if plan:
                 return
-        with only_errors():
-            session = Session(chosen, folders, notify)
+        with only_errors(), plain_sentences(once(note)):
+            session = Session(chosen, folders, note)
             if own_stage is not None:
                 session.work_on(own_stage)
             else:
                 for one in stages:
                     session.run(one, jobs)
+        if own_stage is None and "tabulate" in stages:
+            tell(f"results are in {folders.out}")
         if session.has_failed:  # reported when it happened
             raise typer.Exit(1)
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)
     except KeyboardInterrupt:
-        notify(
-            "Interrupted. The same command goes on: what is finished stays, a run from its last checkpoint."
-        )
+        note("Interrupted. The same command goes on: what is finished stays, a run from its last checkpoint.")
         raise typer.Exit(130) from None
 
 
@@ -131,6 +131,7 @@ def _list(console: Console) -> None:
 
 def _show_plan(console: Console, plan: ExperimentPlan, folders: LabFolders, stages: list[str]) -> None:
     """Pretraining runs with their state, and how many fine-tuning runs and measurements are to do."""
+    from saobp.lab import choose_experiments
     from saobp.lab.stages import is_finetuned, is_measured
     from saobp.runs.folder import RunFolder
     from saobp.runs.provenance import environment
@@ -153,3 +154,12 @@ def _show_plan(console: Console, plan: ExperimentPlan, folders: LabFolders, stag
         f"measurements to do on {environment()['hardware']}. Stages: {', '.join(stages)}."
     )
     console.print(Text(summary), soft_wrap=True)
+    if plan.scale.name == "smoke":
+        every = replace(plan, experiments=choose_experiments("all"), only="*")
+        share = (to_do + finetuning + measuring) / _size(every)
+        words = f"All targets of this scale took {SMOKE_MINUTES} minutes on two busy cores of an AMD EPYC"
+        console.print(Text(f"{words}; these are {share:.0%} of it."), soft_wrap=True)
+
+
+def _size(plan: ExperimentPlan) -> int:
+    return len(plan.pretrain_runs()) + len(plan.finetune_runs()) + len(plan.measurements())

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from saobp.commands.errors import check_data_dir, fail
+from saobp.commands.streams import tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -30,14 +29,13 @@ def tokenize(
     processes: Annotated[int | None, typer.Option(help="Processes; default: one per core.", min=1)] = None,
 ) -> None:
     """Tokenise corpora once, in parallel, into memory-mapped files that training reuses."""
-    console = Console()
     try:
         from saobp.data import parse_mixture, prepare_corpora
         from saobp.progress import ProgressBars
 
         names = parse_mixture(corpus)
         check_data_dir(data_dir)
-        with ProgressBars(console) as bars:
+        with ProgressBars() as bars:
             chosen = obtain_tokenizer(tokenizer, names, out, data_dir, bars.add)
             stores = prepare_corpora(
                 names, chosen, out, data_dir=data_dir, processes=processes, progress=bars.add
@@ -46,10 +44,7 @@ def tokenize(
         fail(problem)
     for name, store in stores.items():
         said = store.metadata
-        console.print(
-            Text(f"{name}: {said.documents:,} documents, {said.tokens:,} tokens in {store.folder}"),
-            soft_wrap=True,
-        )
+        tell(f"{name}: {said.documents:,} documents, {said.tokens:,} tokens in {store.folder}")
 
 
 def obtain_tokenizer(
@@ -63,11 +58,15 @@ def obtain_tokenizer(
 
     That one and the families' own are saved in ``out``, so that training needs no other folder.
     """
-    from saobp.data import load_tokenizer
-    from saobp.data.tokenizer_store import save_family_tokenizer, size_to_train, trained_tokenizer
+    from saobp.data.tokenizer_store import (
+        named_tokenizer,
+        save_family_tokenizer,
+        size_to_train,
+        trained_tokenizer,
+    )
 
     size = size_to_train(name)
     if size is not None:
         return trained_tokenizer(out, "bert", size, corpora, data_dir=data_dir, progress=progress)
-    found = load_tokenizer(name, data_dir)
+    found = named_tokenizer(name, out, data_dir)
     return save_family_tokenizer(found, out, name) if name in ("bert", "gpt2") else found

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from saobp.data.corpora import Documents, open_corpus
 from saobp.data.token_store import Progress
-from saobp.data.tokenizers import load_tokenizer, save_tokenizer, train_vocabulary
+from saobp.data.tokenizers import HUB_NAMES, load_tokenizer, save_tokenizer, train_vocabulary
 from saobp.sizes import DECODERS
 from saobp.storage.atomic import replacing
 from saobp.storage.json_files import read_object, write_json
@@ -79,6 +79,14 @@ def trained_tokenizer(
             f"the same by --tokenizer {path}, or name another folder for the tokens"
         )
     return load_tokenizer(str(path))
+
+
+def named_tokenizer(
+    name: str, tokens: str | Path, data_dir: str | Path | None = None
+) -> PreTrainedTokenizerFast:
+    """A tokenizer by name; ``bert`` and ``gpt2`` from a folder of token stores, if they were saved there."""
+    path = tokenizer_path(tokens, name)
+    return load_tokenizer(path if name in HUB_NAMES and path.is_dir() else name, data_dir)
 
 
 def save_family_tokenizer(

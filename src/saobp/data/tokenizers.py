@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from saobp.storage.atomic import first_line, reason
+from saobp.storage.model_folders import hub_problem, looks_local
 
 PADDING, UNKNOWN, START, SEPARATOR, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 END_OF_TEXT = "<|endoftext|>"
@@ -33,15 +34,19 @@ def load_tokenizer(name: str | Path, data_dir: str | Path | None = None) -> PreT
         return _bert(local / BERT_FILE)
     if name == "gpt2" and local is not None and (local / GPT2_FILES[0]).exists():
         return _gpt2(local / GPT2_FILES[0], local / GPT2_FILES[1])
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(HUB_NAMES.get(str(name), str(name)))
-    except Exception as problem:
+    place = HUB_NAMES.get(str(name), str(name))
+    refused = None if Path(place).is_dir() or looks_local(place) else hub_problem(place)
+    if refused is None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place)
+        except Exception as problem:
+            refused = f"could not give it ({first_line(problem)})"
+    if refused is not None:
         files = {"bert": BERT_FILE, "gpt2": " and ".join(GPT2_FILES)}.get(str(name))
         looked = "" if files is None or local is None else f" {local} does not hold {files}, and"
         raise ValueError(
-            f"no tokenizer {str(name)!r}:{looked} it is no folder with a tokenizer and the hub could not "
-            f"give it ({first_line(problem)})"
-        ) from problem
+            f"no tokenizer {str(name)!r}:{looked} it is no folder with a tokenizer and the hub {refused}"
+        )
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
             f"the tokenizer {str(name)!r} is a {type(tokenizer).__name__} without a fast form, which "

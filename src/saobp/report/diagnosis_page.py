@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from saobp.report.explorer import write_explorer
 from saobp.report.page import write_report
 from saobp.runs.layout import DIAGNOSIS, EXPLORER
 from saobp.storage.atomic import write_atomically
+from saobp.storage.json_files import finite
 
 SAMPLE_CHARACTERS = 400
 
@@ -47,7 +47,7 @@ def write_diagnosis_page(diagnoses: Sequence[Diagnosis], folder: Path, sample: s
 
 
 def _write_json(diagnoses: Sequence[Diagnosis], path: Path) -> Path:
-    records = [_without_nan(diagnosis.to_dict()) for diagnosis in diagnoses]
+    records = [finite(diagnosis.to_dict()) for diagnosis in diagnoses]
     write_atomically(path, json.dumps(records, indent=1, allow_nan=False) + "\n")
     return path
 
@@ -59,12 +59,3 @@ def _write_csv(diagnoses: Sequence[Diagnosis], path: Path) -> Path:
         writer.writeheader()
         writer.writerows(rows)
     return path
-
-
-def _without_nan(value: Any) -> Any:
-    """NaN to None, since JSON has no NaN."""
-    if isinstance(value, dict):
-        return {name: _without_nan(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,8 +21,11 @@ TEXT_STAYS_TEXT: dict[Any, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "
 """Text as text in SVG, TrueType fonts in PDF, and reproducible files."""
 
 
-def write_figures(folders: Sequence[Path], out: Path, form: str) -> list[Path]:
-    """Curves, and heat maps and layers of the last measured health, as files of ``form`` in ``out``."""
+def write_figures(folders: Sequence[Path], out: Path, form: str, *, overwrite: bool = True) -> list[Path]:
+    """Curves, and heat maps and layers of the last measured health, as files of ``form`` in ``out``.
+
+    Without ``overwrite``, a figure that is there already is an error, before any is written.
+    """
     runs = read_runs(folders)
     figures: dict[str, Figure] = {}
     if drawn_curves(runs):
@@ -37,6 +40,11 @@ def write_figures(folders: Sequence[Path], out: Path, form: str) -> list[Path]:
     if not figures:
         raise ValueError(
             "there is nothing to draw: " + " ".join(problem for run in runs for problem in run.problems)
+        )
+    there = [path for path in (out / f"{name}.{form}" for name in figures) if path.exists()]
+    if there and not overwrite:
+        raise ValueError(
+            f"{there[0]} is there: name another folder by --out, or add --overwrite to replace it"
         )
     out.mkdir(parents=True, exist_ok=True)
     written = []

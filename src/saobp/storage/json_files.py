@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,15 @@ from saobp.storage.atomic import naming, write_atomically
 
 def write_json(path: Path, content: Any) -> None:
     write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """The same value with None for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> Any:

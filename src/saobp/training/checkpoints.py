@@ -10,8 +10,9 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from saobp.refinement import Refinement
+from saobp.storage.model_folders import checked_folder
 from saobp.transformers.apply import apply, remove
-from saobp.transformers.load import checked_folder, load
+from saobp.transformers.load import load
 from saobp.transformers.load_errors import clear_load_errors
 
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")

@@ -20,6 +20,7 @@ from saobp.data import (
 )
 from saobp.data.token_store import METADATA, Progress
 from saobp.data.tokenizer_store import (
+    named_tokenizer,
     save_family_tokenizer,
     size_to_train,
     tokenizer_family,
@@ -135,7 +136,7 @@ def find_tokenizer(
     if size is not None:
         return trained_tokenizer(folder, family, size, raw, data_dir=data_dir, progress=progress)
     if tokenizer is not None:
-        return load_tokenizer(tokenizer, data_dir)
+        return named_tokenizer(tokenizer, folder, data_dir)
     stored = tokenizer_path(folder, family)
     if stored.is_dir():
         return load_tokenizer(str(stored))

@@ -70,6 +70,18 @@ def plain_sentences(notify: Callable[[str], object]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
+def once(notify: Callable[[str], object]) -> Callable[[str], None]:
+    """``notify``, called only the first time for each sentence."""
+    said: set[str] = set()
+
+    def notify_once(sentence: str) -> None:
+        if sentence not in said:
+            said.add(sentence)
+            notify(sentence)
+
+    return notify_once
+
+
 class _NotifyHandler(logging.Handler):
     def __init__(self, notify: Callable[[str], object]) -> None:
         super().__init__(logging.WARNING)

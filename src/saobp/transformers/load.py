@@ -11,9 +11,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+import transformers
+from transformers import AutoConfig, PreTrainedModel
 
 from saobp.refinement import Refinement
+from saobp.storage.model_folders import looks_local
 from saobp.transformers.apply import (
     attach,
     attention_modules,
@@ -23,21 +25,26 @@ from saobp.transformers.apply import (
 )
 from saobp.transformers.layer_refinement import ATTACHED, IMPLEMENTATION, attached
 
+HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+"""Arguments of ``from_pretrained`` that say which config is meant."""
+
 _loading: ContextVar[bool] = ContextVar("saobp_loading", default=False)
 
 
-def load(path: str | PathLike[str], auto_class: Any, **kwargs: Any) -> Any:
+def load(path: str | PathLike[str], auto_class: Any = None, **kwargs: Any) -> Any:
     """Load a model saved after :func:`saobp.apply`, with its refinement and learned strengths.
 
-    ``auto_class`` is a model class or an auto class such as ``AutoModelForMaskedLM``; other arguments go to
-    its ``from_pretrained``.
+    ``auto_class`` is a model class or an auto class such as ``AutoModelForMaskedLM``, by default the class
+    that was saved, which its config names; other arguments go to its ``from_pretrained``.
     """
-    if not hasattr(auto_class, "from_pretrained"):
+    if auto_class is not None and not hasattr(auto_class, "from_pretrained"):
         raise TypeError(
             f"saobp.load takes a model class such as transformers.AutoModelForMaskedLM, not {auto_class!r}"
         )
-    if _looks_local(path) and not Path(path).is_dir():
+    if looks_local(path) and not Path(path).is_dir():
         raise FileNotFoundError(f"there is no folder {str(path)!r} to load a model from")
+    if auto_class is None:
+        auto_class = _saved_class(path, kwargs)
     if kwargs.pop("output_loading_info", False):
         raise ValueError("saobp.load returns the model alone: leave output_loading_info out")
     if kwargs.get("attn_implementation") == IMPLEMENTATION:
@@ -50,23 +57,17 @@ def load(path: str | PathLike[str], auto_class: Any, **kwargs: Any) -> Any:
     return model
 
 
-def checked_folder(folder: str | PathLike[str]) -> str:
-    """The folder of a saved model, or a name on the hub; the folder of a run means the model in it."""
-    path = Path(folder)
-    if path.is_dir():
-        for place in (path, path / "model"):
-            if (place / "config.json").exists():
-                return str(place)
-        raise FileNotFoundError(f"{str(path)!r} holds no model (it has no config.json)")
-    if _looks_local(folder):
-        raise FileNotFoundError(f"there is no model folder {str(path)!r}")
-    return str(folder)
-
-
-def _looks_local(path: str | PathLike[str]) -> bool:
-    """A path object, or text that cannot be the name of a model on the hub."""
-    text = str(path)
-    return not isinstance(path, str) or text.startswith((".", "/", "~")) or text.count("/") > 1
+def _saved_class(path: str | PathLike[str], options: dict[str, Any]) -> Any:
+    """The class of Transformers that the config of a saved model names."""
+    config = AutoConfig.from_pretrained(path, **{key: options[key] for key in HUB_OPTIONS if key in options})
+    names = getattr(config, "architectures", None) or ["no class"]
+    found = getattr(transformers, names[0], None)
+    if found is None:
+        raise ValueError(
+            f"the config of {str(path)!r} names {names[0]}, which Transformers does not have: give a class, "
+            "as in saobp.load(path, AutoModelForMaskedLM)"
+        )
+    return found
 
 
 def warn_without_refinement() -> None:

@@ -15,8 +15,8 @@ from saobp.metrics.diagnosis.example_model import example_model
 from saobp.refinement import Refinement
 from saobp.storage.atomic import first_line
 from saobp.storage.manifest import check_manifest
+from saobp.storage.model_folders import checked_folder
 from saobp.transformers import apply, load
-from saobp.transformers.load import checked_folder
 from saobp.transformers.load_errors import clear_load_errors
 
 EXAMPLE = "planted example"

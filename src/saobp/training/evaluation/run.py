@@ -21,6 +21,7 @@ from saobp.data.tasks import TASKS, Split, load_split
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
 from saobp.storage.manifest import check_manifest
+from saobp.storage.model_folders import checked_folder
 from saobp.training.checkpoints import (
     config_of,
     load_model,
@@ -38,7 +39,6 @@ from saobp.training.evaluation.perplexity import (
 )
 from saobp.training.evaluation.wikitext import WikiText, read_wikitext
 from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, positions_of, race_questions
-from saobp.transformers.load import checked_folder
 
 MEASURED = ("wikitext", "race-middle", "boolq")
 """Default tasks."""

@@ -18,6 +18,7 @@ from saobp.runs.folder import RunError, RunFolder
 from saobp.runs.layout import RESULT, seed_folder
 from saobp.storage.json_files import write_json
 from saobp.storage.manifest import check_manifest
+from saobp.storage.model_folders import checked_folder
 from saobp.training.checkpoints import (
     effective_refinement,
     load_tokenizer_of,
@@ -30,7 +31,6 @@ from saobp.training.finetune.recipe import SEEDS, FinetuneRecipe, recipe_for
 from saobp.training.finetune.span import encode_spans
 from saobp.training.finetune.task_head import load_with_head
 from saobp.training.finetune.trainer import CHECKPOINT_SECONDS, TaskTrainer
-from saobp.transformers.load import checked_folder
 
 SeedProgress = Callable[[int, int, int], None]
 """Called with the seed, the step and the number of steps."""

@@ -1,0 +1,69 @@
+"""Where a saved model lies: in a folder, in the folder of its run, or under its name on the hub."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from os import PathLike
+from pathlib import Path
+
+HUB_SECONDS = 5.0
+"""Longest wait for the hub's answer on whether it has a name."""
+
+
+def checked_folder(folder: str | PathLike[str]) -> str:
+    """The folder of a saved model, or a name on the hub; the folder of a run means the model in it.
+
+    The disk is looked at first, then the hub's cache, then the hub, which has a few seconds to answer.
+    """
+    path = Path(folder)
+    if path.is_dir():
+        for place in (path, path / "model"):
+            if (place / "config.json").exists():
+                return str(place)
+        raise FileNotFoundError(f"{str(path)!r} holds no model (it has no config.json)")
+    if looks_local(folder):
+        raise FileNotFoundError(f"there is no model folder {str(path)!r}{_nearest(path)}")
+    problem = hub_problem(str(folder))
+    if problem is not None:
+        raise FileNotFoundError(
+            f"there is no model folder {str(path)!r}{_nearest(path)}, and the hub {problem}"
+        )
+    return str(folder)
+
+
+def looks_local(path: str | PathLike[str]) -> bool:
+    """A path object, or text that cannot be the name of a model on the hub."""
+    text = str(path)
+    return not isinstance(path, str) or text.startswith((".", "/", "~")) or text.count("/") > 1
+
+
+@functools.cache
+def hub_problem(name: str) -> str | None:
+    """Why the hub cannot give a repository of that name; None if it can, or if its cache has a copy."""
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    try:
+        if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            return None
+        if constants.HF_HUB_OFFLINE:
+            return "is switched off here (HF_HUB_OFFLINE)"
+        address = huggingface_hub.hf_hub_url(name, "config.json")
+        huggingface_hub.get_hf_file_metadata(address, timeout=HUB_SECONDS)
+    except (errors.EntryNotFoundError, errors.GatedRepoError):
+        return None  # it exists: what is wrong with it will be said when it is loaded
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        return "has nothing of that name"
+    except Exception as problem:
+        return f"could not be asked within {HUB_SECONDS:g} seconds ({type(problem).__name__})"
+    return None
+
+
+def _nearest(path: Path) -> str:
+    """A hint at a folder of nearly that name."""
+    if not path.parent.is_dir():
+        return ""
+    beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    close = difflib.get_close_matches(path.name, beside, 1)
+    return f" (did you mean {str(path.parent / close[0])!r}?)" if close else ""
