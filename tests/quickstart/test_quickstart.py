@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -35,22 +33,21 @@ def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "TRIAL_SECONDS", 0.0)
 
 
-def run(out: Path, **options: object) -> tuple[Path, str]:
-    console = Console(file=io.StringIO(), width=100)
+def run(out: Path, **options: object) -> Path:
     settings: dict = {"refinement": "high:1", "sentence": None, "steps": 2, "seconds": 60.0} | options
-    page = quickstart.run(console, out=out, **settings)
-    return page, console.file.getvalue()  # type: ignore[attr-defined]
+    return quickstart.run(out=out, **settings)
 
 
 @pytest.mark.usefixtures("few_texts")
-def test_runs_twice_and_leaves_complete_files(tmp_path: Path) -> None:
+def test_runs_twice_and_leaves_complete_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "quickstart"
     for _ in range(2):
-        page, printed = run(out)
+        page = run(out)
         (out / "mine.txt").touch()
     assert {entry.name for entry in tmp_path.iterdir()} == {"quickstart"}
     names = {entry.name for entry in out.iterdir()}
     assert names == {"index.html", "text", "held_out.txt", "plain", "high", "mine.txt"}
+    printed = capsys.readouterr().out
     assert "held-out perplexity" in printed
     assert "localised" in printed or "healthy" in printed
     recipes = [json.loads((out / name / "recipe.json").read_text()) for name in ("plain", "high")]
@@ -68,7 +65,7 @@ def test_runs_twice_and_leaves_complete_files(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few_texts")
 def test_own_sentence_and_learned_strengths(tmp_path: Path) -> None:
-    page, _ = run(tmp_path / "out", sentence="A <b>suite</b> of $words$.", refinement="high:learned")
+    page = run(tmp_path / "out", sentence="A <b>suite</b> of $words$.", refinement="high:learned")
     html = page.read_text("utf-8")
     assert "A &lt;b&gt;suite&lt;/b&gt; of $words$." in html
     assert "A \\u003cb\\u003esuite\\u003c/b\\u003e of $words$." in html
@@ -125,12 +122,13 @@ def test_prose_is_read_from_python_itself() -> None:
 
 
 @pytest.mark.usefixtures("few_texts")
-def test_without_plotly_there_are_runs_but_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_plotly_there_are_runs_but_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def missing(*_: object) -> None:
         raise MissingPlotlyError
 
     monkeypatch.setattr(pipeline, "write_page", missing)
-    page, printed = run(tmp_path / "out")
-    assert page is None
-    assert "the page needs plotly" in printed
+    assert run(tmp_path / "out") is None
+    assert "the page needs plotly" in capsys.readouterr().err
     assert (tmp_path / "out" / "high" / "model").is_dir()

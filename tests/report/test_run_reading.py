@@ -307,14 +307,14 @@ def test_the_command_writes_beside_a_single_run_and_refuses_in_a_sentence(tmp_pa
     tiny_model("gpt2").save_pretrained(run / "model")
     example_model()[1].save_pretrained(run / "model")
     shown = CliRunner().invoke(
-        app, ["report", str(run), "--sentence", "one two three", "--sentence", "four five"]
+        app, ["report", str(run), "--sentence", "one two three", "--sentence", "four five", "--overwrite"]
     )
     assert shown.exit_code == 0, shown.output
     (explorer,) = page_of(run / "report.html")["explorers"]
     assert [own["tokens"] for own in explorer["sentences"]] == [["one", "two", "three"], ["four", "five"]]
     assert explorer["in_order"] == [True, True]
     shutil.rmtree(run / "model")
-    refused = CliRunner().invoke(app, ["report", str(run), "--sentence", "one two"])
+    refused = CliRunner().invoke(app, ["report", str(run), "--sentence", "one two", "--overwrite"])
     assert refused.exit_code == 1
     assert "holds no folder 'model'" in refused.output
     refused = CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")])

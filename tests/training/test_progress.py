@@ -30,6 +30,7 @@ def _train(steps: int) -> None:
 
 def test_a_sentence_does_not_tear_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes it for a terminal
     monkeypatch.setenv("COLUMNS", "120")
@@ -44,12 +45,11 @@ def test_a_pipe_gets_a_plain_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _train(10)
-    assert capsys.readouterr().out == "Something happened.\n"
+    assert capsys.readouterr() == ("Something happened.\n", "")
     clock = iter(range(0, 1000, 13))
     monkeypatch.setattr("saobp.progress.monotonic", lambda: next(clock))
     _train(10)
-    assert capsys.readouterr().out.splitlines() == [
-        "Something happened.",
+    assert capsys.readouterr().err.splitlines() == [
         "training: 50%, step 5 of 10, loss 2.500, 1,000 tokens/s",
         "training: 100%, step 10 of 10, loss 2.500, 1,000 tokens/s",
     ]

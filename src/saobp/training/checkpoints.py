@@ -22,15 +22,8 @@ VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
 def config_of(folder: str | Path) -> Any:
     """The config of a saved model."""
     name = checked_folder(folder)
-    if Path(name).is_dir():
-        with clear_load_errors(name):
-            return AutoConfig.from_pretrained(name)
-    try:
+    with clear_load_errors(name):
         return AutoConfig.from_pretrained(name)
-    except OSError as problem:
-        raise FileNotFoundError(
-            f"there is no model folder {str(folder)!r}, and the hub gave no model of that name"
-        ) from problem
 
 
 def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerFast:
