@@ -1,0 +1,149 @@
+"""Does ``high:learned`` help a trained encoder in fine-tuning? Plain against learned, in pairs of seeds.
+
+    python benchmarks/existing_encoder.py run --model FOLDER --data-dir FOLDER --out FOLDER --workers 16
+    python benchmarks/existing_encoder.py table --out FOLDER
+
+Tasks: STS-B, MRPC, RTE, CoLA and SST-2, each over five seeds. A pair shares the seed: order of the rows,
+initial head, learning rates. Learned strengths start at 0, so both start from the same function. Scores are
+those of the last epoch on the validation rows, so no epoch is selected on them.
+
+Fixed before the first run: the answer is the mean of the five tasks' main metrics per seed, learned minus
+plain, with a 95 % paired t interval over the five seeds. It helps if the interval lies above zero, harms if
+below; an interval that holds zero is no gain. Intervals of single tasks are shown and decide nothing: of five
+of them, one leaves zero out by chance in about every fifth experiment.
+
+Workers are processes that take the next run that nobody has, the longest first; several share one GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from saobp.runs.worker_processes import WATCH_VARIABLE, end_with_parent
+
+TASKS = ("sst2", "cola", "stsb", "rte", "mrpc")
+"""The longest first."""
+METHODS = {"plain": "none", "learned": "high:learned"}
+SEEDS = (1, 2, 3, 4, 5)
+RATE = 5e-5
+ROWS = 16_384
+"""Most training rows of a task, a fixed sample: SST-2 has more."""
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+@app.command()
+def run(
+    model: Annotated[Path, typer.Option(help="Folder of the model and its tokenizer.")],
+    data_dir: Annotated[Path, typer.Option(help="Folder with the tasks' files.")],
+    out: Annotated[Path, typer.Option(help="Folder for the runs.")],
+    workers: Annotated[int, typer.Option(help="Processes at a time.", min=1)] = 1,
+    tasks: Annotated[str, typer.Option(help="Tasks joined by commas.")] = ",".join(TASKS),
+    seeds: Annotated[str, typer.Option(help="Seeds joined by commas.")] = ",".join(map(str, SEEDS)),
+    epochs: Annotated[int | None, typer.Option(help="Instead of each task's own.")] = None,
+    limit: Annotated[int, typer.Option(help="Most rows of a split.")] = ROWS,
+) -> None:
+    """Fine-tune every task, method and seed that is not finished, then print the table."""
+    claims = out / "claims"
+    claims.mkdir(parents=True, exist_ok=True)
+    for claim in claims.iterdir():
+        claim.unlink()
+    began = time.monotonic()
+    given = json.dumps(
+        [str(model), str(data_dir), tasks.split(","), [*map(int, seeds.split(","))], epochs, limit]
+    )
+    line = [sys.executable, __file__, "work", "--out", str(out), "--given", given]
+    threads = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", WATCH_VARIABLE: "1"}
+    environment = {**os.environ, **threads}
+    children = []
+    for number in range(workers):
+        with (out / f"worker-{number}.log").open("w") as log:
+            children.append(
+                subprocess.Popen(
+                    line, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment
+                )
+            )
+    codes = [child.wait() for child in children]
+    print(f"{workers} processes, {time.monotonic() - began:.0f} s, {sum(map(bool, codes))} of them failed")
+    table(out)
+
+
+@app.command(hidden=True)
+def work(out: Annotated[Path, typer.Option()], given: Annotated[str, typer.Option()]) -> None:
+    """One worker: takes runs until none is left."""
+    from dataclasses import replace
+
+    from transformers.utils import logging
+
+    from saobp.data.tasks import load_task
+    from saobp.training.finetune import finetune, recipe_for
+
+    end_with_parent()
+    logging.set_verbosity_error()
+    model, data_dir, tasks, seeds, epochs, limit = json.loads(given)
+    for seed in seeds:
+        for name in tasks:
+            for method, refinement in METHODS.items():
+                try:
+                    (out / "claims" / f"{name}-{method}-{seed}").touch(exist_ok=False)
+                except FileExistsError:
+                    continue
+                recipe = recipe_for(name, rate=RATE, epochs=epochs)
+                rows = load_task(name, data_dir, limit=limit)
+                finetune(
+                    model, rows, out / name / method / f"{seed}", seeds=[seed], refinement=refinement,
+                    recipe=replace(recipe, health_texts=8), keep_model=False, checkpoint_seconds=1e9,
+                )  # fmt: skip
+                print(f"{name} {method} {seed}", flush=True)
+
+
+@app.command()
+def table(out: Annotated[Path, typer.Option(help="Folder of the runs.")]) -> None:
+    """Print scores and paired differences, and write them to OUT/summary.json."""
+    from saobp.lab.statistics import paired_gain
+    from saobp.storage.json_files import write_json
+
+    scores: dict[str, dict[str, dict[int, float]]] = {}
+    metrics: dict[str, str] = {}
+    rows: dict[str, Any] = {}
+    for name in TASKS:
+        for path in sorted(out.glob(f"{name}/*/*/result.json")):
+            found = json.loads(path.read_text())
+            metrics[name], rows[name] = found["metric"], found["rows"]
+            method, seed = path.parts[-3], int(path.parts[-2])
+            scores.setdefault(name, {}).setdefault(method, {})[seed] = found["last"]["mean"]
+    whole = [name for name in TASKS if set(scores.get(name, {})) == set(METHODS)]
+    common = [set.intersection(*(set(scores[name][method]) for method in METHODS)) for name in whole]
+    shared = sorted(set.intersection(*common)) if common else []
+    scores["mean"] = {
+        method: {seed: sum(scores[name][method][seed] for name in whole) / len(whole) for seed in shared}
+        for method in METHODS
+    }
+    summary: dict[str, Any] = {"tasks": {}, "rows": rows}
+    print("| task | metric | pairs | plain | learned | difference [95 %] | |\n|---|---|---|---|---|---|---|")
+    for name in [*whole, "mean"]:
+        own = scores[name]
+        gain = paired_gain(own["learned"], own["plain"])
+        if gain is None:
+            continue
+        means = [sum(own[method].values()) / len(own[method]) for method in METHODS]
+        between = "" if gain.low is None else f" [{gain.low:+.2f}, {gain.high:+.2f}]"
+        cells = [name, metrics.get(name, ""), str(gain.pairs), *(f"{mean:.2f}" for mean in means)]
+        print("| " + " | ".join([*cells, f"{gain.difference:+.2f}{between}", gain.verdict]) + " |")
+        summary["tasks"][name] = {
+            "metric": metrics.get(name), "scores": own, "difference": gain.difference,
+            "low": gain.low, "high": gain.high, "pairs": gain.pairs, "verdict": gain.verdict,
+        }  # fmt: skip
+    write_json(out / "summary.json", summary)
+
+
+if __name__ == "__main__":
+    app()
