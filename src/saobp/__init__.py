@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from saobp import nn
     from saobp.explanation import explain
     from saobp.functional import attention, refine
+    from saobp.metrics.fast.monitor import watch
     from saobp.metrics.health.recorder import probe
     from saobp.packing import attention_packed, pack, unpack
     from saobp.propagation import Factor, register_factor
@@ -32,6 +33,7 @@ __all__ = [
     "register_factor",
     "remove",
     "unpack",
+    "watch",
 ]
 
 _MODULES = {
@@ -48,6 +50,7 @@ _MODULES = {
     "register_factor": "saobp.propagation",
     "remove": "saobp.transformers.apply",
     "unpack": "saobp.packing",
+    "watch": "saobp.metrics.fast.monitor",
 }
 """Where public names are defined; imported on first use, so ``saobp --help`` does not import PyTorch."""
 

@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from saobp.metrics.fast.fast_statistics import FAST, fast_statistics
+from saobp.metrics.fast.head_watch import HeadWatch
+from saobp.metrics.fast.monitor import watch
 from saobp.metrics.functional.correlation import Correlation, correlations, pearson
 from saobp.metrics.functional.entropy import attention_entropy, indirect_entropy, sink_mass, sparsity
 from saobp.metrics.functional.gtd import cross_layer_gtd, gtd
@@ -19,10 +22,12 @@ if TYPE_CHECKING:
     from saobp.metrics.health.trainer_callback import HealthCallback
 
 __all__ = [
+    "FAST",
     "STATISTICS",
     "Correlation",
     "Estimate",
     "HeadHealth",
+    "HeadWatch",
     "Health",
     "HealthCallback",
     "HealthLog",
@@ -32,6 +37,7 @@ __all__ = [
     "clustering",
     "correlations",
     "cross_layer_gtd",
+    "fast_statistics",
     "gtd",
     "health_metrics",
     "indirect_entropy",
@@ -42,6 +48,7 @@ __all__ = [
     "sink_mass",
     "sparsity",
     "verdict",
+    "watch",
 ]
 
 

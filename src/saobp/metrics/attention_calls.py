@@ -20,9 +20,9 @@ def inputs_of(
     ``linear`` detects a causal or full mask in a 4-D one, so that the sampled method can use fused kernels.
     """
     length = call.query.shape[-2]
-    if length != call.key.shape[-2] or _is_cross_attention(call):
+    if length != call.key.shape[-2] or is_cross_attention(call):
         return None
-    _check_options(call)
+    check_options(call)
     refinement, strength = call.refinement()
     if linear and strength.ndim > 1:
         raise ValueError(
@@ -86,14 +86,15 @@ def _mask_kind(visible: Tensor, padding: Tensor | None) -> str | None:
     return next((kind for kind, fit in fits.items() if fit), None)
 
 
-def _is_cross_attention(call: AttentionCall) -> bool:
+def is_cross_attention(call: AttentionCall) -> bool:
     """Whether keys come from another sequence; equal lengths do not rule that out."""
     own = call.name.rpartition(".")[2].lower()
     named = any(word in own for word in ("cross", "encoder_attn", "encdecattention"))
     return named or ".crossattention" in call.name or bool(getattr(call.module, "is_cross_attention", False))
 
 
-def _check_options(call: AttentionCall) -> None:
+def check_options(call: AttentionCall) -> None:
+    """Raises for options that change the rows."""
     for name, value in call.options.items():
         if name in KNOWN_ARGUMENTS or value is None or value is False:
             continue

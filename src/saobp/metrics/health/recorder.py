@@ -110,7 +110,7 @@ class Recorder:
             if not len(heads.query):  # still adds the layer: all processes must reduce alike
                 nothing = exact_estimate(heads.query.new_zeros(heads.query.shape[:2], dtype=torch.float32))
                 found = dict.fromkeys(self.statistics, nothing)
-                self.health.add(self._layer(call.name), found, _largest_entropies(heads))
+                self.health.add(layer_name(call.name, self._calls), found, _largest_entropies(heads))
                 return
             found = measure_heads(
                 heads,
@@ -121,18 +121,12 @@ class Recorder:
                 sampling=self._sampling(),
             )
             across = self._cross_layer_gtd(call.name, heads) if self.across and not sampled else None
-            self.health.add(self._layer(call.name), found, _largest_entropies(heads), across)
+            self.health.add(layer_name(call.name, self._calls), found, _largest_entropies(heads), across)
 
     def _sampling(self) -> Sampling:
         """New random draws in every forward, so that errors average out."""
         drawn = self.sampling
         return Sampling(drawn.probes, drawn.rows, drawn.seed + self.health.forwards - 1)
-
-    def _layer(self, name: str) -> str:
-        """Name of the layer; a module shared by several layers, as in ALBERT, counts as several."""
-        calls = self._calls[name] = self._calls.get(name, 0) + 1
-        name = re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
-        return name if calls == 1 else f"{name} ({calls})"
 
     def _cross_layer_gtd(self, name: str, heads: AttentionInputs) -> Tensor | None:
         """Cross-layer GTD of each text for the current layer, from head averages of the layers below.
@@ -161,6 +155,16 @@ class Recorder:
         if first:
             return None
         return indirect_share(rows, paths)
+
+
+def layer_name(name: str, calls: dict[str, int]) -> str:
+    """Name of a layer; a module shared by several layers, as in ALBERT, counts as several.
+
+    ``calls`` counts the calls of each module in one forward.
+    """
+    calls[name] = calls.get(name, 0) + 1
+    count, name = calls[name], re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
+    return name if count == 1 else f"{name} ({count})"
 
 
 def _largest_entropies(heads: AttentionInputs) -> Tensor:
