@@ -217,7 +217,7 @@ class ByDistance(Variant):
         positions = torch.arange(keys, device=strength.device)
         distance = (positions[keys - queries :, None] - positions).abs()
         bucket = sum(((distance > edge).long() for edge in EDGES), torch.zeros_like(distance))
-        chosen = functional.one_hot(bucket, len(EDGES) + 1)
+        chosen = bucket.unsqueeze(-1) == torch.arange(len(EDGES) + 1, device=strength.device)
         return full_strength(strength) + (chosen * self.head_bias[:, None, None]).sum(-1)
 
 
