@@ -102,6 +102,28 @@ def test_runs_of_another_rate_of_strengths_are_a_method_of_their_own(tmp_path: P
     assert "| High, learned strengths | 19.89 (1) | -1.0 % |" in page
 
 
+def test_a_gain_that_two_methods_share_is_not_there_beside_the_other(tmp_path: Path) -> None:
+    losses = {"none": 3.0, "high:learned": 2.98, "gate": 2.97, "high:learned+gate": 2.97}
+    for seed in (42, 1, 2):
+        for method, loss in losses.items():
+            made_up_run(tmp_path / "runs", "modernbert", method, seed, loss + 0.001 * (seed % 3))
+    made_up_run(tmp_path / "runs", "modernbert", "gate", 7, 9.0)  # not part of any square
+    page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
+    alone, beside, between, both = (
+        "-2.0 % [-2.0, -2.0]",
+        "+0.0 % [",
+        "+2.0 % [+2.0, +2.0]",
+        "-3.0 % [-3.0, -3.0]",
+    )
+    (line,) = [
+        line for line in page.splitlines() if line.startswith("| High, learned strengths | Gated heads |")
+    ]
+    cells = [cell.strip() for cell in line.split("|")[3:7]]
+    assert cells[0] == alone
+    assert cells[1].replace("-", "+").startswith(beside)
+    assert cells[2:] == [between, both]
+
+
 def test_later_runs_join_those_that_are_recorded(tmp_path: Path) -> None:
     for method, loss in (("none", 3.0), ("gate", 2.99)):
         made_up_run(tmp_path / "first", "modernbert", method, 42, loss)

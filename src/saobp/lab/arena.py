@@ -19,6 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from saobp.lab import two_by_two
 from saobp.lab.figures import panels, save_figure
 from saobp.lab.methods import METHODS
 from saobp.lab.result_page import gain_in_words, in_words, made_on, markdown_table, verdict_in_words
@@ -199,6 +200,10 @@ def _page(settings: Sequence[Setting], records: Sequence[Mapping[str, Any]]) -> 
         yield markdown_table(HEADERS, list(rows(setting)))
         if len(setting.gains()) > 1:
             yield _against_each_other(setting)
+        both = list(_together(setting))
+        if both:
+            yield "Does a method still gain beside another?"
+            yield markdown_table(two_by_two.HEADERS, both)
         if setting.blimp:
             yield _blimp(setting)
         yield power(setting)
@@ -254,6 +259,15 @@ def _against_each_other(setting: Setting) -> str:
         ]
         lines.append([title_of(method), *cells])
     return markdown_table(("less the column's", *map(title_of, methods[1:])), lines)
+
+
+def _together(setting: Setting) -> Iterable[list[str]]:
+    """Each method of a combination alone and beside the other, on the seeds that all have."""
+    for first, second, both in two_by_two.combinations(setting.losses, ORIGINAL):
+        for one, other in ((first, second), (second, first)):
+            gains = two_by_two.two_by_two(setting.losses, ORIGINAL, (one, other, both))
+            cells = ["" if gain is None else per_cent(in_per_cent(gain)) for gain in gains]
+            yield [title_of(one), title_of(other), *cells]
 
 
 def _blimp(setting: Setting) -> str:
