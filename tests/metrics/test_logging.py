@@ -87,6 +87,75 @@ def test_a_new_model_need_not_be_warned_of(tmp_path, caplog: pytest.LogCaptureFi
         assert any("diffuse" in record.message for record in caplog.records) == (not untrained)
 
 
+def test_whether_a_model_is_new_is_found(tmp_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    flat = tiny_model("bert")
+    for layer in flat.bert.encoder.layer:
+        torch.nn.init.zeros_(layer.attention.self.query.weight)
+    assert metrics.is_untrained(flat)
+    for again in (False, True):
+        run = trainer(tmp_path, flat)
+        run.add_callback(HealthCallback(run))
+        with caplog.at_level(logging.WARNING, "saobp"):
+            run.train()
+        assert any("diffuse" in record.message for record in caplog.records) == again
+    assert not metrics.is_untrained(flat)
+    assert not metrics.is_untrained(torch.nn.Linear(2, 2, bias=False))
+
+
+def test_the_fast_tier_reaches_the_tracker_and_alerts(tmp_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    run, alerts = trainer(tmp_path, tiny_model("llama")), []
+    ranges = {"max_logit": (None, 0.01), "attention_entropy": (0.0, 10.0)}
+    fast = HealthCallback(
+        run, every=2, statistics=metrics.FAST, ranges=ranges, untrained=False, on_alert=alerts.append
+    )
+    run.add_callback(fast)
+    run.add_callback(HealthCallback(run, every=3, statistics=["gtd"], prefix="thorough"))
+    with caplog.at_level(logging.WARNING, "saobp"):
+        run.train()
+    entries = [entry for entry in run.state.log_history if "health/max_logit" in entry]
+    assert [entry["step"] for entry in entries] == [1, 3, 5]
+    for entry in entries:
+        layers = [entry[f"health/layer_0{layer}/max_logit"] for layer in range(2)]
+        assert entry["health/max_logit"] == max(layers)
+        assert 0 < entry["health/sink_share_by_norm"] < 1
+    assert entries[0]["health/alerts"] == len([alert for alert in alerts if alert.step == 1]) > 0
+    assert entries[1]["health/alerts"] == 0
+    assert "above 0.01" in alerts[0].reason
+    lines = [record.message for record in caplog.records if "max_logit" in record.message]
+    assert len(lines) == 1
+    assert "at step 1: newly outside the healthy range are" in lines[0]
+    assert [entry["step"] for entry in run.state.log_history if "thorough/gtd" in entry] == [1, 4]
+    assert "training_step" not in run.__dict__
+
+
+def test_heads_alert_each_time_that_they_leave_their_range(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = tiny_model("bert"), tiny_batch()
+    query = model.bert.encoder.layer[1].attention.self.query.weight
+    usual, alerts = query.detach().clone(), []
+    send = HealthLog(lambda *_: None, untrained=True, ranges={"max_logit": (-50, 50)}, on_alert=alerts.append)
+    with caplog.at_level(logging.WARNING, "saobp"), torch.no_grad(), saobp.watch(model) as heads:
+        for step, size in enumerate((1.0, 1e3, 1e3, 1.0, 1e3, float("nan"))):
+            query.copy_(size * usual)
+            model(**batch)
+            send(heads, step)
+    assert sorted({alert.step for alert in alerts}) == [1, 4, 5]
+    assert {alert.layer for alert in alerts} == {1}
+    assert alerts[-1].reason == "undefined"
+    assert len(caplog.records) == 3
+
+
+def test_ranges_without_meaning_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match="ends at 1, below its start 2"):
+        HealthLog(print, ranges={"max_logit": (2, 1)})
+    model = tiny_model("bert")
+    with torch.no_grad(), saobp.watch(model) as heads:
+        model(**tiny_batch())
+    with pytest.raises(ValueError, match="a range for gtd, but measured are max_logit"):
+        HealthLog(print, ranges={"gtd": (0.5, None)})(heads, 0)
+    with pytest.raises(ValueError, match="max_logit belong to the fast tier"):
+        HealthCallback(trainer(tmp_path), statistics=("gtd", "max_logit"))
+
+
 def test_a_failing_step_leaves_nothing_switched_on(tmp_path) -> None:  # type: ignore[no-untyped-def]
     from transformers.modeling_utils import AttentionInterface
 
@@ -134,7 +203,8 @@ def test_heads_that_cannot_be_judged_are_not_warned_of(caplog: pytest.LogCapture
         model(**batch)
         send(health, 1)
     assert "4 of 8 heads: layer 1 head 0 undefined" in caplog.text
-    assert set(logged[0]) == {"health/sink_mass", "health/layer_00/sink_mass", "health/layer_01/sink_mass"}
+    measured = {"health/sink_mass", "health/layer_00/sink_mass", "health/layer_01/sink_mass"}
+    assert set(logged[0]) == {*measured, "health/alerts"}
 
 
 def test_heads_of_an_untrained_model_are_warned_of_once_they_were_healthy(

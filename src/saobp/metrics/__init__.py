@@ -11,19 +11,22 @@ from saobp.metrics.functional.gtd import cross_layer_gtd, gtd
 from saobp.metrics.functional.rollout import rollout
 from saobp.metrics.functional.token_graph import betweenness, clustering
 from saobp.metrics.health.head_health import HeadHealth, Health
-from saobp.metrics.health.health_log import HealthLog, health_metrics
+from saobp.metrics.health.health_log import Alert, HealthLog, health_metrics
 from saobp.metrics.health.recorder import probe
+from saobp.metrics.health.untrained import is_untrained
 from saobp.metrics.health.verdicts import verdict
 from saobp.metrics.query_key_statistics import STATISTICS, measure
 from saobp.metrics.sampling.estimate import Estimate
 from saobp.metrics.sampling.estimators import Sampling
 
 if TYPE_CHECKING:
+    from saobp.metrics.health.qk_clip import QKClip
     from saobp.metrics.health.trainer_callback import HealthCallback
 
 __all__ = [
     "FAST",
     "STATISTICS",
+    "Alert",
     "Correlation",
     "Estimate",
     "HeadHealth",
@@ -31,6 +34,7 @@ __all__ = [
     "Health",
     "HealthCallback",
     "HealthLog",
+    "QKClip",
     "Sampling",
     "attention_entropy",
     "betweenness",
@@ -41,6 +45,7 @@ __all__ = [
     "gtd",
     "health_metrics",
     "indirect_entropy",
+    "is_untrained",
     "measure",
     "pearson",
     "probe",
@@ -53,9 +58,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the Trainer callback on first use, because Trainer is slow to import."""
+    """Imports the Trainer callbacks on first use, because Trainer is slow to import."""
     if name == "HealthCallback":
         from saobp.metrics.health.trainer_callback import HealthCallback
 
         return HealthCallback
+    if name == "QKClip":
+        from saobp.metrics.health.qk_clip import QKClip
+
+        return QKClip
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

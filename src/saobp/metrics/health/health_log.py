@@ -4,21 +4,50 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from saobp.metrics.health.head_health import CROSS_LAYER, HeadHealth, Health
-from saobp.metrics.health.verdicts import ALARMING, Verdict
+from saobp.metrics.health.head_health import CROSS_LAYER, HeadHealth
+from saobp.metrics.health.verdicts import ALARMING
 
 LISTED = 8
 """Heads named in a warning line; the others are counted."""
+LARGEST = ("max_logit",)
+"""Statistics of which layers and models have the largest, not the mean."""
+
+Range = tuple[float | None, float | None]
+RANGES: Mapping[str, Range] = {"max_logit": (None, 100.0)}
+"""Ranges that heads should stay in, unless others are given; None is no limit."""
 
 logger = logging.getLogger("saobp")
 
 
-def health_metrics(health: Health, prefix: str = "health") -> dict[str, float]:
+class Statistics(Protocol):
+    """What is logged: a Health of the thorough tier, or a HeadWatch of the fast one."""
+
+    @property
+    def statistics(self) -> tuple[str, ...]: ...
+    @property
+    def layers(self) -> Mapping[str, Any]: ...
+    def heads(self) -> list[HeadHealth]: ...
+    def cross_layer_gtd(self) -> dict[str, float]: ...
+    def reduced(self) -> Statistics: ...
+    def reset(self) -> None: ...
+
+
+class Alert(NamedTuple):
+    """A head that has left its range: where, when, and why in words, as in ``max_logit 153 above 100``."""
+
+    step: int
+    layer: int
+    name: str
+    head: int
+    reason: str
+
+
+def health_metrics(health: Statistics, prefix: str = "health") -> dict[str, float]:
     """Flat numbers for a tracker: each statistic per layer and over all heads, and heads per verdict.
 
     Verdicts need GTD.
@@ -31,8 +60,8 @@ def health_metrics(health: Health, prefix: str = "health") -> dict[str, float]:
         for layer, name in enumerate(health.layers):
             own = [head.values[statistic] for head in heads if head.name == name]
             if own:
-                logs[f"{prefix}/layer_{layer:02d}/{statistic}"] = sum(own) / len(own)
-        logs[f"{prefix}/{statistic}"] = sum(head.values[statistic] for head in heads) / len(heads)
+                logs[f"{prefix}/layer_{layer:02d}/{statistic}"] = _together(statistic, own)
+        logs[f"{prefix}/{statistic}"] = _together(statistic, [head.values[statistic] for head in heads])
     places = {name: layer for layer, name in enumerate(health.layers)}
     for name, value in health.cross_layer_gtd().items():
         logs[f"{prefix}/layer_{places[name]:02d}/{CROSS_LAYER}"] = value
@@ -42,11 +71,14 @@ def health_metrics(health: Health, prefix: str = "health") -> dict[str, float]:
 
 
 class HealthLog:
-    """Sends health to a tracker and warns of heads that leave the healthy range.
+    """Sends health to a tracker and warns of heads that leave their range.
 
     ``log`` takes a dict of numbers and the step: ``accelerator.log``, ``wandb.log`` and ``trackio.log`` do.
+    ``ranges`` gives the lowest and highest value of a statistic (None: no limit), by default ``max_logit`` up
+    to 100; with GTD measured, verdicts such as ``diffuse`` count too. Heads that are newly outside are named
+    in one warning line, counted in the logged number ``alerts``, and passed to ``on_alert`` one by one.
     ``untrained`` says that the model starts from random weights, whose attention is diffuse: then only heads
-    that were in the healthy range can leave it.
+    that were inside can leave.
     """
 
     def __init__(
@@ -55,40 +87,83 @@ class HealthLog:
         prefix: str = "health",
         *,
         untrained: bool = False,
+        ranges: Mapping[str, Range] | None = None,
+        on_alert: Callable[[Alert], object] | None = None,
     ) -> None:
-        self.log, self.prefix, self.untrained = log, prefix, untrained
-        self._before: dict[tuple[str, int], Verdict] = {}
-        self._healthy: set[tuple[str, int]] = set()
+        self.log, self.prefix, self.untrained, self.on_alert = log, prefix, untrained, on_alert
+        self.ranges = dict(RANGES if ranges is None else ranges)
+        for statistic, (low, high) in self.ranges.items():
+            if low is not None and high is not None and low > high:
+                raise ValueError(f"the range of {statistic} ends at {high:g}, below its start {low:g}")
+        self._before: dict[tuple[str, int], set[str]] = {}
+        self._inside: set[tuple[str, int, str]] = set()
 
-    def __call__(self, health: Health, step: int) -> None:
+    def __call__(self, health: Statistics, step: int) -> None:
         """Sum over processes, log, warn, and reset; all processes of a run must call it together."""
         if not health:
             return
         total = health.reduced()
+        unknown = [name for name in self.ranges if name not in total.statistics and name not in RANGES]
+        if unknown:
+            raise ValueError(
+                f"there is a range for {', '.join(unknown)}, but measured are {', '.join(total.statistics)}"
+            )
         heads = total.heads()
-        line = self._warning(heads, step)
-        if line and _is_main_process():
-            logger.warning(line)
-        self.log(health_metrics(total, self.prefix), step)
+        alerts = self._alerts(heads, step)
+        if alerts and _is_main_process():
+            logger.warning(_warning(alerts, len(heads)))
+            for alert in alerts if self.on_alert is not None else ():
+                self.on_alert(alert)  # type: ignore[misc]
+        logs = health_metrics(total, self.prefix)
+        self.log({**logs, f"{self.prefix}/alerts": float(len(alerts))} if logs else logs, step)
         health.reset()
 
-    def _warning(self, heads: list[HeadHealth], step: int) -> str:
-        judged = [head for head in heads if _is_judged(head)]
-        left = [
-            head
-            for head in judged
-            if head.verdict in ALARMING
-            and self._before.get((head.name, head.head)) != head.verdict
-            and (not self.untrained or head.verdict == "undefined" or (head.name, head.head) in self._healthy)
-        ]
-        self._healthy |= {(head.name, head.head) for head in heads if head.verdict == "healthy"}
-        self._before = {(head.name, head.head): head.verdict for head in judged}
-        if not left:
-            return ""
-        named = [f"layer {head.layer} head {head.head} {_in_words(head)}" for head in left[:LISTED]]
-        more = f" and {len(left) - LISTED} more" if len(left) > LISTED else ""
-        which = f"{len(left)} of {len(heads)} heads: {', '.join(named)}{more}"
-        return f"attention health at step {step}: newly outside the healthy range are {which}"
+    def _alerts(self, heads: list[HeadHealth], step: int) -> list[Alert]:
+        alerts = []
+        for head in heads:
+            place, reasons = (head.name, head.head), self._reasons(head)
+            new = [
+                words
+                for (statistic, state), words in reasons.items()
+                if state not in self._before.get(place, ())
+                and (not self.untrained or state == "undefined" or (*place, statistic) in self._inside)
+            ]
+            if new:
+                alerts.append(Alert(step, head.layer, head.name, head.head, " and ".join(new)))
+            outside = {statistic for statistic, _ in reasons}
+            measured = {name for name in self.ranges if name in head.values} - outside
+            if head.verdict == "healthy":
+                measured.add("verdict")
+            self._inside |= {(*place, statistic) for statistic in measured}
+            self._before[place] = {state for _, state in reasons}
+        return alerts
+
+    def _reasons(self, head: HeadHealth) -> dict[tuple[str, str], str]:
+        """Why a head is outside, in words, by statistic and state."""
+        found = {}
+        if _is_judged(head) and head.verdict in ALARMING:
+            found["verdict", str(head.verdict)] = _in_words(head)
+        for statistic, (low, high) in self.ranges.items():
+            value = head.values.get(statistic, math.nan)
+            if low is not None and value < low:
+                found[statistic, f"{statistic} below"] = f"{statistic} {value:.4g} below {low:g}"
+            if high is not None and value > high:
+                found[statistic, f"{statistic} above"] = f"{statistic} {value:.4g} above {high:g}"
+        return found
+
+
+def _warning(alerts: list[Alert], heads: int) -> str:
+    named = [f"layer {alert.layer} head {alert.head} {alert.reason}" for alert in alerts[:LISTED]]
+    more = f" and {len(alerts) - LISTED} more" if len(alerts) > LISTED else ""
+    which = f"{len(alerts)} of {heads} heads: {', '.join(named)}{more}"
+    return f"attention health at step {alerts[0].step}: newly outside the healthy range are {which}"
+
+
+def _together(statistic: str, values: list[float]) -> float:
+    """One number for several heads; not a number if any is not."""
+    if statistic in LARGEST and not any(map(math.isnan, values)):
+        return max(values)
+    return sum(values) / len(values)
 
 
 def _is_judged(head: HeadHealth) -> bool:
