@@ -7,7 +7,6 @@ from torch import Tensor
 
 from saobp.kernels.bidirectional.launch import LONG
 from saobp.kernels.bidirectional.short_launch import SHORT_FAMILY
-from saobp.kernels.call_spec import CallTensors
 from saobp.kernels.causal.launch import CAUSAL
 from saobp.kernels.causal.short_launch import SHORT_CAUSAL
 from saobp.kernels.dispatch import family, numbers_of
@@ -53,4 +52,4 @@ def fused_attention(
     numbers = numbers_of(refinement.factor, longest, dim, scale, dropout_p, strongest)
     seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
     strength = strength.contiguous()
-    return kernels(CallTensors(query, key, value, strength, padding_mask, cumulative_lengths, seed), numbers)
+    return kernels(query, key, value, strength, padding_mask, cumulative_lengths, seed, *numbers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import (
     BertConfig,
@@ -48,90 +50,59 @@ def build_model(
         )
     if seed is not None:
         torch.manual_seed(seed)
-    rounded = -(-vocabulary // multiple) * multiple
-    positions = max(length, POSITIONS)
+    common: dict[str, Any] = {
+        "vocab_size": -(-vocabulary // multiple) * multiple,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": max(length, POSITIONS),
+    }
+    ends = {"bos_token_id": vocabulary - 1, "eos_token_id": vocabulary - 1}
     if family == "bert":
-        return BertForMaskedLM(
-            BertConfig(
-                vocab_size=rounded,
-                hidden_size=shape.hidden,
-                num_hidden_layers=shape.layers,
-                num_attention_heads=shape.heads,
-                intermediate_size=shape.ffn,
-                max_position_embeddings=positions,
-                hidden_dropout_prob=dropout,
-                attention_probs_dropout_prob=dropout,
-                pad_token_id=padding,
-            )
-        )
+        rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        config = BertConfig(**common, **rates, intermediate_size=shape.ffn, pad_token_id=padding)
+        return BertForMaskedLM(config)
     if family == "modernbert":
-        return _modernbert(shape, rounded, positions, dropout, padding)
+        return _modernbert(shape, common, dropout, padding)
     if family == "llama":
-        return _llama(shape, rounded, positions, dropout, vocabulary - 1)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=rounded,
-            n_embd=shape.hidden,
-            n_layer=shape.layers,
-            n_head=shape.heads,
-            n_inner=shape.ffn,
-            n_positions=positions,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            resid_pdrop=dropout,
-            bos_token_id=vocabulary - 1,
-            eos_token_id=vocabulary - 1,
-        )
-    )
+        return _llama(shape, common | ends, dropout)
+    rates = {"embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout}
+    return GPT2LMHeadModel(GPT2Config(**common, **rates, **ends, n_inner=shape.ffn))
 
 
 def _modernbert(
-    shape: Size, vocabulary: int, positions: int, dropout: float, padding: int | None
+    shape: Size, common: dict[str, Any], dropout: float, padding: int | None
 ) -> PreTrainedModel:
     """Norms before each part and rotary positions, every layer global: learns sooner than BERT.
 
     The initialisation preserves the scale of activations, so that heads differ early.
     """
-    return ModernBertForMaskedLM(
-        ModernBertConfig(
-            vocab_size=vocabulary,
-            hidden_size=shape.hidden,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            intermediate_size=shape.ffn,
-            max_position_embeddings=positions,
-            layer_types=["full_attention"] * shape.layers,
-            initializer_range=shape.hidden**-0.5,
-            initializer_cutoff_factor=3.0,
-            embedding_dropout=dropout,
-            attention_dropout=dropout,
-            mlp_dropout=dropout,
-            pad_token_id=padding,
-            bos_token_id=None,
-            eos_token_id=None,
-            cls_token_id=None,
-            sep_token_id=None,
-        )
+    absent = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
+    config = ModernBertConfig(
+        **common,
+        **absent,
+        intermediate_size=shape.ffn,
+        layer_types=["full_attention"] * shape.layers,
+        initializer_range=shape.hidden**-0.5,
+        initializer_cutoff_factor=3.0,
+        embedding_dropout=dropout,
+        attention_dropout=dropout,
+        mlp_dropout=dropout,
+        pad_token_id=padding,
     )
+    return ModernBertForMaskedLM(config)
 
 
-def _llama(shape: Size, vocabulary: int, positions: int, dropout: float, end: int) -> PreTrainedModel:
+def _llama(shape: Size, common: dict[str, Any], dropout: float) -> PreTrainedModel:
     """ModernBERT's counterpart as a decoder, with tied embeddings as in the other models."""
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=shape.hidden,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.heads,
-            intermediate_size=shape.ffn,
-            max_position_embeddings=positions,
-            attention_dropout=dropout,
-            tie_word_embeddings=True,
-            bos_token_id=end,
-            eos_token_id=end,
-        )
+    config = LlamaConfig(
+        **common,
+        num_key_value_heads=shape.heads,
+        intermediate_size=shape.ffn,
+        attention_dropout=dropout,
+        tie_word_embeddings=True,
     )
+    model = LlamaForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.model.layers.named_parameters():
             if parameter.ndim == 2 and parameter.device.type != "meta":

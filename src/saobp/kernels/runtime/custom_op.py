@@ -26,15 +26,16 @@ def operator(name: str, schema: str, function: Callable[..., Any], fake: Callabl
     return made
 
 
-def requires_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def requires_grad(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> bool:
+    learned = query.requires_grad or key.requires_grad or value.requires_grad or strength.requires_grad
+    return learned and torch.is_grad_enabled()
 
 
 def reject_forward_mode(*tensors: Tensor) -> None:
     """Raises on forward-mode derivatives, which PyTorch would silently treat as zero."""
-    if forward_ad._current_level < 0:
-        return
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    ):
         raise RuntimeError(
             "the fused kernels have no forward-mode derivatives: use backend='reference' for those"
         )

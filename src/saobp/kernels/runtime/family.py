@@ -78,17 +78,18 @@ class KernelFamily:
                 inference, schema, self._output, lambda *flat: self._fake_forward(*flat)[0]
             )
 
-    def __call__(self, tensors: CallTensors, numbers: CallNumbers) -> Tensor:
-        """The output; bypasses the autograd key if no input requires a gradient."""
-        has_gradient = requires_grad(*tensors[:4])
+    def __call__(self, *flat: Any) -> Tensor:
+        """The output, from the fields of CallTensors and CallNumbers; bypasses the autograd key if no input requires a
+        gradient."""
+        has_gradient = requires_grad(*flat[:4])
         if self.output is not None and not has_gradient:
-            only: Tensor = self.output(*tensors, *numbers)
+            only: Tensor = self.output(*flat)
             return only
         if has_gradient or torch.compiler.is_compiling():
-            outputs: tuple[Tensor, ...] = self.forward(*tensors, *numbers)
+            outputs: tuple[Tensor, ...] = self.forward(*flat)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                outputs = self.forward(*tensors, *numbers)
+                outputs = self.forward(*flat)
         return outputs[0]
 
     def _forward(self, *flat: Any) -> tuple[Tensor, ...]:

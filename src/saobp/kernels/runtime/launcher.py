@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -160,8 +161,10 @@ class KernelLaunch(CachedLaunch):
         self, compiled: tuple[Any, Any, Any], addresses: Sequence[int], stream: int, parts: int = 1
     ) -> None:
         run, function, metadata = compiled
-        given = [(addresses[index], tiles) for index, tiles in self.maps]
-        maps = [address if tiles is None else tiles.at(address) for address, tiles in given]
+        maps = ()
+        if self.maps:
+            given = [(addresses[index], tiles) for index, tiles in self.maps]
+            maps = [address if tiles is None else tiles.at(address) for address, tiles in given]
         run(
             self.programs // parts, 1, 1, stream, function, metadata, None, None, None,
             *addresses, *maps, *self.numbers,
@@ -192,12 +195,10 @@ def is_aligned(states: Tensor) -> bool:
 
 def has_launch_hooks(*kernels: Any) -> bool:
     """Whether launch hooks are registered with Triton, as by profilers."""
-    from triton import knobs
-
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         return True
-    return any(kernel.pre_run_hooks for kernel in kernels)
+    return any([kernel.pre_run_hooks for kernel in kernels])
 
 
 class BufferSlice(NamedTuple):
@@ -282,7 +283,8 @@ class LaunchSequence(CachedLaunch):
         return None if None in compiled else compiled
 
     def _directly(self, compiled: list[Any], addresses: list[int], stream: int) -> None:
-        addresses += [addresses[buffer] + start for buffer, start in self._starts]
+        if self._starts:
+            addresses += [addresses[buffer] + start for buffer, start in self._starts]
         if not self._offsets:
             for (launch, pick), one in zip(self.launches, compiled, strict=True):
                 launch._directly(one, pick(addresses), stream)
