@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
@@ -15,6 +16,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     # Kernels then run in Triton's interpreter, which must be asked for before anything imports them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton") is not None:
+        from quick_interpreter import speed_up
+
+        speed_up()
 
 settings.register_profile("saobp", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("saobp")

@@ -198,7 +198,7 @@ def has_launch_hooks(*kernels: Any) -> bool:
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         return True
-    return any([kernel.pre_run_hooks for kernel in kernels])
+    return any(kernel.pre_run_hooks for kernel in kernels)
 
 
 class BufferSlice(NamedTuple):
