@@ -70,9 +70,7 @@ def build_model(
     return GPT2LMHeadModel(GPT2Config(**common, **rates, **ends, n_inner=shape.ffn))
 
 
-def _modernbert(
-    shape: Size, common: dict[str, Any], dropout: float, padding: int | None
-) -> PreTrainedModel:
+def _modernbert(shape: Size, common: dict[str, Any], dropout: float, padding: int | None) -> PreTrainedModel:
     """Norms before each part and rotary positions, every layer global: learns sooner than BERT.
 
     The initialisation preserves the scale of activations, so that heads differ early.
