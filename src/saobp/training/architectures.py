@@ -57,9 +57,9 @@ def build_model(
         "num_attention_heads": shape.heads,
         "max_position_embeddings": max(length, POSITIONS),
     }
-    ends = {"bos_token_id": vocabulary - 1, "eos_token_id": vocabulary - 1}
+    ends: dict[str, Any] = {"bos_token_id": vocabulary - 1, "eos_token_id": vocabulary - 1}
     if family == "bert":
-        rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        rates: dict[str, Any] = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
         config = BertConfig(**common, **rates, intermediate_size=shape.ffn, pad_token_id=padding)
         return BertForMaskedLM(config)
     if family == "modernbert":
@@ -75,7 +75,7 @@ def _modernbert(shape: Size, common: dict[str, Any], dropout: float, padding: in
 
     The initialisation preserves the scale of activations, so that heads differ early.
     """
-    absent = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
+    absent: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
     config = ModernBertConfig(
         **common,
         **absent,

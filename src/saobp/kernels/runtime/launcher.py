@@ -161,7 +161,7 @@ class KernelLaunch(CachedLaunch):
         self, compiled: tuple[Any, Any, Any], addresses: Sequence[int], stream: int, parts: int = 1
     ) -> None:
         run, function, metadata = compiled
-        maps = ()
+        maps: Sequence[Any] = ()
         if self.maps:
             given = [(addresses[index], tiles) for index, tiles in self.maps]
             maps = [address if tiles is None else tiles.at(address) for address, tiles in given]
