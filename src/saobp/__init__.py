@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from saobp.metrics.fast.monitor import watch
     from saobp.metrics.health.recorder import probe
     from saobp.packing import attention_packed, pack, unpack
+    from saobp.portable.save import save
     from saobp.propagation import Factor, register_factor
     from saobp.refinement import Refinement
     from saobp.transformers.apply import apply, remove
@@ -32,6 +33,7 @@ __all__ = [
     "refine",
     "register_factor",
     "remove",
+    "save",
     "unpack",
     "watch",
 ]
@@ -49,6 +51,7 @@ _MODULES = {
     "refine": "saobp.functional",
     "register_factor": "saobp.propagation",
     "remove": "saobp.transformers.apply",
+    "save": "saobp.portable.save",
     "unpack": "saobp.packing",
     "watch": "saobp.metrics.fast.monitor",
 }

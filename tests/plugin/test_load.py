@@ -1,11 +1,19 @@
 """Saving and loading a refined model in the ways that users do."""
 
+import json
 import warnings
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, BertForMaskedLM
+from transformers import (
+    AttentionInterface,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertForMaskedLM,
+    PreTrainedModel,
+)
 
 import saobp
 from saobp.testing.tiny_models import tiny_batch, tiny_model
@@ -100,16 +108,30 @@ def test_a_removed_refinement_is_not_saved(learned, tmp_path):
         saobp.load(tmp_path / "plain", AutoModelForMaskedLM)
 
 
-def test_a_plain_load_warns_and_a_load_by_name_of_plain_numbers_does_not(learned, tmp_path):
-    _, path = learned
-    with pytest.warns(UserWarning, match=r"saobp\.load\(path, BertForMaskedLM\)"):
-        AutoModelForMaskedLM.from_pretrained(path)
-    fixed = saobp.apply(tiny_model("bert"), "high:0.5")
-    fixed.save_pretrained(tmp_path / "fixed")
+@pytest.mark.parametrize("auto_class", [AutoModelForMaskedLM, BertForMaskedLM])
+def test_a_saved_model_names_its_attention_so_from_pretrained_refines_it(learned, auto_class):
+    model, path = learned
+    assert json.loads((path / "config.json").read_text())["attn_implementation"] == "saobp"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        by_name = BertForMaskedLM.from_pretrained(tmp_path / "fixed", attn_implementation="saobp")
-    torch.testing.assert_close(logits(by_name, tiny_batch()), logits(fixed, tiny_batch()))
+        loaded = auto_class.from_pretrained(path)
+    assert torch.equal(logits(loaded, tiny_batch()), logits(model, tiny_batch()))
+    assert saobp.remove(loaded).config._attn_implementation == "sdpa"
+
+
+def test_a_saved_model_asked_for_other_attention_warns(learned):
+    _, path = learned
+    with pytest.warns(UserWarning, match=r"saobp\.load\(path, BertForMaskedLM\)"):
+        AutoModelForMaskedLM.from_pretrained(path, attn_implementation="eager")
+
+
+def test_a_saved_model_does_not_load_where_its_attention_is_unknown(learned, monkeypatch):
+    """As in a process without saobp, where no implementation of that name is registered."""
+    monkeypatch.delitem(AttentionInterface._global_mapping, "saobp")
+    _, path = learned
+    original = PreTrainedModel.from_pretrained.__func__.__wrapped__
+    with pytest.raises(ValueError, match='attn_implementation="saobp"` is not supported'):
+        original(BertForMaskedLM, path)
 
 
 def test_a_checkpoint_without_its_strengths_is_refused(learned):

@@ -10,6 +10,7 @@ from torch.ao.quantization import quantize_dynamic
 from transformers import (
     AutoModelForMaskedLM,
     DynamicCache,
+    LlamaConfig,
     LlamaForCausalLM,
     WhisperConfig,
     WhisperForAudioClassification,
@@ -172,7 +173,7 @@ def test_the_encoder_of_an_encoder_decoder_is_refined_alone():
 
 def test_generating_by_implementation_name_names_the_cure(tmp_path):
     saobp.apply(tiny_model("llama"), "high:0.7").save_pretrained(tmp_path)
-    model = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="saobp")
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path))
     batch = tiny_batch(batch=1)
     with pytest.raises(ValueError, match=r"saobp\.load\(path, AutoClass\)"):
         model.generate(**batch, max_new_tokens=3)

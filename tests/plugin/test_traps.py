@@ -102,12 +102,13 @@ def test_6_gpt2_swallows_the_request_and_rows_still_come():
         torch.testing.assert_close(row, own)
 
 
-def test_7_a_plain_load_of_a_refined_checkpoint_warns(tmp_path):
+def test_7_a_saved_config_names_the_implementation_which_transformers_does_not_write(tmp_path):
     saobp.apply(tiny_model("bert"), STRONG).save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).saobp["strength"] == 0.7
+    assert BertForMaskedLM.from_pretrained(tmp_path).config._attn_implementation == "saobp"
     with pytest.warns(UserWarning, match="saobp.load"):
-        plain = BertForMaskedLM.from_pretrained(tmp_path)
-    assert plain.config._attn_implementation != "saobp"
+        plain = BertForMaskedLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert plain.config._attn_implementation == "sdpa"
 
 
 def test_8_the_name_is_not_taken_for_another_kind_of_attention():

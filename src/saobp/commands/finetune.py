@@ -39,6 +39,9 @@ def finetune(
     length: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
     keep_model: Annotated[bool, typer.Option(help="Keep each seed's last model.")] = True,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="Save code with each model, so that it loads without saobp.")
+    ] = False,
     jobs: Annotated[int, typer.Option(help="Tasks at a time, each in a process of its own.", min=1)] = 1,
     imports: Imports = None,
 ) -> None:
@@ -68,10 +71,13 @@ def finetune(
                 *(["--compile"] if compiled else []),
                 "--keep-model" if keep_model else "--no-keep-model",
                 *(f"--import={name}" for name in imports or ()),
+                *(["--portable"] if portable else []),
             ]
             found = _side_by_side(specs, line, jobs, data_dir, out)
         else:
-            found = _in_turn(specs, recipes, model, numbers, data_dir, out, refinement, limit, keep_model)
+            found = _in_turn(
+                specs, recipes, model, numbers, data_dir, out, refinement, limit, keep_model, portable
+            )
     except (ValueError, OSError) as problem:
         fail(problem)
     if found:
@@ -91,6 +97,7 @@ def _in_turn(
     refinement: str | None,
     limit: int | None,
     keep_model: bool,
+    portable: bool,
 ) -> list[dict[str, Any]]:
     """Run tasks one by one in this process; a failing one is skipped."""
     from saobp.commands.quiet_logs import quiet_transformers
@@ -116,7 +123,8 @@ def _in_turn(
                 found.append(
                     run(
                         model, rows, out / spec.name, seeds=seeds, recipe=recipes[spec.name],
-                        refinement=refinement, keep_model=keep_model, progress=progress, notify=note,
+                        refinement=refinement, keep_model=keep_model, portable=portable, progress=progress,
+                        notify=note,
                     )
                 )  # fmt: skip
             except (ValueError, OSError) as problem:

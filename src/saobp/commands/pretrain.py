@@ -54,6 +54,9 @@ def pretrain(
     ] = 0.01,
     report_to: Annotated[str, typer.Option(help="Trackers of Trainer: tensorboard, ..., all.")] = "none",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="Save code with the model, so that it loads without saobp.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
     imports: Imports = None,
 ) -> None:
@@ -110,6 +113,7 @@ def pretrain(
                 validation=texts.validation,
                 tokenizer=texts.tokenizer,
                 resume=resume,
+                portable=portable,
                 report_to=report_to,
                 notify=note,
             )

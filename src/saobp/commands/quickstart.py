@@ -41,12 +41,15 @@ def quickstart(
     out: Annotated[Path, typer.Option(help="Folder for the page, the runs and the text.")] = Path(
         "quickstart"
     ),
+    portable: Annotated[
+        bool, typer.Option("--portable", help="Save code with the refined model: it loads without saobp.")
+    ] = False,
     imports: Imports = None,
 ) -> None:
     """Train a tiny model twice, plain and refined, diagnose both, and write a page to compare them."""
     try:
         import_own(imports)
-        page = run(refinement, sentence, out, steps=STEPS, seconds=SECONDS)
+        page = run(refinement, sentence, out, steps=STEPS, seconds=SECONDS, portable=portable)
     except (ValueError, OSError) as problem:
         fail(problem)
     if page is not None:
@@ -60,6 +63,7 @@ def run(
     *,
     steps: int,
     seconds: float,
+    portable: bool = False,
 ) -> Path | None:
     """Read, tokenise, train twice, diagnose and write; returns the page, or None where plotly is missing."""
     from saobp.commands.diagnose import show as show_heads
@@ -97,6 +101,7 @@ def run(
                 train=texts.train,
                 validation=texts.validation,
                 tokenizer=texts.tokenizer,
+                portable=portable and own.refinement is not None,
                 notify=note,
             )
         with ProgressBars() as bars:

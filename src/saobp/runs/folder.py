@@ -249,13 +249,18 @@ class RunFolder:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
         weights: dict[str, Tensor] | None = None,
+        finish: Callable[[Path], object] = lambda _: None,
     ) -> None:
-        """The model and its tokenizer; ``weights`` are given where the model's own are sharded."""
+        """The model and its tokenizer; ``weights`` are given where the model's own are sharded.
+
+        ``finish`` gets the folder before it is put in place, to add files to it.
+        """
         try:
             with folder_with_manifest(self.model) as folder:
                 model.save_pretrained(folder, state_dict=weights)
                 if tokenizer is not None:
                     save_tokenizer(tokenizer, folder)
+                finish(folder)
         except (OSError, SafetensorError) as problem:
             raise RunError(
                 f"the model could not be written to {self.model}, because {reason(problem)}: mend that, then "

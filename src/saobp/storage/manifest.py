@@ -11,6 +11,7 @@ from saobp.storage.atomic import put_in_place, replacing
 from saobp.storage.json_files import read_object, write_json
 
 MANIFEST = "manifest.json"
+CARD = "README.md"
 
 
 @contextmanager
@@ -31,8 +32,10 @@ def seal(filled: Path, path: Path) -> None:
 
 
 def write_manifest(folder: Path) -> None:
+    """Checksums of all files but a model card, which is for people to edit."""
     sums = {}
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+    files = (file for file in folder.rglob("*") if file.is_file() and file.name != CARD)
+    for file in sorted(files):
         with file.open("rb") as opened:
             sums[file.relative_to(folder).as_posix()] = hashlib.file_digest(opened, "sha256").hexdigest()
     write_json(folder / MANIFEST, sums)

@@ -16,6 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallba
 from transformers.utils import logging as hf_logging
 
 from saobp.data import TokenStore
+from saobp.portable.code import check_portable
+from saobp.portable.run_facts import facts_of
+from saobp.portable.save import finish_folder
 from saobp.runs.folder import RunFolder
 from saobp.training.architectures import build_model
 from saobp.training.batches import BatchShard, TokenRows
@@ -52,6 +55,7 @@ def pretrain(
     validation: TokenRows | None,
     tokenizer: PreTrainedTokenizerFast,
     resume: bool = False,
+    portable: bool = False,
     progress: bool = True,
     callbacks: Sequence[TrainerCallback] = (),
     report_to: str = "none",
@@ -60,9 +64,10 @@ def pretrain(
     """Train a new model by the recipe and write everything to ``folder``.
 
     train and validation: :class:`saobp.data.Blocks`. ``resume`` continues an unfinished run of the same
-    recipe from its last valid checkpoint, or from step 0 if there is none. ``callbacks`` are Trainer's; one
-    that modifies the model must do so in place, or with an uncompiled recipe, because a compiled step is
-    captured once on a single GPU. In a distributed launch every process calls this; rank 0 writes.
+    recipe from its last valid checkpoint, or from step 0 if there is none. ``portable`` also writes code with
+    which the model loads without saobp. ``callbacks`` are Trainer's; one that modifies the model must do so
+    in place, or with an uncompiled recipe, because a compiled step is captured once on a single GPU. In a
+    distributed launch every process calls this; rank 0 writes.
     """
     sharded = sharding_asked_for(recipe.regularizer)
     if sharded and (recipe.optimizer == "muon" or recipe.averaged_share):
@@ -79,6 +84,8 @@ def pretrain(
     objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
     hf_logging.disable_progress_bar()
     model = new_model(recipe, tokenizer)
+    if portable:
+        check_portable(model)
     _on_main_process(
         args,
         lambda: RunFolder.start(
@@ -132,7 +139,7 @@ def pretrain(
             if trainer.held_out and trainer.last_evaluation != recipe.steps:
                 trainer.evaluate()
         result = _result(recipe, trainer, model)
-        _save_model(trainer, run, model, tokenizer)
+        _save_model(trainer, run, model, tokenizer, result, portable)
     except BaseException:
         if args.process_index == 0:
             run.fail(trainer.clock.seconds)
@@ -210,12 +217,23 @@ def _result(recipe: PretrainRecipe, trainer: PretrainTrainer, model: PreTrainedM
 
 
 def _save_model(
-    trainer: PretrainTrainer, run: RunFolder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+    trainer: PretrainTrainer,
+    run: RunFolder,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    result: Result,
+    portable: bool,
 ) -> None:
     """Rank 0 writes; a sharded model is gathered by all processes."""
     weights = None
     if trainer.is_fsdp_enabled:
         weights = gather_weights(trainer.accelerator, model)
     if trainer.is_world_process_zero():
-        run.save_model(model, tokenizer, weights)
+        facts = facts_of(run.recipe, run.record, asdict(result))
+        run.save_model(
+            model,
+            tokenizer,
+            weights,
+            finish=lambda folder: finish_folder(model, folder, run.path.name, facts, portable=portable),
+        )
     trainer.accelerator.wait_for_everyone()

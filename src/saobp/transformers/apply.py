@@ -19,6 +19,7 @@ from saobp.refinement import Refinement
 from saobp.transformers.layer_refinement import (
     ATTACHED,
     IMPLEMENTATION,
+    WRITTEN,
     LayerRefinement,
     add_cache_hook,
     attached,
@@ -88,6 +89,7 @@ def remove(model: Model) -> Model:
             config._attn_implementation_internal = implementation
     for config in _configs(model, []):
         vars(config).pop(ATTACHED, None)
+        vars(config).pop(WRITTEN, None)
     if model.__dict__.get("generate") is refuse_to_generate:
         del model.__dict__["generate"]
     return model
@@ -195,6 +197,8 @@ def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) 
             strength = tuple(strength[layer] for layer in layers)
         if layers or config is model.config:
             setattr(config, ATTACHED, replace(refinement, strength=strength).to_dict())
+            if not refinement.is_plain:
+                setattr(config, WRITTEN, IMPLEMENTATION)
         config._attn_implementation_internal = IMPLEMENTATION
     if refinement.future == "paper" and any(is_causal_call(module) for _, module in modules):
         warnings.warn(LEAK_WARNING, UserWarning, stacklevel=3)

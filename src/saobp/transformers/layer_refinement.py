@@ -28,6 +28,8 @@ PER_HEAD = ("strength_bias", "head_bias")
 """Name suffixes of parameters with one or a few numbers per head."""
 ATTACHED = "saobp"
 """Name of the attached module inside an attention module, and of the field in a model's config."""
+WRITTEN = "attn_implementation"
+"""Field of a saved config that names the implementation. Transformers reads it, but does not write it."""
 
 
 class LayerRefinement(nn.Module):

@@ -1,4 +1,9 @@
-"""Load a saved model with its refinement, and warn about one that is loaded without."""
+"""Load a saved model with its refinement, and warn about one that is loaded without.
+
+:func:`saobp.apply` also writes ``attn_implementation`` to the model's config. Transformers looks that name up
+when it builds the model: where it is registered, ``from_pretrained`` loads the refined model; where it is
+not, because saobp is not imported, it raises.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from saobp.refinement import Refinement
 from saobp.storage.model_folders import looks_local
@@ -23,7 +28,7 @@ from saobp.transformers.apply import (
     check_model,
     switch_on,
 )
-from saobp.transformers.layer_refinement import ATTACHED, IMPLEMENTATION, attached
+from saobp.transformers.layer_refinement import ATTACHED, IMPLEMENTATION, WRITTEN, attached
 
 HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 """Arguments of ``from_pretrained`` that say which config is meant."""
@@ -50,11 +55,7 @@ def load(path: str | PathLike[str], auto_class: Any = None, **kwargs: Any) -> An
     if kwargs.get("attn_implementation") == IMPLEMENTATION:
         del kwargs["attn_implementation"]
     with _prepared():
-        model, info = auto_class.from_pretrained(path, output_loading_info=True, **kwargs)
-    lost = [key for key in info["missing_keys"] if f".{ATTACHED}." in key]
-    if lost:
-        raise ValueError(f"the checkpoint at {str(path)!r} lacks its learned strengths ({lost[0]}, ...)")
-    return model
+        return auto_class.from_pretrained(path, **kwargs)
 
 
 def _saved_class(path: str | PathLike[str], options: dict[str, Any]) -> Any:
@@ -70,15 +71,15 @@ def _saved_class(path: str | PathLike[str], options: dict[str, Any]) -> Any:
     return found
 
 
-def warn_without_refinement() -> None:
-    """Wrap ``from_pretrained`` to warn when a refined checkpoint is loaded as a plain model."""
+def patch_from_pretrained() -> None:
+    """Wrap ``from_pretrained`` to load refined checkpoints, and to warn of one loaded as a plain model."""
     original = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
     if hasattr(original, "saobp"):
         return
 
     @wraps(original)
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
-        if _loading.get():
+        if _loading.get() or asks_for_refinement(args, kwargs):
             with _prepared(False):
                 return _load_refined(original, cls, args, kwargs)
         loaded = original(cls, *args, **kwargs)
@@ -97,14 +98,54 @@ def warn_without_refinement() -> None:
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
 
 
+def asks_for_refinement(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the config of a checkpoint names this implementation, and the caller no other."""
+    config = kwargs.get("config")
+    path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    if kwargs.get("attn_implementation", IMPLEMENTATION) != IMPLEMENTATION:
+        return False
+    if isinstance(config, PreTrainedConfig):
+        return config._attn_implementation == IMPLEMENTATION and hasattr(config, ATTACHED)
+    if config is not None or path is None or "gguf_file" in kwargs:
+        return False
+    written, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
+    return written.get(WRITTEN) == IMPLEMENTATION and ATTACHED in written
+
+
+def attach_saved(model: PreTrainedModel) -> None:
+    """Attach the refinement that a model's config describes; classes of portable folders call this."""
+    check_model(model)
+    modules = attention_modules(model)
+    refinement = _saved_refinement(model.config).resolved(model.num_parameters())
+    attach(modules, build(modules, refinement))
+    switch_on(model, modules, refinement)
+
+
 def _load_refined(original: Any, cls: type[PreTrainedModel], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Load with a class that attaches the refinement as it is built, so that strengths load like weights."""
+    wants_info = kwargs.pop("output_loading_info", False)
+    refined = cls if is_portable(cls) else _attaching(cls)
+    model, info = original(refined, *args, output_loading_info=True, **kwargs)
+    lost = [key for key in info["missing_keys"] if f".{ATTACHED}." in key]
+    if lost:
+        raise ValueError(f"this checkpoint lacks its learned strengths ({lost[0]}, ...)")
+    model.__class__ = cls
+    for _, own in attached(model):
+        own.reset_fixed()
+    return (model, info) if wants_info else model
 
+
+def is_portable(cls: type[PreTrainedModel]) -> bool:
+    """Whether a class comes with the code of a portable folder, which calls :func:`attach_saved` itself."""
+    return getattr(cls, "saobp_attaches_itself", False)
+
+
+def _attaching(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def init(self: PreTrainedModel, config: Any, *inputs: Any, **options: Any) -> None:
+        if config._attn_implementation == IMPLEMENTATION:
+            config._attn_implementation = None  # so that saobp.remove restores another
         cls.__init__(self, config, *inputs, **options)
-        check_model(self)
-        modules = attention_modules(self)
-        attach(modules, build(modules, _saved_refinement(config).resolved(self.num_parameters())))
+        attach_saved(self)
 
     names = {
         "__init__": init,
@@ -112,15 +153,7 @@ def _load_refined(original: Any, cls: type[PreTrainedModel], args: tuple[Any, ..
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    refined = type(cls.__name__, (cls,), names)
-    loaded = original(refined, *args, **kwargs)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
-    model.__class__ = cls
-    owns = [own for _, own in attached(model)]
-    for own in owns:
-        own.reset_fixed()
-    switch_on(model, attention_modules(model), owns[0].refinement)
-    return loaded
+    return type(cls.__name__, (cls,), names)
 
 
 def _saved_refinement(config: Any) -> Refinement:

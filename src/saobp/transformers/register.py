@@ -10,7 +10,7 @@ from saobp.transformers.adapters import TUNERS, patch_adapters
 from saobp.transformers.attention_function import saobp_attention
 from saobp.transformers.cache import patch_past_recording
 from saobp.transformers.layer_refinement import IMPLEMENTATION
-from saobp.transformers.load import warn_without_refinement
+from saobp.transformers.load import patch_from_pretrained
 from saobp.transformers.masks import saobp_mask
 
 
@@ -18,6 +18,6 @@ def register() -> None:
     """Register the attention function and its mask under one name: without it, no mask would apply."""
     AttentionInterface.register(IMPLEMENTATION, saobp_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, saobp_mask)
-    warn_without_refinement()
+    patch_from_pretrained()
     patch_past_recording()
     after_import(TUNERS, patch_adapters)

@@ -13,6 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from saobp.data.tasks import Task
+from saobp.portable.code import check_family
+from saobp.portable.run_facts import facts_of
+from saobp.portable.save import finish_folder
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunError, RunFolder
 from saobp.runs.layout import RESULT, seed_folder
@@ -20,6 +23,7 @@ from saobp.storage.json_files import write_json
 from saobp.storage.manifest import check_manifest
 from saobp.storage.model_folders import checked_folder
 from saobp.training.checkpoints import (
+    config_of,
     effective_refinement,
     load_tokenizer_of,
     model_checksum,
@@ -45,6 +49,7 @@ def finetune(
     recipe: FinetuneRecipe | None = None,
     refinement: Refinement | str | None = None,
     keep_model: bool = True,
+    portable: bool = False,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     notify: Callable[[str], object] = lambda _: None,
     progress: SeedProgress | None = None,
@@ -55,6 +60,7 @@ def finetune(
     folder:     gets one run folder per seed, ``seed-42``. A finished seed of the same recipe and data is
     reused, an interrupted one resumes from its last checkpoint or restarts.
     keep_model: whether the last epoch's model is kept in ``seed-42/model``
+    portable:   whether it gets the code with which it loads without saobp
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
@@ -74,7 +80,11 @@ def finetune(
         notify(f"{spec.name}: sequences are cut to the model's {positions} positions")
         asked = replace(asked, length=positions)
     override = None if refinement is None else Refinement.of(refinement)
-    session = _Session(model, task, asked, override, keep_model, checkpoint_seconds, notify)
+    if portable:
+        effective = effective_refinement(model, override)
+        refined = None if effective is None else Refinement.of(effective)
+        check_family(config_of(model).model_type, refined)
+    session = _Session(model, task, asked, override, keep_model, portable, checkpoint_seconds, notify)
     results: dict[int, dict[str, Any]] = {}
     for seed in chosen:
         results[seed] = session.one(seed_folder(folder, seed), seed, progress)
@@ -93,11 +103,13 @@ class _Session:
         recipe: FinetuneRecipe,
         refinement: Refinement | None,
         keep_model: bool,
+        portable: bool,
         checkpoint_seconds: float,
         notify: Callable[[str], object],
     ) -> None:
         self.model, self.task, self.recipe, self.refinement = model, task, recipe, refinement
-        self.keep_model, self.checkpoint_seconds, self.notify = keep_model, checkpoint_seconds, notify
+        self.keep_model, self.portable = keep_model, portable
+        self.checkpoint_seconds, self.notify = checkpoint_seconds, notify
         self.data = {
             "train": task.train.checksum,
             "validation": task.validation.checksum,
@@ -174,7 +186,13 @@ class _Session:
             **self.task.describe(),
         }
         if self.keep_model:
-            run.save_model(model, tokenizer)
+            facts = facts_of(run.recipe, run.record, result)
+            name = f"{model_name(self.model)} {spec.name}"
+            run.save_model(
+                model,
+                tokenizer,
+                finish=lambda folder: finish_folder(model, folder, name, facts, portable=self.portable),
+            )
         run.finish(result, seconds=trainer.seconds)
         return result
 

@@ -1,0 +1,1 @@
+"""Refined models that load without this package: their code beside the weights, and their model card."""
