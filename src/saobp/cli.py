@@ -13,6 +13,7 @@ from saobp.commands.diagnose import diagnose
 from saobp.commands.errors import fail
 from saobp.commands.evaluate import evaluate
 from saobp.commands.explore import explore
+from saobp.commands.export import export
 from saobp.commands.finetune import finetune
 from saobp.commands.pretrain import pretrain
 from saobp.commands.quickstart import quickstart
@@ -53,6 +54,7 @@ app.command()(tokenize)
 app.command()(pretrain)
 app.command()(finetune)
 app.command()(evaluate)
+app.command()(export)
 app.command()(report)
 app.command()(explore)
 app.command()(reproduce)

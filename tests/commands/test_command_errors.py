@@ -21,6 +21,7 @@ from saobp.cli import app
         ["pretrain", "--corpus", "{missing}", "--out", "{missing}/run"],
         ["finetune", "--model", "{missing}", "--task", "rte"],
         ["evaluate", "{missing}"],
+        ["export", "{missing}", "--to", "exported", "--out", "{missing}/new"],
         ["reproduce", "nothing"],
         ["quickstart", "--refinement", "none"],
     ],

@@ -90,6 +90,7 @@ COMMANDS = [
     ("pretrain --recipe tiny --corpus text.txt --out new", "train"),
     ("finetune --model text.txt --task rte --out new", "train"),
     ("evaluate text.txt", "train"),
+    ("export . --out new", "export"),
     ("report . --out new", "report"),
     ("report . --format svg --out new", "report"),
     ("explore --example --no-browser", "report"),
@@ -102,6 +103,7 @@ COMMANDS = [
 def test_without_extras_the_core_works_and_commands_say_what_they_need(tmp_path: Path) -> None:
     """In a process in which no optional package can be imported."""
     (tmp_path / "text.txt").write_text("A few words.")
+    (tmp_path / "config.json").write_text("{}")
     blocked = ",".join([*EXTRA_OF, "triton", "peft", "pandas"])
     lines = json.dumps([line.split() for line, _ in COMMANDS])
     done = subprocess.run(
@@ -116,9 +118,9 @@ def test_without_extras_the_core_works_and_commands_say_what_they_need(tmp_path:
     for (line, extra), (code, out, sentence, has_written) in refused:
         assert f"which is not installed here: pip install 'saobp[{extra}]'" in sentence, (line, sentence)
         assert (code, out, len(sentence.splitlines()), has_written) == (1, "", 1, False), line
-    code, out, _, _ = diagnosis[1]
+    code, _, notes, _ = diagnosis[1]
     assert code == 0
-    assert "drawing heads needs matplotlib" in out
+    assert "drawing heads needs matplotlib" in notes
     assert {path.name for path in (tmp_path / "diagnosis").iterdir()} == {
         "diagnosis.json",
         "explorer.json",

@@ -1,0 +1,1 @@
+"""Refined models as files that run without this package: torch.export, ONNX, int8."""

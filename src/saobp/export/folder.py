@@ -1,0 +1,98 @@
+"""Writes the folder of an exported model: the program, its tokenizer, and what was checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saobp.export.comparison import TOLERANCE, Difference, Speed, difference, shapes_to_compare, speeds
+from saobp.export.formats import FILES, check_packages, exported_program, write_exported, write_onnx
+from saobp.export.token_model import TokenModel
+from saobp.storage.atomic import replacing, write_atomically
+from saobp.version import __version__
+
+RECORD = "export.json"
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written, how far its numbers are from PyTorch's, and how fast it is."""
+
+    file: Path
+    megabytes: float
+    difference: Difference
+    speeds: list[Speed]
+    threads: int
+
+
+def check_request(out: Path, form: str, *, int8: bool) -> None:
+    """Raises on what can be refused before a model is loaded."""
+    if out.exists():
+        raise ValueError(f"{str(out)!r} is there already, and nothing is overwritten: name another by --out")
+    if form not in FILES:
+        raise ValueError(f"{form!r} is no form of export: choose {' or '.join(FILES)}")
+    if int8 and form != "onnx":
+        raise ValueError("int8 weights are written as ONNX: add --to onnx, or leave --int8 out")
+    check_packages(form)
+
+
+def export(
+    model: TokenModel,
+    out: Path,
+    form: str,
+    *,
+    int8: bool = False,
+    length: int = 128,
+    batches: tuple[int, ...] = (1, 8),
+) -> Export:
+    """Export to a new folder, which appears once the numbers of the saved program were found right.
+
+    form: ``onnx`` or ``exported``. Raises ValueError where the numbers differ by more than rounding;
+    with int8 weights the difference is only measured.
+    """
+    check_request(out, form, int8=int8)
+    if length > model.longest:
+        raise ValueError(f"the model knows {model.longest} positions, fewer than --length {length}")
+    threads = torch.get_num_threads()
+    program = exported_program(model)
+    with replacing(out) as folder:
+        file = folder / FILES[form]
+        if form == "onnx":
+            run = write_onnx(program, model, file, int8=int8, threads=threads)
+        else:
+            run = write_exported(program, file)
+        found = difference(model, run, shapes_to_compare(model))
+        if not int8 and not found.is_within_tolerance:
+            raise ValueError(
+                f"the export's numbers are apart from PyTorch's by {found.absolute:.2g}, more than "
+                f"{TOLERANCE:g} of the largest ({found.largest:.3g}): nothing was written"
+            )
+        timed = speeds(model, run, [(rows, length) for rows in batches])
+        size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+        model.model.config.save_pretrained(folder)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(folder)
+        result = Export(out / file.name, size, found, timed, threads)
+        write_atomically(folder / RECORD, json.dumps(record(model, form, int8, result), indent=1) + "\n")
+    return result
+
+
+def record(model: TokenModel, form: str, int8: bool, result: Export) -> dict[str, Any]:
+    return {
+        "model": model.name,
+        "class": type(model.model).__name__,
+        "refinement": model.refinement,
+        "form": form,
+        "int8": int8,
+        "inputs": list(model.inputs),
+        "outputs": list(model.outputs),
+        "longest": model.longest,
+        "largest difference from PyTorch": result.difference.absolute,
+        "threads": result.threads,
+        "milliseconds": [asdict(one) for one in result.speeds],
+        "versions": {"saobp": __version__, "torch": torch.__version__},
+    }

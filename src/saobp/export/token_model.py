@@ -1,0 +1,142 @@
+"""A model of tokens that can be exported: its class, its inputs and outputs, a forward of tensors alone."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from saobp.refinement import Refinement
+from saobp.storage.manifest import check_manifest
+from saobp.storage.model_folders import checked_folder
+from saobp.transformers import apply, load
+from saobp.transformers.load_errors import clear_load_errors
+
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+MOST_ROWS = 4096
+"""Upper bound of the batch of an exported program."""
+
+
+@dataclass(frozen=True)
+class TokenModel:
+    """A model in float32, ready to be exported.
+
+    inputs, outputs: names, in order; inputs are int64 ``[batch, length]``
+    longest:         number of positions that the model knows
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    longest: int
+
+    @property
+    def forward(self) -> Forward:
+        return Forward(self.model, self.inputs, self.outputs).eval()
+
+    @property
+    def refinement(self) -> dict[str, Any] | None:
+        written: dict[str, Any] | None = getattr(self.model.config, "saobp", None)
+        return written
+
+    def batch(self, rows: int, length: int, *, padding: bool = True) -> tuple[Tensor, ...]:
+        """Random tokens; with padding, each row is one token shorter than the one before, down to two."""
+        generator = torch.Generator().manual_seed(rows * length)
+        tokens = torch.randint(0, self.model.config.vocab_size, (rows, length), generator=generator)
+        mask = torch.ones_like(tokens)
+        for row in range(rows if padding else 0):
+            mask[row, max(2, length - row) :] = 0
+        given = {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "token_type_ids": torch.zeros_like(tokens),
+        }
+        return tuple(given[name] for name in self.inputs)
+
+
+class Forward(nn.Module):
+    """A model's forward from tensors to a tuple of tensors, without a cache."""
+
+    def __init__(self, model: PreTrainedModel, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.inputs, self.outputs = model, inputs, outputs
+        parameters = inspect.signature(model.forward).parameters
+        self.options = {"use_cache": False} if "use_cache" in parameters or model.can_generate() else {}
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(self.inputs, tensors, strict=True))
+        result = self.model(**given, **self.options)
+        return tuple(result[name] for name in self.outputs)
+
+
+def load_token_model(name: str, refinement: Refinement | None = None) -> TokenModel:
+    """A model from its folder, its run's folder or the hub, with the head it was saved with.
+
+    Refined as saved or, where ``refinement`` is given, as that says. Raises on what cannot be exported.
+    """
+    place = checked_folder(name)
+    check_manifest(Path(place))
+    with clear_load_errors(place, "a model"):
+        config = AutoConfig.from_pretrained(place)
+        kind = model_class(config, place)
+        is_refined = getattr(config, "saobp", None) is not None
+        model: Any = load(place, kind) if is_refined else kind.from_pretrained(place)
+        has_tokenizer = any((Path(place) / file).exists() for file in ("tokenizer.json", "vocab.txt"))
+        tokenizer: Any = AutoTokenizer.from_pretrained(place) if has_tokenizer else None
+    if refinement is not None:
+        apply(model, refinement)
+    return token_model(model, tokenizer, name)
+
+
+def token_model(model: PreTrainedModel, tokenizer: Any = None, name: str = "the model") -> TokenModel:
+    """A loaded model. Raises on what cannot be exported."""
+    check_exportable(model)
+    model = model.float().cpu().eval()
+    accepted = inspect.signature(model.forward).parameters
+    wanted = INPUTS if tokenizer is None else tuple(tokenizer.model_input_names)
+    inputs = tuple(one for one in INPUTS if one in accepted and (one in wanted or one == "attention_mask"))
+    longest = getattr(model.config, "max_position_embeddings", None) or 512
+    found = TokenModel(name, model, tokenizer, inputs, (), longest)
+    with torch.no_grad():
+        tensors = dict(zip(inputs, found.batch(2, 4), strict=True))
+        result = model(**tensors, **found.forward.options)
+    outputs = tuple(key for key, value in result.items() if isinstance(value, Tensor))
+    return TokenModel(name, model, tokenizer, inputs, outputs, longest)
+
+
+def model_class(config: Any, place: str) -> Any:
+    """The class of Transformers that a config names."""
+    named = (config.architectures or [None])[0]
+    found = getattr(transformers, named, None) if named else None
+    if found is None:
+        raise ValueError(
+            f"the config of {place!r} names no model class of Transformers (architectures: {named}), so the "
+            "head to export is not known: save the model with save_pretrained"
+        )
+    return found
+
+
+def check_exportable(model: PreTrainedModel) -> None:
+    """Raises for a model whose export would not mean anything, or that takes other things than tokens."""
+    kind = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{kind} is an encoder with a decoder, which take turns: saobp export writes a single network"
+        )
+    if model.main_input_name != "input_ids":
+        raise ValueError(f"{kind} takes {model.main_input_name}: saobp export writes models of tokens")
+    written = getattr(model.config, "saobp", None)
+    if written is not None and written.get("future") == "paper" and model.can_generate():
+        raise ValueError(
+            "future='paper' lets rows hear later rows, which do not exist yet while a text is generated, so "
+            "an exported decoder would give other numbers than it was trained with: train or apply a "
+            "refinement with future='strict'"
+        )
