@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saobp.arguments import BoundedStrength, under_autocast
+from saobp.arguments import NEUTRAL_ARGUMENTS, BoundedStrength, under_autocast
 from saobp.functional import attention
 from saobp.propagation.factors import Similarity, get_factor
 from saobp.propagation.reference import reference_attention
@@ -38,29 +38,9 @@ try:
 except ImportError:
     _active_collector = None  # type: ignore[assignment]
 
-KNOWN_ARGUMENTS = frozenset(
-    {
-        "cache_position",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "deterministic",
-        "ignore_index",
-        "logits_to_keep",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "seq_idx",
-        "shift_labels",
-        "token_type_ids",
-        "use_cache",
-    }
-)
+KNOWN_ARGUMENTS = NEUTRAL_ARGUMENTS | {
+    *("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx"),
+}
 """Accepted arguments: those of packed sequences, and others that do not affect attention."""
 
 

@@ -33,6 +33,9 @@ from saobp.transformers.layer_refinement import ATTACHED, IMPLEMENTATION, WRITTE
 HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 """Arguments of ``from_pretrained`` that say which config is meant."""
 
+HUB_FUNCTION = "saobp_attention"
+"""Name of the attention function in the kernel for the hub, after ``repository:``."""
+
 _loading: ContextVar[bool] = ContextVar("saobp_loading", default=False)
 
 
@@ -85,7 +88,7 @@ def patch_from_pretrained() -> None:
         loaded = original(cls, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         config = model.config
-        if getattr(config, ATTACHED, None) is not None and config._attn_implementation != IMPLEMENTATION:
+        if getattr(config, ATTACHED, None) is not None and not _is_refined(config._attn_implementation):
             warnings.warn(
                 "this checkpoint was saved with refined attention (config.saobp) but runs without it here: "
                 f"load it with saobp.load(path, {cls.__name__})",
@@ -96,6 +99,11 @@ def patch_from_pretrained() -> None:
 
     from_pretrained.saobp = True  # type: ignore[attr-defined]
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+
+
+def _is_refined(implementation: str | None) -> bool:
+    """Whether an attention implementation refines: this one, or the function of the kernel for the hub."""
+    return implementation == IMPLEMENTATION or str(implementation).endswith(f":{HUB_FUNCTION}")
 
 
 def asks_for_refinement(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -11,7 +11,10 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.library import Library, register_fake
 
-_library = Library("saobp", "FRAGMENT")
+NAMESPACE = "saobp"
+"""Namespace of the operators; the kernel for the hub has another, so that both can be loaded."""
+
+_library = Library(NAMESPACE, "FRAGMENT")
 
 
 def operator(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
@@ -21,8 +24,8 @@ def operator(name: str, schema: str, function: Callable[..., Any], fake: Callabl
     """
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
-    register_fake(f"saobp::{name}", fake, lib=_library)
-    made: OpOverload = getattr(torch.ops.saobp, name).default
+    register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    made: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     return made
 
 

@@ -1,0 +1,174 @@
+"""The kernel for the hub: built from the package, loaded by the kernels library and by Transformers."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+import saobp
+from saobp.testing.tiny_models import tiny_batch, tiny_model
+
+TOOL = Path(__file__).parents[2] / "tools" / "build_hub_kernel.py"
+REPOSITORY = "owner/saobp-attention"
+IMPLEMENTATION = f"{REPOSITORY}:saobp_attention"
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("kernels") is None, reason="the kernels library is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("dist") / "saobp-attention"
+    command = [sys.executable, str(TOOL), "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    again = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "exists already" in again.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def kernel(folder):
+    import kernels
+
+    return kernels.get_local_kernel(folder)
+
+
+@pytest.fixture
+def in_transformers(folder, monkeypatch):
+    """As if the folder were a repository of the hub."""
+    monkeypatch.setenv("LOCAL_KERNELS", f"{REPOSITORY}={folder}")
+    return {"attn_implementation": IMPLEMENTATION, "allow_all_kernels": True}
+
+
+def test_the_layout_is_the_libraries(folder):
+    """Variants of Python alone, relative imports, metadata, and an operator namespace of their own."""
+    ids = set()
+    for variant in ("torch-cuda", "torch-cpu"):
+        place = folder / "build" / variant
+        metadata = json.loads((place / "metadata.json").read_text())
+        assert metadata["name"] == "saobp-attention"
+        ids.add(metadata["id"])
+        text = (place / "kernels" / "runtime" / "custom_op.py").read_text()
+        assert f'NAMESPACE = "{metadata["id"]}"' in text
+        for file in place.rglob("*.py"):
+            assert not re.search(r"^\s*(from|import) saobp", file.read_text(), re.MULTILINE), file
+    assert len(ids) == 2
+
+
+@needs_library
+@pytest.mark.parametrize("text", ["high:0.5", "low:0.3,steps=2", "elemmul"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_loaded_kernel_gives_what_the_package_gives(kernel, text, causal):
+    query, key, value = (torch.randn(2, 4, 9, 8) for _ in range(3))
+    mask = tiny_batch()["attention_mask"]
+    expected = saobp.attention(query, key, value, text, attention_mask=mask, is_causal=causal)
+    assert torch.equal(
+        kernel.attention(query, key, value, text, attention_mask=mask, is_causal=causal), expected
+    )
+
+
+@needs_library
+def test_there_is_no_graph_break(kernel):
+    query = torch.randn(1, 2, 9, 8, requires_grad=True)
+
+    def step(query, strength):
+        return kernel.attention(query, query, query, "high", strength=strength).sum()
+
+    strength = torch.tensor([0.2, 0.4])
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    assert torch.allclose(compiled(query, strength), step(query, strength))
+
+
+@needs_library
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("strength", [0.5, [[0.1, 0.2, 0.3, 0.4], 0.7]])
+def test_transformers_loads_it_by_name(in_transformers, family, strength, tmp_path, recwarn):
+    if family == "bert" and not isinstance(strength, float):
+        pytest.skip("modules of BERT do not all tell their layer")
+    model = saobp.apply(tiny_model(family), saobp.Refinement("high", strength))
+    model.save_pretrained(tmp_path)
+    auto = AutoModelForCausalLM if model.can_generate() else AutoModelForMaskedLM
+    loaded = auto.from_pretrained(tmp_path, **in_transformers).eval()
+    assert loaded.config._attn_implementation == IMPLEMENTATION
+    assert not [one for one in recwarn if "runs without it" in str(one.message)]
+    batch = tiny_batch()
+    with torch.no_grad():
+        got, expected = loaded(**batch).logits, model(**batch).logits
+    assert (got - expected)[batch["attention_mask"].bool()].abs().max() <= 1e-6 * expected.abs().max()
+
+
+@needs_library
+def test_what_a_function_alone_cannot_do_is_refused(in_transformers, tmp_path):
+    ids = tiny_batch(padding=0)["input_ids"]
+    saobp.apply(tiny_model("gpt2"), "high:0.5").save_pretrained(tmp_path / "fixed")
+    decoder = AutoModelForCausalLM.from_pretrained(tmp_path / "fixed", **in_transformers)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        decoder.generate(ids, max_new_tokens=3, do_sample=False)
+    assert decoder.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False).shape[1] == 12
+    saobp.apply(tiny_model("bert"), "high:learned").save_pretrained(tmp_path / "learned")
+    learned = AutoModelForMaskedLM.from_pretrained(tmp_path / "learned", **in_transformers)
+    with pytest.raises(ValueError, match="needs values that the kernel alone does not have"):
+        learned(ids)
+    plain = tiny_model("bert")
+    plain.set_attn_implementation(IMPLEMENTATION, allow_all_kernels=True)
+    with pytest.raises(ValueError, match=r"config\.saobp does not say how to refine"):
+        plain(ids)
+
+
+INTERPRETED = """
+import sys, torch
+from pathlib import Path
+import kernels
+import saobp
+kernel = kernels.get_local_kernel(Path(sys.argv[1]))
+query = torch.randn(1, 2, 9, 16, requires_grad=True)
+found = []
+for attention in (kernel.attention, saobp.attention):
+    output = attention(query, query, query, "high:0.5", backend="fused")
+    (gradient,) = torch.autograd.grad(output.square().sum(), query)
+    found.append((output.detach(), gradient))
+for own, other in zip(*found):
+    assert torch.equal(own, other)
+names = {schema.name.partition("::")[0] for schema in torch._C._jit_get_all_schemas()}
+namespaces = {name for name in names if "saobp" in name}
+assert len(namespaces) == 2, namespaces
+print("both")
+"""
+
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+@needs_library
+@needs_triton
+def test_its_operators_are_other_ones_than_the_packages(kernel):
+    importlib.import_module("saobp.kernels.fused")
+    importlib.import_module(f"{kernel.__name__}.kernels.fused")
+    own = importlib.import_module(f"{kernel.__name__}.kernels.runtime.custom_op").NAMESPACE
+    names = [schema.name for schema in torch._C._jit_get_all_schemas()]
+    ours, packages = ({n.partition("::")[2] for n in names if n.startswith(f"{x}::")} for x in (own, "saobp"))
+    assert ours == packages
+    assert len(ours) > 5
+
+
+@pytest.mark.slow
+@needs_library
+@needs_triton
+def test_its_operators_and_the_packages_live_in_one_process(folder):
+    """The Triton kernels of both, forward and backward, in Triton's interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, str(folder)],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "both"
