@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import saobp
 from saobp import metrics
+from saobp.metrics.functional.gtd import indirect_paths
 
 PER_MAP = [
     metrics.gtd,
@@ -59,6 +60,14 @@ def test_gtd_and_indirect_entropy_equal_the_power_sum(hops: int, beta: float) ->
         g = paths_by_power(a, beta, hops)
         assert float(value) == pytest.approx((g**2).sum() / ((a**2).sum() + (g**2).sum()), abs=1e-12)
         assert float(spread) == pytest.approx(entropy(g / g.sum(-1, keepdims=True)), abs=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 37])
+def test_causal_maps_need_not_be_multiplied_whole(length: int) -> None:
+    maps = random_maps(2, 3, length, length, causal=True)
+    for hops in (2, 3, 4, 7):
+        whole, saved = (indirect_paths(maps, hops=hops, triangular=part) for part in (False, True))
+        torch.testing.assert_close(saved, whole, rtol=0, atol=1e-14)
 
 
 def test_four_hops_take_two_products() -> None:

@@ -10,9 +10,10 @@ import torch
 
 from saobp import Refinement, metrics
 from saobp.metrics.attention_inputs import AttentionInputs
+from saobp.metrics.exact_statistics import even_slices
 from saobp.metrics.operators.plain import ROW_STEPS, PlainOperator
 from saobp.metrics.operators.select import operator_for
-from saobp.metrics.query_key_statistics import STATES_HELD, SUMS_HELD, _even_slices
+from saobp.metrics.query_key_statistics import STATES_HELD, SUMS_HELD
 from saobp.metrics.sampling.estimate import balanced_signs, draw_rows, exact_estimate
 from saobp.metrics.sampling.estimators import SAMPLED, Sampling
 
@@ -230,7 +231,8 @@ def test_exact_measure_equals_the_statistics_of_the_maps() -> None:
 def test_small_working_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = states(2, 4, 30, 8), states(2, 2, 30, 8, seed=1)
     whole = [metrics.measure(query, key, method=method) for method in ("exact", "sampled")]
-    monkeypatch.setattr("saobp.metrics.query_key_statistics.WORKING_BYTES", 1)
+    for name in ("WORKING_BYTES", "CPU_WORKING_BYTES"):
+        monkeypatch.setattr(f"saobp.metrics.exact_statistics.{name}", 1)
     pieces = [metrics.measure(query, key, method=method) for method in ("exact", "sampled")]
     for one, other in zip(whole, pieces, strict=True):
         for name in one:
@@ -362,7 +364,7 @@ def test_heads_need_no_more_memory_than_they_are_given(dtype: torch.dtype, causa
 
 @pytest.mark.parametrize(("count", "largest", "sizes"), [(16, 6, [5, 5, 6]), (5, 9, [5]), (0, 3, [])])
 def test_heads_are_divided_evenly(count: int, largest: int, sizes: list[int]) -> None:
-    assert [part.stop - part.start for part in _even_slices(count, largest)] == sizes
+    assert [part.stop - part.start for part in even_slices(count, largest)] == sizes
 
 
 @pytest.mark.parametrize(

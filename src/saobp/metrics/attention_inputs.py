@@ -125,6 +125,8 @@ class AttentionInputs:
     def maps(self) -> Maps:
         """Refined attention maps, ``[batch, heads, length, length]``."""
         scores, graph = self.scores()
+        if self.refinement.factor == "none":
+            return unchecked_maps(graph.shown(graph.hidden(scores).softmax(-1)), self.padding_mask)
         rows = propagate(
             scores,
             get_factor(self.refinement.factor),

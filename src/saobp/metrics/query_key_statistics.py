@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from itertools import pairwise
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -11,17 +10,10 @@ from torch import Tensor
 
 from saobp.arguments import check_lengths, check_states, read_padding, read_strength
 from saobp.metrics.attention_inputs import AttentionInputs
-from saobp.metrics.functional.entropy import (
-    attention_entropy_of,
-    indirect_entropy_of,
-    sink_mass_of,
-    sparsity_of,
-)
-from saobp.metrics.functional.gtd import BETA, HOPS, check_path, gtd_of, indirect_paths
-from saobp.metrics.functional.maps import Maps
-from saobp.metrics.functional.token_graph import betweenness_of, clustering_of
+from saobp.metrics.exact_statistics import STATISTICS, SeeMaps, blocks, exact_statistics
+from saobp.metrics.functional.gtd import BETA, HOPS, check_path
 from saobp.metrics.operators.select import operator_for
-from saobp.metrics.sampling.estimate import Estimate, exact_estimate
+from saobp.metrics.sampling.estimate import Estimate
 from saobp.metrics.sampling.estimators import SAMPLED, Draws, Sampling, estimate, observe
 from saobp.propagation.beliefs import without_autocast
 from saobp.refinement import Refinement
@@ -29,23 +21,10 @@ from saobp.refinement import Refinement
 Method = Literal["exact", "sampled"]
 
 PLAIN = Refinement("none")
-WORKING_BYTES = 384 * 2**20
-"""Bytes for the heads processed together; at least one head is."""
-MAPS_HELD = 8
-"""Maps that one head needs at the peak of the exact method, roughly."""
 STATES_HELD = 8
 SUMS_HELD = 2
 """Tensors ``[tokens, probes]`` that one head needs at the peak of the sampled method: in the states' type,
 and in at least single precision."""
-
-_WITHOUT_PATHS: dict[str, Callable[[Maps], Tensor]] = {
-    "attention_entropy": attention_entropy_of,
-    "sparsity": sparsity_of,
-    "sink_mass": sink_mass_of,
-    "clustering": clustering_of,
-    "betweenness": betweenness_of,
-}
-STATISTICS = ("gtd", "indirect_entropy", *_WITHOUT_PATHS)
 
 
 def measure(
@@ -106,13 +85,14 @@ def measure_heads(
     beta: float = BETA,
     hops: int = HOPS,
     sampling: Sampling | None = None,
+    see: SeeMaps | None = None,
 ) -> dict[str, Estimate]:
-    """``measure`` without checks."""
+    """``measure`` without checks; the exact method shows its maps to ``see``."""
     wanted = checked_statistics(method, statistics)
     with torch.no_grad(), without_autocast(heads.query.device.type):
         if method == "sampled":
             return _sampled(heads, wanted, beta, hops, sampling or Sampling())
-        return _exact(heads, wanted, beta, hops)
+        return exact_statistics(heads, wanted, beta, hops, see)
 
 
 def checked_statistics(method: str, statistics: Collection[str] | None) -> tuple[str, ...]:
@@ -128,26 +108,6 @@ def checked_statistics(method: str, statistics: Collection[str] | None) -> tuple
     return wanted
 
 
-def _exact(heads: AttentionInputs, wanted: tuple[str, ...], beta: float, hops: int) -> dict[str, Estimate]:
-    batch, count, length, _ = heads.query.shape
-    values = {name: heads.query.new_empty(batch, count, dtype=torch.float32) for name in wanted}
-    if heads.query.dtype == torch.float64:
-        values = {name: value.double() for name, value in values.items()}
-    for items, some in _blocks(batch, count, MAPS_HELD * 4 * length**2):
-        maps = heads.select(items, some).maps()
-        needs_paths = "gtd" in wanted or "indirect_entropy" in wanted
-        paths = indirect_paths(maps.rows, beta, hops) if needs_paths else None
-        for name in wanted:
-            if name == "gtd":
-                value = gtd_of(maps, paths=paths)
-            elif name == "indirect_entropy":
-                value = indirect_entropy_of(maps, paths=paths)
-            else:
-                value = _WITHOUT_PATHS[name](maps)
-            values[name][items, some] = value
-    return {name: exact_estimate(value) for name, value in values.items()}
-
-
 def _sampled(
     heads: AttentionInputs, wanted: tuple[str, ...], beta: float, hops: int, sampling: Sampling
 ) -> dict[str, Estimate]:
@@ -159,7 +119,7 @@ def _sampled(
         draws, parts = Draws.of(tokens, sampling, generator, text.causal), []
         kind = _at_least_bfloat16_range(text.query[:0]).dtype
         held = STATES_HELD * kind.itemsize + SUMS_HELD * max(4, kind.itemsize)
-        for _, some in _blocks(1, text.query.shape[1], held * tokens * max(sampling.probes, dim)):
+        for _, some in blocks(1, text.query.shape[1], held * tokens * max(sampling.probes, dim)):
             part = text.select(slice(0, 1), some)
             query, key = _at_least_bfloat16_range(part.query[0]), _at_least_bfloat16_range(part.key[0])
             operator = operator_for(query, key, part.refinement, part.strength, part.mask(), scale=part.scale)
@@ -172,18 +132,3 @@ def _sampled(
 def _at_least_bfloat16_range(states: Tensor) -> Tensor:
     """States in a type with the range of single precision: half precision would lose small weights."""
     return states.float() if states.dtype == torch.float16 else states
-
-
-def _blocks(batch: int, heads: int, bytes_per_head: int) -> Iterator[tuple[slice, slice]]:
-    """Texts and heads that fit into the working memory together, in blocks of nearly one size."""
-    room = max(1, WORKING_BYTES // max(bytes_per_head, 1))
-    for items in _even_slices(batch, max(1, room // heads)):
-        for some in _even_slices(heads, room):
-            yield items, some
-
-
-def _even_slices(count: int, largest: int) -> list[slice]:
-    """As few parts of ``count`` things as ``largest`` allows, whose sizes differ by at most one."""
-    parts = -(-count // largest)
-    edges = [count * part // max(parts, 1) for part in range(parts + 1)]
-    return [slice(start, stop) for start, stop in pairwise(edges)]

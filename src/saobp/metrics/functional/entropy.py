@@ -49,7 +49,7 @@ def indirect_entropy_of(
 ) -> Tensor:
     """Indirect entropy of checked maps; ``paths`` is G where it is already known."""
     paths = indirect_paths(maps.rows, beta, hops) if paths is None else paths
-    return maps.mean_over_rows(row_entropy(normalised_rows(paths)))
+    return maps.mean_over_rows(normalised_entropy(paths))
 
 
 def sparsity_of(maps: Maps, threshold: float | None = None) -> Tensor:
@@ -70,6 +70,11 @@ def row_entropy(rows: Tensor) -> Tensor:
     return -(rows * rows.clamp(min=torch.finfo(rows.dtype).tiny).log()).sum(-1)
 
 
-def normalised_rows(rows: Tensor) -> Tensor:
-    """Rows divided by their sum; rows of zeros, which are padding, stay zero."""
-    return rows / rows.sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+def normalised_entropy(weights: Tensor) -> Tensor:
+    """Entropy of each row divided by its sum, ``[..., length]``; 0 for rows of zeros, which are padding.
+
+    With the sum s, it is log s - sum(w log w) / s: the divided rows are never formed.
+    """
+    total = weights.sum(-1)
+    safe = total.masked_fill(total == 0, 1.0)
+    return (safe.log() + row_entropy(weights) / safe).clamp(min=0)

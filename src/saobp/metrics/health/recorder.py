@@ -85,7 +85,7 @@ class Recorder:
         self.beta, self.hops, self.sampling = beta, hops, sampling or Sampling()
         self.health = Health(self.statistics)
         self._calls: dict[str, int] = {}
-        self._layers_below: deque[Tensor] = deque(maxlen=hops - 1)
+        self._layers_below: deque[list[Tensor]] = deque(maxlen=hops - 1)
         self._stack = ""
 
     @contextmanager
@@ -102,7 +102,7 @@ class Recorder:
         with torch.no_grad(), without_autocast(call.query.device.type):
             length = call.query.shape[-2]
             sampled = self.method == "sampled" or (self.method == "auto" and length > EXACT_UP_TO)
-            heads = inputs_of(call, self.texts, linear=sampled)
+            heads = inputs_of(call, self.texts, linear=True)
             if heads is None:
                 self.health.skipped.add(call.name)
                 return
@@ -112,6 +112,7 @@ class Recorder:
                 found = dict.fromkeys(self.statistics, nothing)
                 self.health.add(layer_name(call.name, self._calls), found, _largest_entropies(heads))
                 return
+            averages = HeadAverages(heads.query.shape[1])
             found = measure_heads(
                 heads,
                 "sampled" if sampled else "exact",
@@ -119,8 +120,9 @@ class Recorder:
                 beta=self.beta,
                 hops=self.hops,
                 sampling=self._sampling(),
+                see=averages.add if self.across else None,
             )
-            across = self._cross_layer_gtd(call.name, heads) if self.across and not sampled else None
+            across = self._cross_layer_gtd(call.name, averages.maps) if self.across and not sampled else None
             self.health.add(layer_name(call.name, self._calls), found, _largest_entropies(heads), across)
 
     def _sampling(self) -> Sampling:
@@ -128,33 +130,55 @@ class Recorder:
         drawn = self.sampling
         return Sampling(drawn.probes, drawn.rows, drawn.seed + self.health.forwards - 1)
 
+<<<<<<< HEAD
     def _cross_layer_gtd(self, name: str, heads: AttentionInputs) -> Tensor | None:
+=======
+    def _layer(self, name: str) -> str:
+        """Name of the layer; a module shared by several layers, as in ALBERT, counts as several."""
+        calls = self._calls[name] = self._calls.get(name, 0) + 1
+        name = re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
+        return name if calls == 1 else f"{name} ({calls})"
+
+    def _cross_layer_gtd(self, name: str, averages: list[Tensor]) -> Tensor | None:
+>>>>>>> 3490147 (Exact statistics leave out padding, empty blocks and second maps)
         """Cross-layer GTD of each text for the current layer, from head averages of the layers below.
 
         Separate for encoder and decoder, and for text and image models: their tokens differ.
         """
         stack = re.split(r"\.\d+(?:\.|$)", name)[0]
-        if stack != self._stack:
+        if stack != self._stack or any(
+            [one.shape for one in below] != [one.shape for one in averages] for below in self._layers_below
+        ):
             self._layers_below.clear()
-            self._stack = stack
-        batch, count = heads.query.shape[:2]
-        rows: Tensor | None = None
-        for head in range(count):
-            one = heads.select(slice(0, batch), slice(head, head + 1)).maps().rows[:, 0]
-            rows = one if rows is None else rows + one
-        assert rows is not None
-        rows, path, paths = rows / count, rows / count, torch.zeros_like(rows)
-        for hop, below in enumerate(self._layers_below, 1):
-            if below.shape != rows.shape:
-                self._layers_below.clear()
-                break
-            path = path @ below
-            paths = paths + self.beta**hop * path
+        self._stack = stack
+        values = []
+        for place, rows in enumerate(averages):
+            path, paths = rows, torch.zeros_like(rows)
+            for hop, below in enumerate(self._layers_below, 1):
+                path = path @ below[place]
+                paths += self.beta**hop * path
+            values.append(indirect_share(rows, paths))
         first = not self._layers_below
-        self._layers_below.appendleft(rows)
-        if first:
-            return None
-        return indirect_share(rows, paths)
+        self._layers_below.appendleft(averages)
+        return None if first else torch.cat(values)
+
+
+class HeadAverages:
+    """The mean over heads of the maps of each text, from maps that come block by block."""
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+        self._sums: dict[int, Tensor] = {}
+
+    def add(self, texts: slice, rows: Tensor) -> None:
+        """rows ``[texts, some heads, length, length]``"""
+        own = rows.sum(1)
+        self._sums[texts.start] = self._sums[texts.start] + own if texts.start in self._sums else own
+
+    @property
+    def maps(self) -> list[Tensor]:
+        """Of texts measured together, ``[texts, length, length]``; all blocks must have been added."""
+        return [total / self.heads for total in self._sums.values()]
 
 
 def layer_name(name: str, calls: dict[str, int]) -> str:
