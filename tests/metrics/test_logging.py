@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 import saobp
 from saobp import metrics
 from saobp.metrics import HealthCallback, HealthLog
+from saobp.metrics.health.uniform_map import uniform_map
 from saobp.metrics.health.verdicts import verdict
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 
@@ -227,7 +228,46 @@ def test_verdicts_follow_the_ranges() -> None:
         assert verdict(value) == word
     assert verdict(0.7, sink_mass=0.6) == "sink"
     assert verdict(0.7, entropy_share=0.05) == "localised"
+    assert verdict(0.7, entropy_share=0.95) == "diffuse"
+    assert verdict(0.9, entropy_share=0.75) == "diffuse"
+    assert verdict(0.9, entropy_share=0.5) == "borderline"  # paths meet in a few tokens
     assert verdict(float("nan")) == "undefined"
+
+
+@pytest.mark.parametrize("length", [2, 3, 8, 100, 1024, 1500])
+@pytest.mark.parametrize("causal", [False, True])
+def test_numbers_of_the_uniform_map_are_those_of_its_map(length: int, causal: bool) -> None:
+    rows = torch.ones(length, length, dtype=torch.float64)
+    rows = rows.tril() if causal else rows
+    rows /= rows.sum(-1, keepdim=True)
+    found = uniform_map(torch.tensor([length]), causal=causal)
+    statistics = (metrics.gtd, metrics.attention_entropy, metrics.sink_mass)
+    for value, statistic in zip(found, statistics, strict=True):
+        tolerance = 1e-9 if length <= 1024 else 1e-4
+        assert float(value) == pytest.approx(float(statistic(rows)), abs=tolerance)
+
+
+@pytest.mark.parametrize("length", [4, 16, 128, 512])
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_habit_gets_one_verdict_under_every_mask(length: int, causal: bool) -> None:
+    """Planted maps: even rows, one token, the token itself, and in long texts an eighth around the token."""
+    gtd, entropy, sink = (float(part) for part in uniform_map(torch.tensor([length]), causal=causal))
+    seen = torch.ones(length, length).tril() if causal else torch.ones(length, length)
+    places = torch.arange(length)
+    near = (places[:, None] - places).abs() <= length / (8 if causal else 16)
+    planted = {"diffuse": seen, "sink": torch.eye(length)[[0] * length], "localised": torch.eye(length)}
+    if length >= 128:
+        planted["healthy"] = seen * near
+    for word, weights in planted.items():
+        rows = (weights / weights.sum(-1, keepdim=True)).double()
+        found = verdict(
+            float(metrics.gtd(rows)),
+            entropy_share=float(metrics.attention_entropy(rows)) / entropy,
+            sink_mass=float(metrics.sink_mass(rows)),
+            uniform_gtd=gtd,
+            uniform_sink=sink,
+        )
+        assert found == word, (found, word)
 
 
 def test_correlations_equal_scipy() -> None:

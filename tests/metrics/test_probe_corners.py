@@ -8,6 +8,7 @@ from transformers import BartConfig, BartModel
 
 import saobp
 from saobp import metrics
+from saobp.metrics.health.uniform_map import UniformMap
 from saobp.metrics.sampling.estimate import exact_estimate
 from saobp.metrics.sampling.estimators import Sampling
 from saobp.testing.tiny_models import DECODERS, tiny_batch, tiny_model
@@ -70,7 +71,7 @@ def test_processes_that_met_layers_in_another_order_reduce_alike(monkeypatch: py
     for order in ("abc", "bca"):
         health = metrics.Health(("gtd",))
         for name in order:
-            health.add(name, {"gtd": exact_estimate(values[name])}, torch.ones(3))
+            health.add(name, {"gtd": exact_estimate(values[name])}, UniformMap(*torch.ones(3, 3)))
         total = health.reduced()
         assert list(total.layers) == list(order)
         assert all(torch.equal(total.values("gtd")[name], health.values("gtd")[name]) for name in order)

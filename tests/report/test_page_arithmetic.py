@@ -9,7 +9,7 @@ import torch
 import saobp
 from saobp import metrics
 from saobp.metrics.diagnosis.example_model import example_model
-from saobp.metrics.health.verdicts import largest_entropy, verdict
+from saobp.metrics.health.verdicts import verdict
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
@@ -35,13 +35,13 @@ SETTINGS = [
 REFINED = """
 import { decodeHead } from "./scores.js";
 import { priorOf, refine } from "./refinement.js";
-import { finished, largestEntropy, measuring, verdictOf } from "./statistics.js";
+import { finished, measuring, uniformMap, verdictOf } from "./statistics.js";
 const answers = given.cases.map(({ head, length, setting, inOrder }) => {
   const logs = decodeHead(head, length);
   const rows = refine(priorOf(logs, length, inOrder), setting);
   const numbers = finished(measuring(rows, length, given.limits.beta));
-  const verdict = verdictOf(numbers, largestEntropy(logs, length), given.limits);
-  return { rows: Array.from(rows), ...numbers, verdict };
+  const uniform = uniformMap(logs, length, given.limits.beta);
+  return { rows: Array.from(rows), ...numbers, uniform, verdict: verdictOf(numbers, uniform, given.limits) };
 });
 console.log(JSON.stringify(answers));
 """
@@ -100,12 +100,19 @@ def test_rows_and_statistics_equal_the_librarys(kind: str) -> None:
         for statistic in STATISTICS:
             expected = float(getattr(metrics, statistic)(rows))
             assert answer[statistic] == pytest.approx(expected, abs=1e-9), (factor, statistic)
-        if kind != "window":
-            largest = largest_entropy(length, causal=kind == "causal")
-            share = answer["attention_entropy"] / largest
-            assert answer["verdict"] == verdict(
-                answer["gtd"], entropy_share=share, sink_mass=answer["sink_mass"]
-            )
+        even = torch.where(logs.isfinite(), 1.0, 0.0).double()
+        even /= even.sum(-1, keepdim=True)
+        uniform = answer["uniform"]
+        assert uniform["gtd"] == pytest.approx(float(metrics.gtd(even)), abs=1e-9)
+        assert uniform["entropy"] == pytest.approx(float(metrics.attention_entropy(even)), abs=1e-9)
+        assert uniform["sink"] == pytest.approx(float(metrics.sink_mass(even)), abs=1e-9)
+        assert answer["verdict"] == verdict(
+            answer["gtd"],
+            entropy_share=answer["attention_entropy"] / uniform["entropy"],
+            sink_mass=answer["sink_mass"],
+            uniform_gtd=uniform["gtd"],
+            uniform_sink=uniform["sink"],
+        )
 
 
 @needs_node

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -17,7 +18,8 @@ from saobp.lab.method_style import STYLES
 from saobp.lab.reproduction_page import write_reproduction
 from saobp.metrics.diagnosis.example_model import example_model
 from saobp.metrics.diagnosis.head_plots import heat_map
-from saobp.metrics.health.verdicts import largest_entropy, verdict
+from saobp.metrics.health.uniform_map import uniform_map
+from saobp.metrics.health.verdicts import verdict
 from saobp.report import PageTable, explorer_data, read_runs, write_explorer, write_report
 from saobp.report.run_view import refinement_words
 from saobp.report.script import joined_script
@@ -50,13 +52,19 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
 def test_verdicts_are_those_of_the_library(tmp_path: Path) -> None:
     (run,) = read_runs([make_run(tmp_path / "run", family="gpt2", measured=3)])
     last = run.health[-1]
-    largest = largest_entropy(128, causal=True)
+    uniform = [float(one) for one in uniform_map(torch.tensor([128]), causal=True)]
     for layer, row in enumerate(last.verdicts):
         for head, word in enumerate(row):
             gtd, entropy, sink = (
                 last.statistics[name][layer][head] for name in ("gtd", "attention_entropy", "sink_mass")
             )
-            assert word == verdict(gtd, entropy_share=entropy / largest, sink_mass=sink)
+            assert word == verdict(
+                gtd,
+                entropy_share=entropy / uniform[1],
+                sink_mass=sink,
+                uniform_gtd=uniform[0],
+                uniform_sink=uniform[2],
+            )
     assert last.heads == 32
     assert f"{last.count('healthy')} of 32 heads" in " ".join(summary(run))
 

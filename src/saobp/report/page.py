@@ -19,13 +19,16 @@ from jinja2 import Environment, FunctionLoader, Template
 
 from saobp.metrics.diagnosis.head_names import MARKS
 from saobp.metrics.functional.gtd import BETA
+from saobp.metrics.health.uniform_map import full_odds
 from saobp.metrics.health.verdicts import (
     COLLAPSED_BELOW,
     DIFFUSE_ABOVE,
+    EVEN_ABOVE,
     HEALTHY_FROM,
     HEALTHY_TO,
     LOCALISED_BELOW,
     SINK_FROM,
+    SPREAD_FROM,
 )
 from saobp.report.charts import curve_figures, gtd_scale, head_figures, last_values, map_layout
 from saobp.report.curves import AXES
@@ -47,6 +50,9 @@ LIMITS = {
     "diffuse": DIFFUSE_ABOVE,
     "sink": SINK_FROM,
     "collapsed": COLLAPSED_BELOW,
+    "spread": SPREAD_FROM,
+    "even": EVEN_ABOVE,
+    "fullOdds": full_odds(),
     "beta": BETA,
 }
 

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import torch
+
 from saobp.metrics.diagnosis.diagnose import Diagnosis
 from saobp.metrics.health.head_health import CROSS_LAYER, HeadHealth
-from saobp.metrics.health.verdicts import Verdict, largest_entropy, verdict
+from saobp.metrics.health.uniform_map import UniformMap, uniform_map
+from saobp.metrics.health.verdicts import Verdict, verdict
 from saobp.runs.tolerant_reader import number
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -82,7 +85,7 @@ class Snapshot:
 def read_snapshot(entry: dict[str, Any], length: float | None, causal: bool | None) -> Snapshot | None:
     """A line of ``health.jsonl``; None if it does not have that form.
 
-    Verdicts also use the largest entropy if length and causality are known.
+    Verdicts compare with the uniform map if length and causality are known.
     """
     step, names, statistics = number(entry.get("step")), entry.get("layers"), entry.get("statistics")
     if step is None or not isinstance(names, list) or not names or not isinstance(statistics, dict):
@@ -94,17 +97,17 @@ def read_snapshot(entry: dict[str, Any], length: float | None, causal: bool | No
     strengths = _grid(entry.get("strengths"), len(names))
     if strengths is not None and tuple(map(len, strengths)) not in shapes:
         strengths = None
-    largest = None
+    uniform = None
     if length is not None and length >= 2 and causal is not None:
-        largest = largest_entropy(length, causal=causal)
+        uniform = uniform_map(torch.tensor([length]), causal=causal)
     return Snapshot(
         int(step),
         [str(name) for name in names],
         grids,
-        _verdicts(grids, largest),
+        _verdicts(grids, uniform),
         strengths=strengths,
         across=_across(entry.get(CROSS_LAYER), len(names)),
-        largest_entropy=largest,
+        largest_entropy=None if uniform is None else uniform.entropy.item(),
     )
 
 
@@ -149,16 +152,23 @@ def _across(values: Any, layers: int) -> dict[int, float]:
     return {layer: value for layer, value in numbers.items() if value is not None}
 
 
-def _verdicts(grids: dict[str, Grid], largest: float | None) -> list[list[Verdict]]:
+def _verdicts(grids: dict[str, Grid], uniform: UniformMap | None) -> list[list[Verdict]]:
     entropies, sinks = grids.get("attention_entropy"), grids.get("sink_mass")
     first = next(iter(grids.values()))
+    uniform_gtd, largest, uniform_sink = None, None, 0.0
+    if uniform is not None:
+        uniform_gtd, largest, uniform_sink = (one.item() for one in uniform)
 
     def judged(layer: int, head: int) -> Verdict:
         gtd = grids["gtd"][layer][head] if "gtd" in grids else None
         entropy = entropies[layer][head] if entropies else None
         share = None if entropy is None or not largest else entropy / largest
         sink = sinks[layer][head] if sinks else None
-        return "undefined" if gtd is None else verdict(gtd, entropy_share=share, sink_mass=sink)
+        if gtd is None:
+            return "undefined"
+        return verdict(
+            gtd, entropy_share=share, sink_mass=sink, uniform_gtd=uniform_gtd, uniform_sink=uniform_sink
+        )
 
     return [[judged(layer, head) for head in range(len(row))] for layer, row in enumerate(first)]
 

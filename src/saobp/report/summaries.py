@@ -16,10 +16,10 @@ MEANINGS: dict[Verdict, str] = {
         f"each token stays with itself or a few fixed others, by a GTD below {LOCALISED_BELOW} "
         f"or an entropy below {100 * COLLAPSED_BELOW:g} % of the largest"
     ),
-    "sink": "at least half of all attention goes to one token",
+    "sink": "at least half of all attention goes to one token, beyond what even rows would send there",
     "diffuse": "attention is spread so evenly that it hardly tells tokens apart",
     "healthy": "direct and indirect paths are in balance",
-    "borderline": "between healthy and one of the other kinds",
+    "borderline": "between healthy and one of the others, or many paths that meet in a few tokens",
     "undefined": "a statistic is missing or not a number",
 }
 PLACES_NAMED, LAYERS_NAMED = 12, 4

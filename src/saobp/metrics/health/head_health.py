@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saobp.metrics.health.uniform_map import UniformMap
 from saobp.metrics.health.verdicts import Verdict, verdict
 from saobp.metrics.sampling.estimate import Estimate
 
@@ -51,10 +52,10 @@ class RunningSums:
     def __init__(self, statistics: int, heads: int, device: torch.device) -> None:
         precision = torch.float32 if device.type == "mps" else torch.float64
         self.sums = torch.zeros(3, statistics, heads, dtype=precision, device=device)
-        self.context = torch.zeros(4, dtype=precision, device=device)
+        self.context = torch.zeros(6, dtype=precision, device=device)
 
-    def add(self, results: list[Estimate], largest_entropy: Tensor, across: Tensor | None) -> None:
-        """results ``[texts, heads]`` each; largest_entropy and across (cross-layer GTD) ``[texts]``."""
+    def add(self, results: list[Estimate], uniform: UniformMap, across: Tensor | None) -> None:
+        """results ``[texts, heads]`` each; across (cross-layer GTD) ``[texts]``."""
         values = torch.stack([result.value for result in results]).to(self.sums.dtype)
         errors = torch.stack([result.standard_error for result in results]).to(self.sums.dtype)
         self.sums += torch.stack([values.sum(1), values.square().sum(1), errors.square().sum(1)])
@@ -62,7 +63,8 @@ class RunningSums:
         crossed = (
             torch.zeros(2, device=values.device) if across is None else torch.stack([across.sum(), texts])
         )
-        self.context += torch.stack([texts, largest_entropy.sum(), *crossed]).to(self.context.dtype)
+        sums = [texts, *crossed, *(part.sum() for part in uniform)]
+        self.context += torch.stack([one.to(self.context.dtype) for one in sums])
 
 
 class Health:
@@ -78,12 +80,13 @@ class Health:
         return bool(self.layers)
 
     def add(
-        self, name: str, found: Mapping[str, Estimate], largest_entropy: Tensor, across: Tensor | None = None
+        self, name: str, found: Mapping[str, Estimate], uniform: UniformMap, across: Tensor | None = None
     ) -> None:
+        """Add the statistics of some texts, and those of uniform maps under the same mask."""
         results = [found[statistic] for statistic in self.statistics]
         if name not in self.layers:
             self.layers[name] = RunningSums(len(results), results[0].value.shape[-1], results[0].value.device)
-        self.layers[name].add(results, largest_entropy, across)
+        self.layers[name].add(results, uniform, across)
 
     def reset(self) -> None:
         """Forget everything measured so far."""
@@ -111,7 +114,7 @@ class Health:
         """Every head measured, first layer first; none of a layer that has seen only padding."""
         found = []
         for layer, (name, totals) in enumerate(self.layers.items()):
-            texts, entropies, *_ = totals.context.tolist()
+            texts, _, _, *uniform = totals.context.tolist()
             if not texts:
                 continue
             means, squares, noise = (totals.sums / texts).cpu()
@@ -126,7 +129,7 @@ class Health:
                         head,
                         values,
                         dict(zip(self.statistics, errors[:, head].tolist(), strict=True)),
-                        self._verdict(values, entropies / texts),
+                        self._verdict(values, *(one / texts for one in uniform)),
                         int(texts),
                     )
                 )
@@ -144,12 +147,19 @@ class Health:
     def cross_layer_gtd(self) -> dict[str, float]:
         """GTD along the depth by layer name, from the second layer on; empty unless requested."""
         contexts = {name: totals.context.tolist() for name, totals in self.layers.items()}
-        return {name: across / texts for name, (_, _, across, texts) in contexts.items() if texts}
+        return {name: across / texts for name, (_, across, texts, *_) in contexts.items() if texts}
 
     @staticmethod
-    def _verdict(values: dict[str, float], largest_entropy: float) -> Verdict:
+    def _verdict(
+        values: dict[str, float], uniform_gtd: float, largest_entropy: float, uniform_sink: float
+    ) -> Verdict:
         if "gtd" not in values:
             return "undefined"
         entropy = values.get("attention_entropy")
-        share = None if entropy is None or largest_entropy <= 0 else entropy / largest_entropy
-        return verdict(values["gtd"], entropy_share=share, sink_mass=values.get("sink_mass"))
+        return verdict(
+            values["gtd"],
+            entropy_share=None if entropy is None or largest_entropy <= 0 else entropy / largest_entropy,
+            sink_mass=values.get("sink_mass"),
+            uniform_gtd=uniform_gtd,
+            uniform_sink=uniform_sink,
+        )

@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,8 @@ from saobp.metrics.attention_calls import inputs_of
 from saobp.metrics.attention_inputs import AttentionInputs
 from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_share
 from saobp.metrics.health.head_health import CROSS_LAYER, Health
-from saobp.metrics.query_key_statistics import checked_statistics, measure_heads
+from saobp.metrics.health.uniform_map import UniformMap, uniform_map
+from saobp.metrics.query_key_statistics import PLAIN, Method, checked_statistics, measure_heads
 from saobp.metrics.sampling.estimate import exact_estimate
 from saobp.metrics.sampling.estimators import SAMPLED, Sampling
 from saobp.propagation.beliefs import without_autocast
@@ -110,7 +112,7 @@ class Recorder:
             if not len(heads.query):  # still adds the layer: all processes must reduce alike
                 nothing = exact_estimate(heads.query.new_zeros(heads.query.shape[:2], dtype=torch.float32))
                 found = dict.fromkeys(self.statistics, nothing)
-                self.health.add(layer_name(call.name, self._calls), found, _largest_entropies(heads))
+                self.health.add(layer_name(call.name, self._calls), found, self._uniform(heads))
                 return
             averages = HeadAverages(heads.query.shape[1])
             found = measure_heads(
@@ -123,24 +125,38 @@ class Recorder:
                 see=averages.add if self.across else None,
             )
             across = self._cross_layer_gtd(call.name, averages.maps) if self.across and not sampled else None
-            self.health.add(layer_name(call.name, self._calls), found, _largest_entropies(heads), across)
+            self.health.add(layer_name(call.name, self._calls), found, self._uniform(heads), across)
 
     def _sampling(self) -> Sampling:
         """New random draws in every forward, so that errors average out."""
         drawn = self.sampling
         return Sampling(drawn.probes, drawn.rows, drawn.seed + self.health.forwards - 1)
 
-<<<<<<< HEAD
-    def _cross_layer_gtd(self, name: str, heads: AttentionInputs) -> Tensor | None:
-=======
-    def _layer(self, name: str) -> str:
-        """Name of the layer; a module shared by several layers, as in ALBERT, counts as several."""
-        calls = self._calls[name] = self._calls.get(name, 0) + 1
-        name = re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
-        return name if calls == 1 else f"{name} ({calls})"
+    def _uniform(self, heads: AttentionInputs) -> UniformMap:
+        """Statistics of uniform maps under the mask of each text."""
+        batch, _, length, _ = heads.query.shape
+        if heads.window is None and heads.visible is None:
+            tokens = torch.full((batch,), float(length), device=heads.query.device)
+            if heads.padding_mask is not None:
+                tokens = heads.padding_mask.sum(-1).float()
+            return uniform_map(tokens, causal=heads.causal, beta=self.beta, hops=self.hops)
+        nothing = heads.query.new_zeros(batch, 1, length, 1)
+        visible = None if heads.visible is None else heads.visible[:, :1]
+        even = replace(
+            heads,
+            query=nothing,
+            key=nothing,
+            strength=nothing[0, :, 0, 0],
+            refinement=PLAIN,
+            visible=visible,
+            bias=None,
+        )
+        method: Method = "exact" if length <= EXACT_UP_TO else "sampled"
+        names = ("gtd", "attention_entropy", "sink_mass")
+        found = measure_heads(even, method, names, beta=self.beta, hops=self.hops, sampling=self._sampling())
+        return UniformMap(*(found[name].value[:, 0] for name in names))
 
     def _cross_layer_gtd(self, name: str, averages: list[Tensor]) -> Tensor | None:
->>>>>>> 3490147 (Exact statistics leave out padding, empty blocks and second maps)
         """Cross-layer GTD of each text for the current layer, from head averages of the layers below.
 
         Separate for encoder and decoder, and for text and image models: their tokens differ.
@@ -189,18 +205,6 @@ def layer_name(name: str, calls: dict[str, int]) -> str:
     calls[name] = calls.get(name, 0) + 1
     count, name = calls[name], re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
     return name if count == 1 else f"{name} ({count})"
-
-
-def _largest_entropies(heads: AttentionInputs) -> Tensor:
-    """The entropy of uniform rows for each text, ``[texts]``, without a device sync."""
-    batch, _, length, _ = heads.query.shape
-    if heads.padding_mask is None:
-        tokens = torch.full((batch,), float(length), device=heads.query.device)
-    else:
-        tokens = heads.padding_mask.sum(-1).float()
-    if heads.causal or heads.causal_messages:
-        return torch.lgamma(tokens + 1) / tokens
-    return tokens.log()
 
 
 class ForwardHooks:

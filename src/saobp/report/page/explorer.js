@@ -9,7 +9,7 @@ import { Overview } from "./overview.js";
 import { pathView } from "./paths.js";
 import { priorOf, refine } from "./refinement.js";
 import { decodeHead } from "./scores.js";
-import { largestEntropy } from "./statistics.js";
+import { uniformMap } from "./statistics.js";
 import { onThemeChange } from "./theme.js";
 
 const ROW_ENTRIES = 40;
@@ -198,7 +198,7 @@ export class ExplorerView {
         rows,
         this.refined,
         this.length,
-        largestEntropy(logs, this.length),
+        uniformMap(logs, this.length, this.data.limits.beta),
         isNewHead,
       );
       this.overview.update({ explorer, sentence, setting, chosen: [layer, head] }, isNewSetting);

@@ -22,9 +22,9 @@ export function headNumbers(data) {
   /**
    * @param {import("./types.js").Numbers} old
    * @param {import("./types.js").Numbers} now
-   * @param {number} largest
+   * @param {import("./types.js").UniformMap} uniform
    */
-  const show = (old, now, largest) => {
+  const show = (old, now, uniform) => {
     const rows = STATISTIC_NAMES.map(([name, words]) => [
       words,
       number(name, "before", old[name]),
@@ -32,7 +32,7 @@ export function headNumbers(data) {
       signed(now[name] - old[name]),
     ]);
     const verdicts = [old, now].map((numbers) => {
-      const word = verdictOf(numbers, largest, data.limits);
+      const word = verdictOf(numbers, uniform, data.limits);
       return make("span", { class: `tag ${word}`, title: data.meanings[word] }, word);
     });
     const columns = ["", "softmax", "refined", "change"];
@@ -45,16 +45,16 @@ export function headNumbers(data) {
      * @param {Float64Array} plain
      * @param {Float64Array} refined
      * @param {number} length
-     * @param {number} largest
+     * @param {import("./types.js").UniformMap} uniform
      * @param {boolean} isNewHead
      */
-    update(name, plain, refined, length, largest, isNewHead) {
+    update(name, plain, refined, length, uniform, isNewHead) {
       title.textContent = name;
       if (isNewHead) before = null;
       const { beta } = data.limits;
       const work = function* () {
         before ??= yield* measuring(plain, length, beta);
-        show(before, yield* measuring(refined, length, beta), largest);
+        show(before, yield* measuring(refined, length, beta), uniform);
       };
       worker.stop();
       if (length <= AT_ONCE_UP_TO) {

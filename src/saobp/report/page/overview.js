@@ -6,7 +6,7 @@ import { heatMap } from "./heads.js";
 import { shown, signed } from "./numbers.js";
 import { PLAIN, priorOf, refine } from "./refinement.js";
 import { decodeHead } from "./scores.js";
-import { largestEntropy, measuring, verdictOf } from "./statistics.js";
+import { measuring, uniformMap, verdictOf } from "./statistics.js";
 
 const LIVE_UP_TO = 128;
 const ABOUT_INPUTS =
@@ -93,7 +93,7 @@ export class Overview {
         if (head === null) continue;
         const prior = priorOf(decodeHead(head, length), length, explorer.in_order[layer]);
         const numbers = yield* measuring(refine(prior, setting), length, limits.beta);
-        const verdict = verdictOf(numbers, largestEntropy(prior.logs, length), limits);
+        const verdict = verdictOf(numbers, uniformMap(prior.logs, length, limits.beta), limits);
         grid[layer][place] = { gtd: numbers.gtd, verdict };
         yield;
       }

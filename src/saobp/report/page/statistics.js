@@ -44,35 +44,82 @@ export function finished(work) {
 }
 
 /**
- * The entropy of uniform rows.
+ * Statistics of the uniform map under the mask of a head.
+ * @param {Float64Array} logs  -Infinity where a row cannot see
+ * @param {number} length
+ * @param {number} beta
+ * @returns {import("./types.js").UniformMap}
+ */
+export function uniformMap(logs, length, beta) {
+  const rows = new Float64Array(logs.length);
+  let inOrder = true;
+  for (let row = 0; row < length; row += 1) {
+    let seen = 0;
+    for (let key = 0; key < length; key += 1) {
+      const isSeen = logs[row * length + key] !== -Infinity;
+      if (isSeen) seen += 1;
+      if (isSeen !== key <= row) inOrder = false;
+    }
+    for (let key = 0; key < length; key += 1)
+      if (logs[row * length + key] !== -Infinity) rows[row * length + key] = 1 / seen;
+  }
+  const entropy = meanEntropy(rows, length);
+  const sink = sinkMass(rows, length);
+  if (rows.every((weight) => weight === rows[0])) {
+    const odds = (beta + beta ** 2 + beta ** 3) ** 2;
+    return { gtd: odds / (1 + odds), entropy, sink };
+  }
+  if (!inOrder) return { gtd: finished(measuring(rows, length, beta)).gtd, entropy, sink };
+  return { gtd: uniformCausalGtd(rows, length, beta), entropy, sink };
+}
+
+/**
+ * A row of the next power of the uniform causal map is the mean of the rows above and its own.
  * @param {Float64Array} rows
  * @param {number} length
+ * @param {number} beta
  * @returns {number}
  */
-export function largestEntropy(rows, length) {
-  let sum = 0;
-  for (let start = 0; start < rows.length; start += length) {
-    let seen = 0;
-    for (let i = start; i < start + length; i += 1) if (rows[i] !== -Infinity) seen += 1;
-    sum += Math.log(Math.max(seen, 1));
-  }
-  return sum / length;
+function uniformCausalGtd(rows, length, beta) {
+  const sums = [0, 1, 2].map(() => new Float64Array(length));
+  let indirect = 0;
+  for (let row = 0; row < length; row += 1)
+    for (let key = 0; key <= row; key += 1) {
+      let [power, total] = [1 / (row + 1), 0];
+      for (let hop = 0; hop < 3; hop += 1) {
+        sums[hop][key] += power;
+        power = sums[hop][key] / (row + 1);
+        total += beta ** (hop + 1) * power;
+      }
+      indirect += total * total;
+    }
+  return indirect / (squaredNorm(rows) + indirect);
 }
 
 /**
  * Verdict on a head, by the rules of `saobp.metrics.verdict`.
  * @param {import("./types.js").Numbers} numbers
- * @param {number} largest  the largest possible entropy
+ * @param {import("./types.js").UniformMap} uniform
  * @param {import("./types.js").Limits} limits
  * @returns {string}
  */
-export function verdictOf(numbers, largest, limits) {
+export function verdictOf(numbers, uniform, limits) {
   const { gtd, attention_entropy: entropy, sink_mass: sink } = numbers;
   if (![gtd, entropy, sink].every(Number.isFinite)) return "undefined";
-  if (sink >= limits.sink) return "sink";
-  if (gtd < limits.localised || (largest > 0 && entropy / largest < limits.collapsed)) return "localised";
-  if (gtd > limits.diffuse) return "diffuse";
-  return gtd >= limits.healthyFrom && gtd <= limits.healthyTo ? "healthy" : "borderline";
+  if (uniform.sink < 1 && (sink - uniform.sink) / (1 - uniform.sink) >= limits.sink) return "sink";
+  const share = uniform.entropy > 0 ? entropy / uniform.entropy : null;
+  if (gtd < limits.localised || (share !== null && share < limits.collapsed)) return "localised";
+  const [healthyTo, diffuse] = [limits.healthyTo, limits.diffuse].map((limit) => {
+    const moved = (odds(limit) * odds(uniform.gtd)) / limits.fullOdds;
+    return moved / (1 + moved);
+  });
+  if ((share !== null && share > limits.even) || (gtd > diffuse && (share ?? 1) >= limits.spread)) return "diffuse";
+  return gtd >= limits.healthyFrom && gtd <= healthyTo ? "healthy" : "borderline";
+}
+
+/** @param {number} share */
+function odds(share) {
+  return share / (1 - share);
 }
 
 /**

@@ -48,8 +48,9 @@
  * @property {string[]} left_out
  * @property {any} layout  of the heat map of all heads
  *
- * @typedef {"localised" | "healthyFrom" | "healthyTo" | "diffuse" | "sink" | "collapsed" | "beta"} Limit
- * @typedef {Record<Limit, number>} Limits  of verdicts, and the weight of longer paths
+ * @typedef {"localised" | "healthyFrom" | "healthyTo" | "diffuse" | "sink" | "collapsed" | "spread" | "even" | "fullOdds" | "beta"} Limit
+ * @typedef {Record<Limit, number>} Limits  of verdicts, the odds of a uniform map without a mask, and the weight of longer paths
+ * @typedef {{ gtd: number, entropy: number, sink: number }} UniformMap  of uniform rows under the mask of a head
  *
  * @typedef {object} PageData
  * @property {Figure[]} curves
