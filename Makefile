@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Waiting threads sleep instead of spinning: much faster where the cores are shared with other work.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup quickstart test soak chromium lock clean
+.PHONY: setup quickstart test soak chromium package lock clean
 
 setup: $(READY)
 
@@ -48,6 +48,12 @@ chromium:
 	fi
 	@command -v chromium >/dev/null 2>&1 || \
 	  echo "there is no chromium and it could not be installed: tests that open the page in a browser are skipped"
+
+# Wheel and source package in dist/, tried in an empty environment, for which pip needs the network.
+package: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python tools/try_wheel.py dist/*.whl
 
 lock: $(READY)
 	$(BIN)/python tools/lock.py
