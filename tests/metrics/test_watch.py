@@ -196,3 +196,20 @@ def test_what_cannot_be_watched_is_refused_in_a_sentence() -> None:
         pass
     with pytest.warns(UserWarning, match="saw no forward"), saobp.watch(tiny_model("bert")):
         pass
+
+
+def test_processes_are_reduced_together(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    model, batch = tiny_model("llama"), tiny_batch()
+    with torch.no_grad(), saobp.watch(model) as heads:
+        model(**batch)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        whole = heads.reduced()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert whole is not heads
+    for statistic in metrics.FAST:
+        for name, values in heads.values(statistic).items():
+            torch.testing.assert_close(whole.values(statistic)[name], values)
