@@ -19,7 +19,7 @@ def test_words_and_tables_need_no_script_and_no_library(report: tuple[Path, Any]
     context = chromium.new_context(java_script_enabled=False)
     tab = context.new_page()
     tab.goto(report[0].as_uri())
-    assert "heads are healthy" in tab.locator("#summary").inner_text()
+    assert "heads are healthy" in tab.locator("#summary").text_content()
     assert tab.locator("#facts tbody tr").count() > 20
     context.close()
 

@@ -118,6 +118,8 @@ def test_sliders_change_the_map_and_the_numbers(report: tuple[Path, Any], open_p
 
 def test_every_head_is_measured_and_can_be_chosen(report: tuple[Path, Any], open_page: Open) -> None:
     opened, data = open_page(report[0]), report[1][0]
+    opened.choose("Model", "0")
+    opened.set_slider("strength", 1.0)
     opened.tab.locator(".overview .note").filter(has_text="Healthy heads:").wait_for()
     (heat,) = opened.drawn("overview")["data"]
     rows = library(data, 0, 1, 2, "high", 1.0, 1, 0.0)
@@ -150,6 +152,8 @@ def test_a_head_that_did_not_fit_cannot_be_chosen(open_page: Open, tmp_path: Pat
 
 def test_two_hop_paths_between_chosen_tokens(report: tuple[Path, Any], open_page: Open) -> None:
     opened, data = open_page(report[0]), report[1][0]
+    opened.choose("Layer", "0")
+    opened.choose("Head", "0")
     opened.choose("From", "5")
     opened.choose("to", "1")
     rows = library(data, 0, 0, 0, "none", 0.0, 1, 0.0)
@@ -164,8 +168,7 @@ def test_no_width_and_no_scheme_overflows(report: tuple[Path, Any], open_page: O
     charts = opened.charts()
     for name in charts:
         opened.drawn(name)
-    for part in opened.tab.locator("details:visible > summary").all():
-        part.click()
+    opened.tab.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
     for width in (1440, 820, 390):
         opened.tab.set_viewport_size({"width": width, "height": 900})
         assert opened.overflow() <= 0
@@ -205,7 +208,7 @@ def test_hostile_words_are_only_words(report: tuple[Path, Any], open_page: Open)
     opened = open_page(report[0])
     assert opened.tab.title() == f"Page {HOSTILE}"
     assert opened.tab.locator("h1").inner_text() == f"Page {HOSTILE}"
-    assert opened.tab.locator("blockquote").inner_text() == HOSTILE
+    assert opened.tab.locator("blockquote").text_content() == HOSTILE
     tokens = opened.tab.locator(".tokens button").all_inner_texts()
     assert tokens == report[1][0]["sentences"][0]["tokens"]
     assert {"<", "שלום", "café"} <= set(tokens)
@@ -218,7 +221,7 @@ def test_everything_has_a_name_and_answers_the_keyboard(report: tuple[Path, Any]
     opened = open_page(report[0])
     nameless = opened.tab.evaluate(
         """() => [...document.querySelectorAll("button, input, select, canvas, [role=img], [role=region]")]
-          .filter((one) => !one.closest("[role=img] *"))
+          .filter((one) => !one.closest("[role=img] *") && !one.closest("[aria-hidden=true]"))
           .filter((one) => !(one.getAttribute("aria-label") || one.textContent.trim() || one.labels?.length))
           .map((one) => one.outerHTML.slice(0, 80))"""
     )
@@ -293,7 +296,7 @@ def test_many_heads_of_a_long_text_stay_responsive(
           const slider = document.getElementById("strength");
           const frame = () => new Promise((done) => requestAnimationFrame(done));
           const times = [];
-          for (const value of [0.5, 1.5, 2.5, 1, -1, 3, 2]) {
+          for (const value of [0.5, 0.7, 0.9, 1, -1, 0.3, 0.8]) {
             const start = performance.now();
             slider.value = value;
             slider.dispatchEvent(new Event("input", { bubbles: true }));
@@ -310,7 +313,7 @@ def test_many_heads_of_a_long_text_stay_responsive(
     assert median < 500
     opened.tab.wait_for_selector(".numbers:not([aria-busy])", timeout=20_000)
     logs = torch.from_numpy(decode_head(heads[0], length).copy())
-    rows = propagate(logs, get_factor("high"), torch.tensor(2.0, dtype=torch.float64), FactorGraph()).rows
+    rows = propagate(logs, get_factor("high"), torch.tensor(0.8, dtype=torch.float64), FactorGraph()).rows
     assert opened.number("gtd") == pytest.approx(float(metrics.gtd(rows)), abs=1e-4)
     assert opened.complaints == []
 

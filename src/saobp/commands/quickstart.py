@@ -105,9 +105,7 @@ def run(
                 notify=note,
             )
         with ProgressBars() as bars:
-            diagnoses = pipeline.diagnose_runs(
-                runs, texts, sentences, recipe.length, bars.add("diagnosing both")
-            )
+            diagnoses = pipeline.diagnose_runs(runs, sentences, bars.add("looking at both"))
         has_page = True
         try:
             pipeline.write_page(runs, ended, diagnoses, texts, asked, sentences[0], new / "index.html")

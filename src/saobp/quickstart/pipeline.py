@@ -23,11 +23,11 @@ from saobp.data import (
     train_vocabulary,
 )
 from saobp.data.token_store import Progress
-from saobp.metrics.diagnosis.diagnose import Diagnosis, diagnose
+from saobp.metrics.diagnosis.diagnose import Diagnosis
 from saobp.metrics.diagnosis.head_names import TITLES
 from saobp.metrics.diagnosis.loading import load_model
 from saobp.refinement import Refinement
-from saobp.report import PageTable, explorer_data, write_explorer, write_report
+from saobp.report import PageTable, explorer_data, read_runs, write_explorer, write_report
 from saobp.training.objectives import objective_of, row_seeds
 from saobp.training.pretrain import Result, new_model
 from saobp.training.recipes import PretrainRecipe, tiny, with_steps
@@ -131,23 +131,14 @@ def choose_sentences(
     return [one for _, one in fitting[:SENTENCES]] or [texts[0][:100]]
 
 
-def diagnose_runs(
-    runs: dict[str, Path],
-    texts: QuickstartTexts,
-    sentences: Sequence[str],
-    length: int,
-    progress: Progress,
-) -> list[Diagnosis]:
-    """Diagnose the model of each run on held-out text, and write its explorer data."""
+def diagnose_runs(runs: dict[str, Path], sentences: Sequence[str], progress: Progress) -> list[Diagnosis]:
+    """The heads of each run as training measured them last, on held-out rows; writes its explorer data."""
     found = []
     for index, (name, folder) in enumerate(runs.items(), 1):
         model, tokenizer = load_model(str(folder / "model"))
-        model.eval()
-        paragraphs = texts.held_out[:64]
-        found.append(
-            diagnose(model, tokenizer, paragraphs, subject=name, statistics=STATISTICS, length=length)
-        )
         write_explorer(explorer_data(model, tokenizer, sentences, subject=name), folder)
+        (own,) = read_runs([folder])
+        found.append(own.health[-1].diagnosis(name))
         progress(index, len(runs))
     return found
 
@@ -182,9 +173,8 @@ def write_page(
         f"A ModernBERT of {result.parameters:,} parameters, trained twice from the same start on the same "
         f"tokens in the same order ({result.steps:,} steps, {result.tokens:,} tokens of "
         f"{texts.characters:,} characters of Python's own documentation), once plain and once with its "
-        "attention refined all along. Means over heads on held-out paragraphs; the heads further down are "
-        "measured on the held-out rows that training watches, so single verdicts may differ. One seed and a "
-        "minute of training: a look at the instruments, not evidence for or against the method.",
+        "attention refined all along. Means over heads, on held-out rows. One seed and a minute of training: "
+        "a look at the instruments, not evidence for or against the method.",
     )
     title = TITLE.format(refinement)
     return write_report(list(runs.values()), out, title=title, tables=[table], sample=sentence)

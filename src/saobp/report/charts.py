@@ -45,24 +45,42 @@ NAME_LETTERS = 28
 """Length limit of a run's name next to its value; legends and tables have all of it."""
 STRENGTHS = "strengths"
 
-GTD_SCALE = (
-    (0.0, "#8c2d19"),
-    (LOCALISED_BELOW, "#f0c9a8"),
-    (HEALTHY_FROM, "#d3e8cd"),
-    (HEALTHY_TO, "#d3e8cd"),
-    (DIFFUSE_ABOVE, "#b9cfe6"),
-    (1.0, "#1d4477"),
+Stops = Sequence[tuple[float, str]]
+
+
+def _gtd_stops(colours: Sequence[str]) -> Stops:
+    """Brown is localised, green healthy, blue diffuse; the colour jumps where the healthy range begins."""
+    places = (0.0, LOCALISED_BELOW, HEALTHY_FROM, HEALTHY_FROM, HEALTHY_TO, HEALTHY_TO, DIFFUSE_ABOVE, 1.0)
+    return tuple(zip(places, colours, strict=True))
+
+
+GTD_SCALES = (
+    _gtd_stops(["#8c2d19", "#f0c9a8", "#f6ecd9", "#cfe6c9", "#cfe6c9", "#e6edf3", "#b9cfe6", "#1d4477"]),
+    _gtd_stops(["#d4603c", "#6e3f2b", "#3a3428", "#235037", "#235037", "#26323e", "#2c4d72", "#5fa8f5"]),
 )
-"""Brown is localised, green healthy, blue diffuse: as in the static figures."""
-AMOUNT_SCALE = ((0.0, "#f7f3e8"), (0.35, "#e9c46a"), (0.7, "#c05f3c"), (1.0, "#4a1530"))
-SIGNED_SCALE = ((0.0, "#1d4477"), (0.5, "#f4f4f0"), (1.0, "#a3361b"))
+"""In light and in dark mode, where what stands out is brighter than its ground."""
+AMOUNT_SCALES = (
+    ((0.0, "#f7f3e8"), (0.35, "#e9c46a"), (0.7, "#c05f3c"), (1.0, "#4a1530")),
+    ((0.0, "#1d232b"), (0.35, "#5c4a1e"), (0.7, "#b0613a"), (1.0, "#ffc27a")),
+)
+SIGNED_SCALES = (
+    ((0.0, "#1d4477"), (0.5, "#f4f4f0"), (1.0, "#a3361b")),
+    ((0.0, "#5fa8f5"), (0.5, "#1d232b"), (1.0, "#f0814f")),
+)
 
 
 def title_of(statistic: str) -> str:
     """Display name of a statistic."""
     if statistic == STRENGTHS:
-        return "learned strength (λ)"
+        return "strength (λ)"
     return TITLES.get(statistic, statistic.replace("_", " "))
+
+
+def strength_title(runs: Sequence[Run]) -> str:
+    """Name of the strengths of some runs: learned, fixed, or both."""
+    refined = {run.is_learned for run in runs if any(snapshot.strengths for snapshot in run.health)}
+    kind = {(True,): "learned ", (False,): "fixed "}.get(tuple(refined), "")
+    return f"{kind}{title_of(STRENGTHS)}"
 
 
 def curve_figures(runs: Sequence[Run]) -> list[Figure]:
@@ -92,7 +110,13 @@ def _quantity(name: str, runs: Sequence[Run]) -> Figure:
         **_figure(f"curve-{name}", title, traces, _layout("step")),
         "x": {axis: [_coordinates(series, axis) for _, _, series in lines] for axis in AXES[1:]},
         "isLog": name.endswith("perplexity"),
+        "isFolded": _is_for_engineers(name),
     }
+
+
+def _is_for_engineers(name: str) -> bool:
+    """Whether a curve tells how a run went, not what it learned."""
+    return not name.startswith(("loss", "eval_")) or "per_second" in name or "runtime" in name
 
 
 def _coordinates(series: Curve, axis: str) -> list[float | None]:
@@ -126,7 +150,10 @@ def head_figures(runs: Sequence[Run]) -> dict[str, Any]:
         names.append(STRENGTHS)
     return {
         "steps": sorted({snapshot.step or 0 for _, run in measured for snapshot in run.health}),
-        "titles": {name: title_of(name) for name in names},
+        "titles": {
+            name: strength_title([run for _, run in measured]) if name == STRENGTHS else title_of(name)
+            for name in names
+        },
         "scales": {name: _scale_of(name, [run for _, run in measured]) for name in names},
         "layers": {name: _layer_figure(name, measured) for name in names} if _depth(measured) > 1 else None,
         "across": _across_figure(measured),
@@ -223,7 +250,8 @@ def gtd_scale() -> dict[str, Any]:
         ((HEALTHY_FROM + HEALTHY_TO) / 2, f"<b>healthy</b><br>{HEALTHY_FROM:g} to {HEALTHY_TO:g}"),
         ((1 + DIFFUSE_ABOVE) / 2, f"diffuse<br>above {DIFFUSE_ABOVE:g}"),
     ]
-    return _heat_map("gtd", (0.0, 1.0), GTD_SCALE, ticks)
+    limits = (LOCALISED_BELOW, HEALTHY_FROM, HEALTHY_TO, DIFFUSE_ABOVE)
+    return _heat_map("gtd", (0.0, 1.0), GTD_SCALES, ticks, limits)
 
 
 def _scale_of(statistic: str, runs: Sequence[Run]) -> dict[str, Any]:
@@ -236,7 +264,7 @@ def _scale_of(statistic: str, runs: Sequence[Run]) -> dict[str, Any]:
     most = max((abs(value) for value in values), default=0.0) or 1.0
     if statistic == STRENGTHS:
         ticks = [(-most, f"low {most:.2g}"), (0.0, "0"), (most, f"high {most:.2g}")]
-        return _heat_map(statistic, (-most, most), SIGNED_SCALE, ticks)
+        return _heat_map(statistic, (-most, most), SIGNED_SCALES, ticks)
     ticks = [(0.0, "0"), (most, shown(most, 2))]
     if statistic == "sink_mass" and most > SINK_FROM:
         ticks.insert(1, (SINK_FROM, f"{SINK_FROM:g}<br>sink above"))
@@ -244,21 +272,26 @@ def _scale_of(statistic: str, runs: Sequence[Run]) -> dict[str, Any]:
     if statistic == "attention_entropy" and 0 < COLLAPSED_BELOW * largest < most:
         limit = COLLAPSED_BELOW * largest
         ticks.insert(1, (limit, f"{shown(limit, 2)}<br>localised below"))
-    return _heat_map(statistic, (0.0, most), AMOUNT_SCALE, ticks)
+    limits = (SINK_FROM,) if statistic == "sink_mass" else ()
+    return _heat_map(statistic, (0.0, most), AMOUNT_SCALES, ticks, limits)
 
 
 def _heat_map(
     statistic: str,
     extent: tuple[float, float],
-    colours: Sequence[tuple[float, str]],
+    colours: tuple[Stops, Stops],
     ticks: Sequence[tuple[float, str]],
+    limits: Sequence[float] = (),
 ) -> dict[str, Any]:
+    """``limits``: of verdicts; a cell shows enough digits to lie on its side of them."""
+    light, dark = ([list(stop) for stop in stops] for stops in colours)
     return (
         _graph_objects()
         .Heatmap(
             zmin=extent[0],
             zmax=extent[1],
-            colorscale=[list(stop) for stop in colours],
+            colorscale=light,
+            meta={"dark": dark, "limits": list(limits)},
             colorbar={
                 "tickvals": [value for value, _ in ticks],
                 "ticktext": [text for _, text in ticks],

@@ -32,12 +32,14 @@ from saobp.metrics.health.verdicts import (
 )
 from saobp.report.charts import curve_figures, gtd_scale, head_figures, last_values, map_layout
 from saobp.report.curves import AXES
+from saobp.report.glossary import TERMS
+from saobp.report.opening import opening
 from saobp.report.page_size import fitted, thinned
 from saobp.report.plotly_bundle import plotly_library, source_of
 from saobp.report.run_view import Run, read_runs
 from saobp.report.script import joined_script, read_asset
 from saobp.report.snapshots import VERDICTS
-from saobp.report.summaries import MEANINGS, summary
+from saobp.report.summaries import summary
 from saobp.report.tables import PageTable, fact_tables, head_table
 from saobp.storage.atomic import write_atomically
 from saobp.version import __version__
@@ -108,6 +110,7 @@ def render(
         "title": title or _title(runs),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": __version__,
+        "opening": opening(runs),
         "runs": [{"run": run, "words": summary(run), "facts": dict(run.facts)} for run in runs],
         "head_tables": [head_table(run) for run in runs if run.health],
         "facts": fact_tables(runs),
@@ -141,7 +144,7 @@ def script_data(runs: Sequence[Run]) -> dict[str, Any]:
         "gtd": gtd_scale(),
         "verdicts": list(VERDICTS),
         "marks": MARKS,
-        "meanings": MEANINGS,
+        "terms": TERMS,
         "limits": LIMITS,
     }
 
@@ -195,6 +198,7 @@ def _filled(words: dict[str, Any], data: dict[str, Any], has_explorer: bool) -> 
 def _template() -> Template:
     pages = Environment(autoescape=True, loader=FunctionLoader(read_asset), trim_blocks=True)
     pages.filters["last_values"] = last_values
+    pages.globals["terms"] = TERMS
     return pages.get_template("template.html")
 
 

@@ -54,6 +54,11 @@ class Run:
     colours: tuple[str, str] | None = None
     dash: int = 0
 
+    @property
+    def is_learned(self) -> bool:
+        """Whether its strengths were trained, not given."""
+        return dict(self.recipe).get("refinement.strength") == "learned"
+
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Every run of the given folders, under unique names."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saobp.report.charts import STRENGTHS, title_of
+from saobp.report.charts import STRENGTHS, strength_title, title_of
 from saobp.report.run_view import Run
 from saobp.report.summaries import NONE, fact_text, shown
 
@@ -64,10 +64,11 @@ def head_table(run: Run) -> PageTable:
         for layer, words in enumerate(last.verdicts)
         for head, word in enumerate(words)
     ]
+    titles = [strength_title([run]) if name == STRENGTHS else title_of(name) for name in grids]
     when = "" if last.step is None else f", at step {last.step:,}"
     return PageTable(
         f"Every head of {run.name}",
-        ["layer.head", "module", "verdict", *map(title_of, grids)],
+        ["layer.head", "module", "verdict", *titles],
         rows,
         f"{len(rows):,} head{'' if len(rows) == 1 else 's'}{when}.",
     )

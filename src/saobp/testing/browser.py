@@ -76,6 +76,7 @@ class Opened:
     def drawn(self, chart: str) -> dict[str, Any]:
         """Scroll to a chart, wait until plotly has drawn it, and return its traces and layout."""
         place = f'[data-chart="{chart}"] .plot'
+        self.tab.locator(place).evaluate("(one) => one.closest('details')?.setAttribute('open', '')")
         self.tab.locator(place).scroll_into_view_if_needed()
         self.tab.locator(f"{place}.js-plotly-plot .main-svg").first.wait_for(timeout=20_000)
         self.settle()
@@ -118,10 +119,15 @@ class Opened:
         return float(shown.get_attribute("data-value"))
 
     def set_slider(self, name: str, value: float) -> None:
-        """Move a slider of the explorer and wait for two frames."""
+        """Move a slider of the explorer, widening its range if need be, and wait for two frames."""
         self.tab.evaluate(
             """([name, value]) => {
               const slider = document.getElementById(name);
+              const range = document.getElementById(`${name}-range`);
+              if (range && Math.abs(value) > Number(slider.max)) {
+                range.value = "16";
+                range.dispatchEvent(new Event("input", { bubbles: true }));
+              }
               slider.value = value;
               slider.dispatchEvent(new Event("input", { bubbles: true }));
             }""",
@@ -131,7 +137,9 @@ class Opened:
 
     def choose(self, label: str, value: str) -> None:
         """Choose from one of the explorer's lists and wait for two frames."""
-        self.tab.locator("#explorer").get_by_label(label, exact=True).select_option(value)
+        chosen = self.tab.locator("#explorer").get_by_label(label, exact=True)
+        chosen.evaluate("(one) => one.closest('details')?.setAttribute('open', '')")
+        chosen.select_option(value)
         self.settle()
 
     def picture(self, place: int) -> str:

@@ -1,10 +1,15 @@
-/** Tokens in a line with arcs between them: softmax above, refined below. */
-import { draw, make } from "./dom.js";
+/** Tokens in a line with arcs between them: softmax on one side, refined on the other; upright on a phone. */
+import { byId, draw, make } from "./dom.js";
+import { shown } from "./numbers.js";
 
-const HEIGHT_OF_ARCS = 96;
+const DEPTH = 96;
 const WIDEST = 110;
 const NARROWEST = 26;
 const ROOM_BESIDE_TEXT = 12;
+/** Pixels of a token in an upright line. */
+const LINE = 26;
+/** Arcs of a chosen token, and of all together. */
+const STRONGEST = 5;
 const MOST_ARCS = 160;
 const LEAST_WEIGHT = 0.02;
 /** Pixels that a printed page has for the arcs. */
@@ -21,15 +26,55 @@ const PAPER = 640;
  * @returns {ArcView}
  */
 export function arcView(choose) {
-  const [above, below] = /** @type {any} */ (document.querySelectorAll(".arcs"));
+  const [first, second] = /** @type {any} */ (document.querySelectorAll(".arcs"));
   const line = /** @type {any} */ (document.querySelector(".tokens"));
   const sheet = /** @type {HTMLElement} */ (document.querySelector(".arc-sheet"));
+  const room = /** @type {HTMLElement} */ (document.querySelector(".arc-scroll"));
   const view = {
+    tokens: /** @type {string[]} */ ([]),
+    widths: /** @type {number[]} */ ([]),
     middles: /** @type {number[]} */ ([]),
+    isUpright: false,
     chosen: /** @type {number | null} */ (null),
+    rows: /** @type {[Float64Array, Float64Array] | null} */ (null),
   };
+  /** Lay tokens out across, or down where they do not fit. */
+  const arrange = () => {
+    const width = view.widths.reduce((sum, own) => sum + own, 0);
+    view.isUpright = width > room.clientWidth;
+    let end = 0;
+    view.middles = view.widths.map((own) => {
+      const size = view.isUpright ? LINE : own;
+      end += size;
+      return end - size / 2;
+    });
+    sheet.classList.toggle("upright", view.isUpright);
+    [...line.children].forEach((button, index) => {
+      button.style.width = view.isUpright ? "" : `${view.widths[index]}px`;
+    });
+    for (const half of [first, second]) {
+      half.setAttribute("width", String(view.isUpright ? DEPTH : end));
+      half.setAttribute("height", String(view.isUpright ? end : DEPTH));
+    }
+    sheet.style.setProperty("--print-zoom", String(view.isUpright ? 1 : Math.min(1, PAPER / width)));
+  };
+  const paint = () => {
+    if (view.rows === null) return;
+    const [before, after] = view.rows;
+    first.replaceChildren(...arcs(before, view, true));
+    second.replaceChildren(...arcs(after, view, false));
+    byId("arcs-said").textContent = arcWords(view);
+  };
+  let width = 0;
+  new ResizeObserver(() => {
+    if (room.clientWidth === width || !view.tokens.length) return;
+    width = room.clientWidth;
+    arrange();
+    paint();
+  }).observe(room);
   line.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
-    const step = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
+    const forward = ["ArrowRight", "ArrowDown"].includes(event.key);
+    const step = forward ? 1 : ["ArrowLeft", "ArrowUp"].includes(event.key) ? -1 : 0;
     const buttons = [...line.children];
     const here = buttons.indexOf(document.activeElement);
     if (!step || here < 0) return;
@@ -41,9 +86,9 @@ export function arcView(choose) {
   });
   return {
     setTokens(tokens) {
-      const widths = tokenWidths(tokens);
-      let width = 0;
-      view.middles = widths.map((own) => (width += own) - own / 2);
+      view.tokens = tokens;
+      view.widths = tokenWidths(tokens);
+      view.rows = null;
       line.replaceChildren(
         ...tokens.map((token, index) =>
           make(
@@ -59,43 +104,55 @@ export function arcView(choose) {
           ),
         ),
       );
-      [...line.children].forEach((button, index) => {
-        button.style.width = `${widths[index]}px`;
-      });
-      for (const half of [above, below]) half.setAttribute("width", String(width));
-      sheet.style.setProperty("--print-zoom", String(Math.min(1, PAPER / width)));
+      arrange();
     },
     show(before, after, chosen) {
       view.chosen = chosen;
+      view.rows = [before, after];
       line.querySelector("[aria-pressed=true]")?.setAttribute("aria-pressed", "false");
       if (chosen !== null) line.children[chosen].setAttribute("aria-pressed", "true");
-      above.replaceChildren(...arcs(before, view, chosen, true));
-      below.replaceChildren(...arcs(after, view, chosen, false));
+      paint();
     },
   };
 }
 
 /**
+ * @param {{ tokens: string[], chosen: number | null, rows: [Float64Array, Float64Array] | null }} view
+ * @returns {string}
+ */
+function arcWords({ tokens, chosen, rows }) {
+  if (chosen === null || rows === null)
+    return `The strongest arcs of all tokens, of weight ${LEAST_WEIGHT} or more. Press a token to see its own.`;
+  const count = tokens.length;
+  const [before, after] = rows.map((all) => all.subarray(chosen * count, (chosen + 1) * count));
+  const best = before.reduce((top, weight, key) => (weight > before[top] ? key : top), 0);
+  return (
+    `The ${STRONGEST} strongest arcs of “${tokens[chosen]}”, which looks most at “${tokens[best]}”: ` +
+    `${shown(before[best], 2)} by softmax, ${shown(after[best], 2)} refined. Press another token, or it again for all.`
+  );
+}
+
+/**
  * The strongest arcs of a map, or of one row.
  * @param {Float64Array} rows
- * @param {{ middles: number[] }} view
- * @param {number | null} chosen
- * @param {boolean} isAbove
+ * @param {{ middles: number[], isUpright: boolean, chosen: number | null }} view
+ * @param {boolean} isFirst  above, or left of the tokens
  */
-function arcs(rows, view, chosen, isAbove) {
+function arcs(rows, view, isFirst) {
   const count = view.middles.length;
+  const { chosen } = view;
   const [start, stop] = chosen === null ? [0, rows.length] : [chosen * count, (chosen + 1) * count];
   const found = [];
   for (let i = start; i < stop; i += 1) if (rows[i] >= LEAST_WEIGHT) found.push(i);
   found.sort((a, b) => rows[b] - rows[a]);
   const strongest = rows[found[0]];
-  return found.slice(0, MOST_ARCS).map((i) => {
+  return found.slice(0, chosen === null ? MOST_ARCS : STRONGEST).map((i) => {
     const [row, key] = [Math.floor(i / count), i % count];
     const weight = rows[i];
     return draw("path", {
-      d: arcPath(row, key, view.middles, isAbove),
-      "stroke-width": (0.6 + 3.4 * weight).toFixed(2),
-      "stroke-opacity": (0.12 + (0.78 * weight) / strongest).toFixed(2),
+      d: arcPath(row, key, view, isFirst),
+      "stroke-width": ((chosen === null ? 0.6 : 1) + 6 * weight).toFixed(2),
+      "stroke-opacity": (0.15 + (0.75 * weight) / strongest).toFixed(2),
     });
   });
 }
@@ -104,18 +161,21 @@ function arcs(rows, view, chosen, isAbove) {
  * From a query to a key; attention of a token to itself is a small loop.
  * @param {number} row
  * @param {number} key
- * @param {number[]} middles
- * @param {boolean} isAbove
+ * @param {{ middles: number[], isUpright: boolean }} view
+ * @param {boolean} isFirst
  */
-function arcPath(row, key, middles, isAbove) {
+function arcPath(row, key, { middles, isUpright }, isFirst) {
   const [from, to] = [middles[row], middles[key]];
-  const ground = isAbove ? HEIGHT_OF_ARCS : 0;
-  const rise = isAbove ? -1 : 1;
-  if (row === key) return `M${from - 5},${ground} c-4,${rise * 20} 14,${rise * 20} 10,0`;
+  const ground = isFirst ? DEPTH : 0;
+  const rise = isFirst ? -1 : 1;
+  const at = (/** @type {number} */ along, /** @type {number} */ away) =>
+    isUpright ? `${away.toFixed(1)},${along.toFixed(1)}` : `${along.toFixed(1)},${away.toFixed(1)}`;
+  if (row === key)
+    return `M${at(from - 5, ground)} C${at(from - 9, ground + rise * 20)} ${at(from + 9, ground + rise * 20)} ${at(from + 5, ground)}`;
   const share = Math.abs(row - key) / Math.max(1, Math.min(middles.length - 1, 16));
-  const height = rise * (16 + (HEIGHT_OF_ARCS - 24) * Math.min(1, Math.sqrt(share)));
+  const height = rise * (16 + (DEPTH - 24) * Math.min(1, Math.sqrt(share))) * 1.3;
   const reach = (to - from) * 0.15;
-  return `M${from},${ground} C${from + reach},${ground + height * 1.3} ${to - reach},${ground + height * 1.3} ${to},${ground}`;
+  return `M${at(from, ground)} C${at(from + reach, ground + height)} ${at(to - reach, ground + height)} ${at(to, ground)}`;
 }
 
 /**

@@ -2,7 +2,7 @@
 import { make, table } from "./dom.js";
 import { loadPlotly } from "./library.js";
 import { shown } from "./numbers.js";
-import { isPrinting, onThemeChange } from "./theme.js";
+import { isDark, isPrinting, onThemeChange } from "./theme.js";
 
 const NEAR = "600px 0px";
 const TABLE_ROWS = 40;
@@ -154,6 +154,7 @@ function css(name) {
 
 /** @param {any} trace */
 function coloured(trace) {
+  if (trace.type === "heatmap") return isDark() ? { ...trace, colorscale: trace.meta.dark } : trace;
   return trace.meta ? { ...trace, line: { ...trace.line, color: css(`--run-${trace.meta.run}`) } } : trace;
 }
 

@@ -11,6 +11,7 @@ const OF_LIBRARY = /** @type {Record<string, string>} */ ({
   "elemmul-prior": "elemmul-prior",
   none: "none",
 });
+const RANGES = [1, 4, 16];
 const WITH_STRENGTH = ["potts", "listing"];
 
 /**
@@ -52,7 +53,7 @@ export class Controls {
   constructor(change) {
     this.change = change;
     /** @type {import("./types.js").Setting} */
-    this.setting = { factor: "potts", strength: 1, steps: 1, damping: 0 };
+    this.setting = { factor: "potts", strength: 0.5, steps: 1, damping: 0 };
     onInput("factor", (factor) => this.set({ ...this.setting, factor }));
     for (const name of ["strength", "steps", "damping"])
       onInput(name, (value) => this.set({ ...this.setting, [name]: Number(value) }));
@@ -60,6 +61,13 @@ export class Controls {
     exact.addEventListener("change", () => {
       const strength = Math.max(exact.min, Math.min(exact.max, Number(exact.value) || 0));
       this.set({ ...this.setting, strength });
+    });
+    /** The slider goes from minus this to this, and grows with what is asked for. */
+    this.range = RANGES[0];
+    onInput("strength-range", (value) => {
+      const { strength } = this.setting;
+      this.range = Number(value);
+      this.set({ ...this.setting, strength: Math.max(-this.range, Math.min(this.range, strength)) });
     });
     this.arrange();
   }
@@ -75,8 +83,14 @@ export class Controls {
   arrange() {
     const { factor, strength, steps } = this.setting;
     const hasStrength = WITH_STRENGTH.includes(factor);
+    const slider = byId("strength");
+    this.range = Math.max(this.range, RANGES.find((most) => Math.abs(strength) <= most) ?? 16);
+    [slider.min, slider.max] = [String(-this.range), String(this.range)];
+    byId("strength-range").value = String(this.range);
+    const [low, high] = document.querySelectorAll(".range-ends > span");
+    [low.textContent, high.textContent] = [`−${this.range} low`, `high ${this.range}`];
     for (const [name, value] of Object.entries(this.setting)) byId(name).value = String(value);
-    byId("strength-exact").value = String(strength);
+    byId("strength-exact").value = String(Number(strength.toFixed(4)));
     for (const output of document.querySelectorAll("#explorer output"))
       output.textContent = byId(output.getAttribute("for") ?? "").value;
     byId("strength").disabled = byId("strength-exact").disabled = !hasStrength;

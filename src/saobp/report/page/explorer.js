@@ -1,5 +1,7 @@
 /** The explorer: a sentence, a layer, a head; its attention, and the same attention refined. */
+import { readView, viewAddress } from "./address.js";
 import { arcView } from "./arcs.js";
+import { mostChanged, placeOfLargest, rowChanges } from "./changes.js";
 import { Controls, ownSetting, settingWords } from "./controls.js";
 import { byId, fillList, make, onInput, table } from "./dom.js";
 import { mapView } from "./map.js";
@@ -11,17 +13,25 @@ import { priorOf, refine } from "./refinement.js";
 import { decodeHead } from "./scores.js";
 import { uniformMap } from "./statistics.js";
 import { onThemeChange } from "./theme.js";
+import { Thumbnails } from "./thumbnails.js";
 
 const ROW_ENTRIES = 40;
+const FACTORS = ["potts", "listing", "elemmul", "elemmul-prior", "none"];
 
 /** Holds the selection and updates every view, at most once a frame. */
 export class ExplorerView {
   /** @param {import("./types.js").PageData} data */
   constructor(data) {
     this.data = data;
-    this.model = this.sentence = this.layer = this.head = 0;
-    /** @type {number | null} */
-    this.token = null;
+    this.model = Math.max(
+      0,
+      data.explorers.findIndex((explorer) => explorer.refinement !== null),
+    );
+    this.sentence = this.layer = this.head = 0;
+    /** @type {number | null | "most"}  most: the token whose row changes most, chosen when it is known */
+    this.token = "most";
+    this.isOwn = false;
+    this.hasShown = false;
     this.from = this.to = 0;
     this.second = "refined";
     this.length = 0;
@@ -33,6 +43,7 @@ export class ExplorerView {
     this.difference = null;
     this.readout = /** @type {HTMLElement} */ (document.querySelector(".explorer .readout"));
     this.controls = new Controls(() => {
+      this.isOwn = false;
       this.isNewSetting = true;
       this.schedule();
     });
@@ -48,13 +59,99 @@ export class ExplorerView {
       this.schedule();
     });
     this.numbers = headNumbers(data);
-    this.overview = new Overview(data, (layer, head) => {
+    const choose = (/** @type {number} */ layer, /** @type {number} */ head) => {
       [this.layer, this.head] = [layer, head];
       this.chooseHead();
+    };
+    this.thumbnails = new Thumbnails(choose);
+    this.overview = new Overview(data, choose, (changes) => this.thumbnails.mark(changes));
+    onThemeChange(() => {
+      if (this.length) this.paint();
+      this.thumbnails.paint();
     });
-    onThemeChange(() => this.length && this.paint());
     this.listen();
     this.chooseModel();
+    this.chooseMostChanged();
+    addEventListener("hashchange", () => this.follow(readView(location.hash)));
+    if (this.follow(readView(location.hash))) byId("explorer").scrollIntoView();
+  }
+
+  /** Open the head that changes most, by the model's own refinement if it has one. */
+  chooseMostChanged() {
+    const { explorer, controls } = this;
+    const settingOf = (/** @type {number} */ layer, /** @type {number} */ head) =>
+      (explorer.refinement && ownSetting(explorer, layer, head)) || controls.setting;
+    const best = mostChanged(explorer, this.shownSentence, settingOf);
+    if (best) [this.layer, this.head] = best;
+    this.chooseHead();
+  }
+
+  /**
+   * Show what an address asks for, as far as the page has it.
+   * @param {import("./address.js").View | null} view
+   * @returns {boolean}  whether it asked for anything
+   */
+  follow(view) {
+    if (view === null) return false;
+    const model = this.data.explorers.findIndex(({ run }) => run === view.model);
+    if (model >= 0 && model !== this.model) {
+      this.model = model;
+      this.chooseModel();
+    }
+    if (view.sentence !== undefined && view.sentence < this.explorer.sentences.length) {
+      this.sentence = view.sentence;
+      this.chooseSentence();
+    }
+    [this.layer, this.head] = [view.layer ?? this.layer, view.head ?? this.head];
+    this.chooseHead();
+    const { setting } = this.controls;
+    const asked = {
+      factor: FACTORS.includes(view.factor ?? "") ? String(view.factor) : "potts",
+      strength: Math.max(-16, Math.min(16, view.lambda ?? setting.strength)),
+      steps: Math.max(1, Math.min(8, view.steps ?? 1)),
+      damping: Math.max(0, Math.min(0.95, view.damping ?? 0)),
+    };
+    if (view.factor !== undefined || view.lambda !== undefined) this.controls.set(asked);
+    if (view.token === "all") this.token = null;
+    else if (view.token !== undefined && view.token < this.shownSentence.tokens.length) this.token = view.token;
+    this.second = view.map === "difference" ? "difference" : "refined";
+    byId("second").value = this.second;
+    this.schedule();
+    return true;
+  }
+
+  /** Write what is shown into the address. */
+  tellAddress() {
+    const { factor, strength, steps, damping } = this.controls.setting;
+    const view = {
+      model: this.data.explorers.length > 1 ? this.explorer.run : undefined,
+      sentence: this.sentence,
+      layer: this.layer,
+      head: this.head,
+      lambda: Number(strength.toFixed(4)),
+      token: this.token === null || this.token === "most" ? /** @type {const} */ ("all") : this.token,
+      factor,
+      steps,
+      damping,
+      map: this.second,
+    };
+    history.replaceState(null, "", viewAddress(view));
+  }
+
+  /**
+   * @param {string} run
+   * @param {number} layer
+   * @param {number} head
+   */
+  openHead(run, layer, head) {
+    const model = this.data.explorers.findIndex((explorer) => explorer.run === run);
+    if (model >= 0 && model !== this.model) {
+      this.model = model;
+      this.chooseModel();
+    }
+    [this.layer, this.head] = [layer, head];
+    this.chooseHead();
+    byId("explorer").scrollIntoView();
   }
 
   listen() {
@@ -95,6 +192,7 @@ export class ExplorerView {
   /** Show another model, initially with its own refinement. */
   chooseModel() {
     const { sentences, refinement, left_out: left } = this.explorer;
+    this.isOwn = false;
     this.sentence = Math.min(this.sentence, sentences.length - 1);
     this.chooseSentence();
     if (refinement !== null) this.useOwn();
@@ -103,7 +201,7 @@ export class ExplorerView {
 
   chooseSentence() {
     const { tokens } = this.shownSentence;
-    this.token = null;
+    this.token = "most";
     [this.from, this.to] = [tokens.length - 1, 0];
     this.arcs.setTokens(tokens);
     this.paths.setTokens(tokens);
@@ -119,6 +217,7 @@ export class ExplorerView {
     if (!scores[this.layer][this.head]) this.head = scores[this.layer].findIndex(isThere);
     this.isNewHead = true;
     this.fillLists();
+    if (this.isOwn) this.useOwn();
     this.schedule();
   }
 
@@ -146,8 +245,10 @@ export class ExplorerView {
 
   useOwn() {
     const own = ownSetting(this.explorer, this.layer, this.head);
-    if (own) this.controls.set(own);
-    else
+    if (own) {
+      this.controls.set(own);
+      this.isOwn = true;
+    } else
       this.readout.textContent = `The model's factor ${this.explorer.refinement?.factor} is not one that this page can compute.`;
   }
 
@@ -192,7 +293,7 @@ export class ExplorerView {
       this.refined = refine(this.prior, setting);
       this.difference = null;
       const { rows, logs } = this.prior;
-      const name = `Layer ${layer}, head ${head} (entropies in nats)`;
+      const name = `Layer ${layer}, head ${head} on this sentence`;
       this.numbers.update(
         name,
         rows,
@@ -204,7 +305,11 @@ export class ExplorerView {
       this.overview.update({ explorer, sentence, setting, chosen: [layer, head] }, isNewSetting);
     }
     this.isNewHead = this.isNewSetting = false;
+    if (this.token === "most") this.token = placeOfLargest(rowChanges(this.prior.rows, this.refined, this.length));
+    this.thumbnails.update(sentence, [layer, head]);
     this.paint();
+    if (this.hasShown) this.tellAddress();
+    this.hasShown = true;
   }
 
   paint() {
@@ -218,14 +323,14 @@ export class ExplorerView {
     } else {
       this.maps[1].show(`Refined: ${settingWords(this.controls.setting)}`, this.refined, tokens, most, false);
     }
-    this.arcs.show(rows, this.refined, this.token);
+    this.arcs.show(rows, this.refined, this.token === "most" ? null : this.token);
     this.paths.show(rows, this.refined, this.from, this.to);
     byId("weights").replaceChildren(this.weights(tokens));
   }
 
   /** @param {string[]} tokens */
   weights(tokens) {
-    const row = this.token ?? this.from;
+    const row = typeof this.token === "number" ? this.token : this.from;
     const at = (/** @type {Float64Array} */ rows, /** @type {number} */ key) => rows[row * this.length + key];
     const keys = tokens
       .map((_, key) => key)

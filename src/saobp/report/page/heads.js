@@ -5,11 +5,14 @@ import { mean } from "./numbers.js";
 
 const NUMBERS_UP_TO = 16;
 
-/** @param {import("./types.js").PageData} data */
-export function startHeads(data) {
+/**
+ * @param {import("./types.js").PageData} data
+ * @param {(run: string, layer: number, head: number) => void} open  told which head is pressed
+ */
+export function startHeads(data, open) {
   const { heads } = data;
   if (!heads) return;
-  const maps = heads.runs.map((_, index) => new Chart(`map-${index}`));
+  const maps = heads.runs.map((run, index) => new Chart(`map-${index}`, (layer, head) => open(run.name, layer, head)));
   const layers = heads.layers && new Chart("layers");
   const across = heads.across && new Chart("across");
   const said = byId("head-step-said");
@@ -42,6 +45,8 @@ export function startHeads(data) {
     layers?.show(filled(heads.layers?.[statistic], moments, means));
     across?.show(filled(heads.across, moments, (moment) => moment.across));
     across?.element.toggleAttribute("hidden", statistic !== "gtd");
+    const title = heads.titles[statistic].replace(/ \(.*/, "");
+    byId("head-meaning").textContent = data.terms[title] ?? data.terms[title.replace(/.* /, "")] ?? "";
     if (said) said.textContent = step.toLocaleString("en");
   };
   onInput("head-statistic", (value) => {
@@ -69,9 +74,26 @@ export function heatMap(scale, z, words, marks) {
     ...scale,
     z,
     customdata: words,
-    text: words.map((row) => row.map((word) => marks[word] ?? "")),
-    ...(hasRoom ? { texttemplate: "%{z:.2f}%{text}" } : { texttemplate: "%{text}", xgap: 1, ygap: 1 }),
+    text: words.map((row, layer) =>
+      row.map((word, head) => `${hasRoom ? cellText(z[layer][head], scale.meta.limits) : ""}${marks[word] ?? ""}`),
+    ),
+    texttemplate: "%{text}",
+    ...(hasRoom ? {} : { xgap: 1, ygap: 1 }),
   };
+}
+
+/**
+ * Two digits, or more where rounding would put the number on the other side of a limit.
+ * @param {number | null} value
+ * @param {number[]} limits
+ * @returns {string}
+ */
+export function cellText(value, limits) {
+  if (value === null) return "";
+  const isMoved = (/** @type {number} */ digits) =>
+    limits.some((limit) => Math.sign(value - limit) * Math.sign(Number(value.toFixed(digits)) - limit) < 1 && value !== limit);
+  const digits = [2, 3, 4, 5, 6].find((own) => !isMoved(own)) ?? 6;
+  return value.toFixed(digits);
 }
 
 /**
@@ -100,10 +122,10 @@ function filled(figure, moments, path) {
  * @param {string[]} words
  * @param {import("./types.js").PageData} data
  */
-function counts(words, { verdicts, meanings, marks }) {
+function counts(words, { verdicts, terms, marks }) {
   return verdicts.flatMap((word) => {
     const number = words.filter((own) => own === word).length;
     const text = `${number} ${word} ${marks[word] ?? ""}`.trim();
-    return number ? [make("span", { class: `tag ${word}`, title: meanings[word] }, text), " "] : [];
+    return number ? [make("span", { class: `tag ${word}`, tabindex: 0, "data-tip": terms[word] }, text), " "] : [];
   });
 }

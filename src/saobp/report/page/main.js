@@ -4,12 +4,17 @@ import { startCurves } from "./curves.js";
 import { byId } from "./dom.js";
 import { ExplorerView } from "./explorer.js";
 import { startHeads } from "./heads.js";
+import { startIdea } from "./idea.js";
 import { startLive } from "./live.js";
+import { startTerms } from "./terms.js";
 import { startTheme } from "./theme.js";
 
-/** @param {import("./types.js").PageData} data */
+/**
+ * @param {import("./types.js").PageData} data
+ * @returns {(run: string, layer: number, head: number) => void}  opens a head of a run
+ */
 function startExplorer(data) {
-  if (!byId("explorer")) return;
+  if (!byId("explorer")) return () => {};
   /** @type {ExplorerView | null} */
   let view = null;
   const open = () => {
@@ -26,12 +31,14 @@ function startExplorer(data) {
       open();
     }
   });
+  return (run, layer, head) => view?.openHead(run, layer, head);
 }
 
 const page = /** @type {import("./types.js").PageData} */ (JSON.parse(byId("data").textContent));
 startTheme();
+startTerms(page.terms);
+startIdea();
 startCurves(page.curves);
-startHeads(page);
-startExplorer(page);
+startHeads(page, startExplorer(page));
 document.documentElement.dataset.ready = "true";
 startCharts();

@@ -3,6 +3,7 @@ import { Background } from "./background.js";
 import { make, table } from "./dom.js";
 import { shown, signed } from "./numbers.js";
 import { finished, measuring, verdictOf } from "./statistics.js";
+import { term } from "./terms.js";
 
 const AT_ONCE_UP_TO = 96;
 const STATISTIC_NAMES = /** @type {[import("./types.js").Statistic, string][]} */ ([
@@ -26,14 +27,14 @@ export function headNumbers(data) {
    */
   const show = (old, now, uniform) => {
     const rows = STATISTIC_NAMES.map(([name, words]) => [
-      words,
+      term(words),
       number(name, "before", old[name]),
       number(name, "after", now[name]),
       signed(now[name] - old[name]),
     ]);
     const verdicts = [old, now].map((numbers) => {
       const word = verdictOf(numbers, uniform, data.limits);
-      return make("span", { class: `tag ${word}`, title: data.meanings[word] }, word);
+      return make("span", { class: `tag ${word}`, tabindex: 0, "data-tip": data.terms[word] }, word);
     });
     const columns = ["", "softmax", "refined", "change"];
     body.replaceChildren(table("Statistics of this head", columns, [...rows, ["verdict", ...verdicts, ""]]));

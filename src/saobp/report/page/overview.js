@@ -1,5 +1,6 @@
 /** Statistics of all heads for the selected sentence and refinement, computed in the background. */
 import { Background } from "./background.js";
+import { headChange } from "./changes.js";
 import { Chart } from "./charts.js";
 import { byId } from "./dom.js";
 import { heatMap } from "./heads.js";
@@ -19,7 +20,7 @@ const ABOUT_INPUTS =
  * @property {import("./types.js").Setting} setting
  * @property {[number, number]} chosen  layer and head
  *
- * @typedef {{ gtd: number, verdict: string }} Measured
+ * @typedef {{ gtd: number, verdict: string, change: number }} Measured
  * @typedef {(Measured | null)[][]} MeasuredGrid  null where a head's scores are not in the page
  */
 
@@ -28,9 +29,11 @@ export class Overview {
   /**
    * @param {import("./types.js").PageData} data
    * @param {(layer: number, head: number) => void} choose
+   * @param {(changes: (number | null)[][]) => void} mark  told how far each head is moved
    */
-  constructor(data, choose) {
+  constructor(data, choose, mark) {
     this.data = data;
+    this.mark = mark;
     this.chart = new Chart("overview", choose);
     this.words = this.chart.part(".note");
     this.start = byId("measure");
@@ -75,6 +78,7 @@ export class Overview {
     const plain = this.plain.get(sentence) ?? (yield* this.measured(explorer, sentence, PLAIN));
     this.plain.set(sentence, plain);
     this.refined = setting.factor === "none" ? plain : yield* this.measured(explorer, sentence, setting);
+    this.mark(this.refined.map((row) => row.map((one) => one?.change ?? null)));
     this.paint();
   }
 
@@ -92,9 +96,10 @@ export class Overview {
       for (const [place, head] of heads.entries()) {
         if (head === null) continue;
         const prior = priorOf(decodeHead(head, length), length, explorer.in_order[layer]);
-        const numbers = yield* measuring(refine(prior, setting), length, limits.beta);
+        const rows = refine(prior, setting);
+        const numbers = yield* measuring(rows, length, limits.beta);
         const verdict = verdictOf(numbers, uniformMap(prior.logs, length, limits.beta), limits);
-        grid[layer][place] = { gtd: numbers.gtd, verdict };
+        grid[layer][place] = { gtd: numbers.gtd, verdict, change: headChange(prior.rows, rows, length) };
         yield;
       }
     }

@@ -13,6 +13,7 @@
  * @property {any} layout
  * @property {Record<string, (number | null)[][]>} [x]  coordinates of each line on other axes
  * @property {boolean} [isLog]
+ * @property {boolean} [isFolded]
  *
  * @typedef {object} Moment  all heads at a moment of training
  * @property {number | null} step
@@ -59,7 +60,7 @@
  * @property {Explorer[]} explorers
  * @property {string[]} verdicts
  * @property {Record<string, string>} marks
- * @property {Record<string, string>} meanings
+ * @property {Record<string, string>} terms  explained, verdicts among them
  * @property {Limits} limits
  *
  * @typedef {object} Setting  how rows are refined
