@@ -113,7 +113,7 @@ def adapted(command: Command, number: int) -> Command:
     if words[:2] == ["saobp", "evaluate"] and "--limit" not in text:
         text += " --limit 4 --positions 16"
     if words[:2] == ["saobp", "report"]:
-        text += f" --out page-{number}"
+        text += f" --out figures-{number}" if "--format" in text else f" --out page-{number}.html"
     if words[:2] == ["saobp", "explore"]:
         text += " --no-browser"
     if words[:3] == ["saobp", "bench", "cpu"]:
@@ -142,8 +142,9 @@ def prepare(folder: Path, environment: dict[str, str]) -> None:
     from saobp.lab.synthetic_tasks import SYNTHETIC, write_synthetic_data
 
     data = write_synthetic_data(folder / "data")
-    words = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    (folder / "books.txt").write_text("\n\n".join([words] * 4), encoding="utf-8")
+    words = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split()
+    paragraphs = [" ".join(words[start : start + 40]) for start in range(0, len(words), 40)]
+    (folder / "books.txt").write_text("\n\n".join(paragraphs * 4), encoding="utf-8")
     for name in ("wikipedia_en", "gutenberg_books", "imdb_reviews"):
         (data / name).symlink_to((data / SYNTHETIC).resolve(), target_is_directory=True)
     (data / "tokenizers").mkdir(exist_ok=True)

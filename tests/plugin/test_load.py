@@ -146,3 +146,14 @@ def test_a_checkpoint_without_its_strengths_is_refused(learned):
 def test_loading_info_is_refused(learned):
     with pytest.raises(ValueError, match="output_loading_info"):
         saobp.load(learned[1], AutoModelForMaskedLM, output_loading_info=True)
+
+
+def test_the_class_is_found_from_the_config(learned, tmp_path):
+    model, path = learned
+    loaded = saobp.load(path)
+    assert type(loaded) is BertForMaskedLM
+    torch.testing.assert_close(logits(loaded, tiny_batch()), logits(model, tiny_batch()))
+    model.config.architectures = None
+    model.config.save_pretrained(tmp_path / "nameless")
+    with pytest.raises(ValueError, match="names no class, which Transformers does not have: give a class"):
+        saobp.load(tmp_path / "nameless")

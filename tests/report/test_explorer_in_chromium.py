@@ -41,7 +41,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 @pytest.fixture(scope="module")
 def tab(chromium: Any, written: tuple[Path, Any]) -> Iterator[Opened]:
     context = chromium.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(5_000)
+    context.set_default_timeout(20_000)
     opened = Opened(context.new_page())
     opened.open(written[0].as_uri())
     yield opened

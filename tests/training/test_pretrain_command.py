@@ -256,3 +256,11 @@ assert not hasattr(saobp, "nothing")
     source = str(Path(saobp.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+def test_a_tokenizer_beside_the_tokens_is_taken_before_the_hub(folder: Path) -> None:
+    small_tokenizer("bert").save_pretrained("tokens/tokenizer-bert")
+    result = run(*QUICK, "--corpus", "prose.txt", "--tokenizer", "bert", "--out", "run")
+    assert result.exit_code == 0, result.output
+    saved = json.loads((folder / "run" / "model" / "tokenizer.json").read_text())
+    assert saved["model"]["vocab"] == small_tokenizer("bert").get_vocab()

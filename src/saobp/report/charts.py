@@ -79,7 +79,7 @@ def title_of(statistic: str) -> str:
 def strength_title(runs: Sequence[Run]) -> str:
     """Name of the strengths of some runs: learned, fixed, or both."""
     refined = {run.is_learned for run in runs if any(snapshot.strengths for snapshot in run.health)}
-    kind = {(True,): "learned ", (False,): "fixed "}.get(tuple(refined), "")
+    kind = "" if len(refined) != 1 else "learned " if True in refined else "fixed "
     return f"{kind}{title_of(STRENGTHS)}"
 
 

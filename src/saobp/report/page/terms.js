@@ -45,9 +45,11 @@ export function startTerms(terms) {
   };
   for (const name of ["pointerover", "focusin"]) document.addEventListener(name, show);
   for (const name of ["pointerout", "focusout"]) document.addEventListener(name, hide);
+  /** The bubble of a focused term moves with it, unless Escape has closed it. */
   const scrolled = () => {
+    const isOpen = !bubble.hidden;
     hide();
-    explain(document.activeElement?.closest(".term"));
+    if (isOpen) explain(document.activeElement?.closest(".term"));
   };
   addEventListener("scroll", scrolled, { passive: true });
   addEventListener("keydown", (event) => event.key === "Escape" && hide());
