@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import html
+import itertools
 import json
 import math
 import shutil
@@ -11,12 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaModel
+from transformers import MambaConfig, MambaModel, MPNetConfig, MPNetModel
 from typer.testing import CliRunner, Result
 
 import saobp
+from saobp import metrics
 from saobp.cli import app
+from saobp.metrics.diagnosis.diagnose import diagnose
 from saobp.metrics.diagnosis.example_model import example_model, planted_model
+from saobp.metrics.diagnosis.head_kinds import (
+    IN_TEXT,
+    ON_REPETITION,
+    kind_of,
+    repetition_targets,
+    shares,
+    text_targets,
+)
 from saobp.metrics.diagnosis.loading import load_model
 from saobp.storage.manifest import write_manifest
 from saobp.testing.tiny_models import tiny_model
@@ -167,7 +178,6 @@ def test_wrong_input_gets_one_clear_sentence(folders: dict[str, Path], text: Pat
     bert = folders["bert"]
     cases = [
         ((folders["mamba"], "--text", text), "attention registry"),
-        ((bert, "--text", long), "a text has 90 tokens but the model takes 64: pass length=64"),
         ((bert, "--text", empty), "holds no text"),
         ((bert, "--text", binary), "is not text in UTF-8"),
         ((bert, "--text", tmp_path / "none.txt"), "there is no file"),
@@ -188,8 +198,108 @@ def test_wrong_input_gets_one_clear_sentence(folders: dict[str, Path], text: Pat
         assert "Traceback" not in shown.output
         assert len(shown.output.strip().splitlines()) == 1, shown.output
     assert not (tmp_path / "out").exists()
-    cut = run(bert, "--text", long, "--length", 64, "--out", tmp_path / "out")
-    assert cut.exit_code == 0, cut.output
+
+
+def test_what_is_cut_or_left_out_and_the_time_are_said(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(step=1000)
+    monkeypatch.setattr("saobp.metrics.diagnosis.diagnose.monotonic", lambda: next(clock))
+    texts = tmp_path / "long.txt"
+    texts.write_text("word " * 90 + "\n\nsome words\n\none")
+    shown = run(folders["bert"], "--text", texts, "--out", tmp_path / "out")
+    assert shown.exit_code == 0, shown.output
+    assert "1 of 3 texts are cut to 64 tokens, the most that" in shown.output
+    assert "1 of 3 texts have fewer than two tokens and are left out" in shown.output
+    assert "measuring 2 texts, 66 tokens: about 6 s" in shown.output  # 1000 s for 64 tokens
+    (record,) = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    assert (record["texts"], record["tokens"]) == (2, 66)
+    quiet = run(folders["bert"], "--text", texts, "--length", 64, "--out", tmp_path / "out")
+    assert quiet.exit_code == 0
+    assert "are cut" not in quiet.output
+
+
+def test_a_tokenizer_without_padding_token_changes_nothing() -> None:
+    model, tokenizer = tiny_model("gpt2"), example_model()[1]
+    texts, notes = ["one text of words", "two words"], []
+    records = []
+    for token in ("[PAD]", None):
+        tokenizer.pad_token = token
+        records.append(diagnose(model, tokenizer, texts, statistics=["gtd"], note=notes.append).to_dict())
+    padded, filled = ([head["gtd"] for head in one["heads"]] for one in records)
+    assert padded == filled
+    assert sum("the tokenizer has no padding token" in one for one in notes) == 1
+
+
+def test_a_model_and_a_tokenizer_that_do_not_belong_together() -> None:
+    tokenizer = example_model()[1]
+    tokenizer.add_tokens([f"word{number}" for number in range(400)])
+    with pytest.raises(ValueError, match=r"the tokenizer gives token \d+, but model knows \d+"):
+        diagnose(tiny_model("bert"), tokenizer, ["word399 word3"], statistics=["gtd"])
+    for nothing in ([], [""], ["one"]):
+        with pytest.raises(ValueError, match="no more than a token each"):
+            diagnose(tiny_model("bert"), example_model()[1], nothing, statistics=["gtd"])
+
+
+def test_planted_heads_get_their_kinds(tmp_path: Path) -> None:
+    shown = run("--example", "--out", tmp_path / "out")
+    assert "1 first token 0.2; 1 previous token 0.3; 1 self 0.1" in shown.output, shown.output
+    (record,) = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    kinds = [head["kind"] for head in record["heads"]]
+    assert kinds == [None, "self", "first token", "previous token", None]
+    assert record["heads"][3]["share_previous_token"] > 0.95
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_planted_maps_get_their_kinds(causal: bool) -> None:
+    ids = torch.tensor([9, 5, 3, 7, 4, 3, 8, 6, 2, 5, 4, 3])
+    places = torch.arange(12)
+    looks_at = {
+        "first token": torch.zeros(12, dtype=torch.long),
+        "previous token": (places - 1).clamp(min=0),
+        "self": places,
+        "delimiter": torch.tensor([0, 0, 1, 2, 2, 2, 5, 5, 5, 5, 5, 5] if causal else [2] * 12),
+    }
+    if not causal:
+        looks_at["next token"] = (places + 1).clamp(max=11)
+    targets = text_targets(ids, torch.tensor([3]), causal=causal)
+    for kind, columns in looks_at.items():
+        rows = torch.nn.functional.one_hot(columns, 12).float()
+        found = dict(zip(IN_TEXT, shares(rows, targets, causal=causal).tolist(), strict=True))
+        assert kind_of(found) == kind, found
+    even = torch.ones(12, 12).tril() if causal else torch.ones(12, 12)
+    found = shares(even / even.sum(-1, keepdim=True), targets, causal=causal)
+    assert found.max() < 1e-6
+    twice = repetition_targets(13, 6)
+    for kind, back in (("duplicate token", 6), ("induction", 5)):
+        rows = torch.nn.functional.one_hot((torch.arange(13) - back).clamp(min=0), 13).float()
+        found = dict(zip(ON_REPETITION, shares(rows, twice, causal=causal).tolist(), strict=True))
+        assert kind_of({"first token": 0.99, **found}) == kind
+
+
+def test_a_model_outside_the_registry_is_measured_by_the_maps_it_returns() -> None:
+    config = MPNetConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8
+    )
+    torch.manual_seed(0)
+    model, tokenizer = MPNetModel(config).eval(), example_model()[1]
+    texts = ["some words of a text", "a second text"]
+    names = ["gtd", "attention_entropy", "sink_mass", "cross_layer_gtd"]
+    found = diagnose(model, tokenizer, texts, statistics=names)
+    with torch.no_grad():
+        maps = [
+            model(
+                **tokenizer(text, return_tensors="pt", return_token_type_ids=False), output_attentions=True
+            ).attentions
+            for text in texts
+        ]
+    for head in found.heads:
+        expected = [float(metrics.gtd(own[head.layer])[0, head.head]) for own in maps]
+        assert head.values["gtd"] == pytest.approx(sum(expected) / 2, abs=1e-6)
+    across = [float(metrics.cross_layer_gtd(own)) for own in maps]
+    assert found.across_layers == {1: pytest.approx(sum(across) / 2, abs=1e-6)}
+    with pytest.raises(ValueError, match=r"attention registry.*whole maps"):
+        diagnose(model, tokenizer, texts, statistics=["gtd"], method="sampled")
 
 
 @pytest.mark.parametrize("method", ["exact", "sampled"])

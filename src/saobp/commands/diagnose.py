@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from saobp.metrics.diagnosis.diagnose import Diagnosis
+    from saobp.metrics.diagnosis.head_kinds import Kind
     from saobp.metrics.health.head_health import HeadHealth
     from saobp.metrics.health.verdicts import Verdict
 
 HEADS_PER_TABLE = 8
+NAMED_HEADS = 5
 EXPLANATION = """\
 [bold]saobp diagnose[/] measures every attention head of a model on your texts
 and says which collapse.
@@ -148,6 +150,7 @@ def _diagnoses(
                     length=length,
                     batch_size=batch_size,
                     progress=advance,
+                    note=note,
                 )
             )
             if len(found) == 1:
@@ -187,7 +190,9 @@ def _explorer(
 
 
 def show(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
-    """Print GTD by layer and head, marking collapsed heads, and their count."""
+    """Print GTD by layer and head, marking collapsed heads, their count, and heads of known kinds."""
+    from saobp.metrics.diagnosis.head_kinds import KINDS
+
     most = max(1 + head.head for diagnosis in diagnoses for head in diagnosis.heads)
     for first in range(0, most, HEADS_PER_TABLE):
         tables = [_table(diagnosis, first) for diagnosis in diagnoses]
@@ -201,6 +206,15 @@ def show(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
         heads = len(diagnosis.heads)
         words = f"{diagnosis.subject}: {heads} head{'s' if heads > 1 else ''}, {', '.join(counts)}"
         console.print(Text(words), soft_wrap=True)
+        known = [_in_words(kind, diagnosis.of_kind(kind)) for kind in KINDS if diagnosis.of_kind(kind)]
+        if known:
+            console.print(Text(f"known kinds (layer.head): {'; '.join(known)}"), soft_wrap=True)
+
+
+def _in_words(kind: Kind, heads: Sequence[HeadHealth]) -> str:
+    """``3 induction 5.1, 6.0, 9.2``, the clearest heads first."""
+    named = ", ".join(f"{head.layer}.{head.head}" for head in heads[:NAMED_HEADS])
+    return f"{len(heads)} {kind} {named}" + (", …" if len(heads) > NAMED_HEADS else "")
 
 
 def _table(diagnosis: Diagnosis, first: int) -> Table | None:

@@ -50,7 +50,6 @@ def exact_statistics(
     batch, count = heads.query.shape[:2]
     precision = torch.promote_types(heads.query.dtype, torch.float32)
     values = {name: heads.query.new_empty(batch, count, dtype=precision) for name in wanted}
-    needs_paths = "gtd" in wanted or "indirect_entropy" in wanted
     on_cpu = heads.query.device.type == "cpu"
     working = CPU_WORKING_BYTES if on_cpu else WORKING_BYTES
     for texts, own in _without_padding(heads):
@@ -58,22 +57,25 @@ def exact_statistics(
         for items, some in blocks(len(own.query), count, MAPS_HELD * 4 * length**2, working):
             maps = own.select(items, some).maps()
             place = slice(texts.start + items.start, texts.start + items.stop)
-            paths = (
-                indirect_paths(maps.rows, beta, hops, triangular=on_cpu and own.causal)
-                if needs_paths
-                else None
-            )
-            for name in wanted:
-                if name == "gtd":
-                    value = gtd_of(maps, paths=paths)
-                elif name == "indirect_entropy":
-                    value = indirect_entropy_of(maps, paths=paths)
-                else:
-                    value = WITHOUT_PATHS[name](maps)
+            found = map_statistics(maps, wanted, beta, hops, triangular=on_cpu and own.causal)
+            for name, value in found.items():
                 values[name][place, some] = value
             if see is not None:
                 see(place, maps.rows)
     return {name: exact_estimate(value) for name, value in values.items()}
+
+
+def map_statistics(
+    maps: Maps, wanted: tuple[str, ...], beta: float, hops: int, *, triangular: bool
+) -> dict[str, Tensor]:
+    """Each statistic of some maps; ``triangular`` says that all are causal."""
+    needs_paths = "gtd" in wanted or "indirect_entropy" in wanted
+    paths = indirect_paths(maps.rows, beta, hops, triangular=triangular) if needs_paths else None
+    with_paths: dict[str, Callable[[], Tensor]] = {
+        "gtd": lambda: gtd_of(maps, paths=paths),
+        "indirect_entropy": lambda: indirect_entropy_of(maps, paths=paths),
+    }
+    return {name: with_paths[name]() if name in with_paths else WITHOUT_PATHS[name](maps) for name in wanted}
 
 
 def _without_padding(heads: AttentionInputs) -> Iterator[tuple[slice, AttentionInputs]]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.metrics.attention_calls import inputs_of
-from saobp.metrics.diagnosis.diagnose import CHARACTERS_PER_TOKEN, check_weights, longest_text
+from saobp.metrics.diagnosis.diagnose import check_weights
+from saobp.metrics.diagnosis.text_batches import CHARACTERS_PER_TOKEN, longest_text
 from saobp.refinement import MAX_STRENGTH
 from saobp.report.quantized_scores import encode_head
 from saobp.runs.layout import EXPLORER

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from saobp.metrics.health.head_health import HeadHealth
+from saobp.metrics.diagnosis.head_kinds import (
+    IN_TEXT,
+    KINDS,
+    ON_REPETITION,
+    Kind,
+    delimiter_ids,
+    kind_of,
+    repeated_tokens,
+    repetition_targets,
+    shares,
+    text_targets,
+)
+from saobp.metrics.diagnosis.layer_maps import measure_returned_maps, see_layers, unreachable
+from saobp.metrics.diagnosis.text_batches import Note, batches, encode, longest_text, padding_id
+from saobp.metrics.health.head_health import HeadHealth, Health
 from saobp.metrics.health.recorder import probe
 from saobp.metrics.health.verdicts import Verdict
 
-CHARACTERS_PER_TOKEN = 32
-"""Upper bound on characters per token, so that long texts are cut before they are tokenised."""
+KIND_TEXTS, KIND_TOKENS = 8, 128
+"""Texts and tokens of each on which the kinds of heads are found."""
+WORTH_TELLING = 3.0
+"""Seconds from which the expected time is told."""
+GROWTH = 1.5
+"""Exponent by which the time of a text is taken to grow with its length: between products and maps."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,11 @@ class Diagnosis:
     def count(self, verdict: Verdict) -> int:
         return sum(head.verdict == verdict for head in self.heads)
 
+    def of_kind(self, kind: Kind) -> list[HeadHealth]:
+        """Heads of a kind, the clearest first."""
+        own = [head for head in self.heads if head.kind == kind]
+        return sorted(own, key=lambda head: -head.shares[kind])
+
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {
@@ -51,6 +76,7 @@ class Diagnosis:
             "tokens": self.tokens,
             "settings": self.settings,
             "cross_layer_gtd": {str(layer): value for layer, value in self.across_layers.items()},
+            "kinds": dict(Counter(head.kind for head in self.heads if head.kind)),
             "heads": [head.to_dict() for head in self.heads],
         }
 
@@ -66,21 +92,27 @@ def diagnose(
     length: int | None = None,
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda _: None,
+    note: Note = lambda _: None,
 ) -> Diagnosis:
-    """Run ``model`` on ``texts`` and measure every head; ``progress`` gets the number of texts done.
+    """Run ``model`` on ``texts``, measure every head and find its kind.
 
-    ``length`` cuts texts to so many tokens; without it a text longer than the model can take is an error.
+    ``length`` cuts texts to so many tokens; without it they are cut to what the model takes. ``progress``
+    gets the number of texts done, ``note`` sentences on what is cut or left out, and on the time it will
+    take. A model whose attention cannot be watched is measured by the maps that it returns.
     """
     check_weights(model, subject)
-    encoded = _encoded(model, tokenizer, texts, length)
-    device = next(model.parameters()).device
-    tokens = 0
+    encoded = encode(model, tokenizer, texts, length, subject, note)
     model.eval()
-    with torch.no_grad(), probe(model, statistics=statistics, method=method) as health:  # type: ignore[arg-type]
-        for batch in _batches(encoded, batch_size, _padding_id(tokenizer)):
-            model(**{name: part.to(device) for name, part in batch.items()})
-            tokens += int(batch["attention_mask"].sum())
-            progress(len(batch["input_ids"]))
+    device = next(model.parameters()).device
+    encoded = [one.to(device) for one in encoded]
+    found = head_shares(model, tokenizer, encoded)
+    timed = _Announced(encoded, progress, note)
+    if unreachable(model) is None:
+        health = _watched(model, tokenizer, encoded, statistics, method, batch_size, timed)
+    elif method == "sampled":
+        raise ValueError(f"{unreachable(model)} without whole maps: use method 'exact' or 'auto'")
+    else:
+        health = measure_returned_maps(model, encoded, statistics, timed)
     if not health:
         raise ValueError(
             f"{subject} ran without any self-attention over a whole text, so there is nothing to measure"
@@ -88,11 +120,11 @@ def diagnose(
     places = {name: place for place, name in enumerate(health.layers)}
     return Diagnosis(
         subject,
-        tuple(health.heads()),
+        tuple(_with_kind(head, found) for head in health.heads()),
         {places[name]: value for name, value in health.cross_layer_gtd().items()},
         health.statistics,
         len(encoded),
-        tokens,
+        sum(map(len, encoded)),
         {"method": method, "length": length, "batch_size": batch_size},
     )
 
@@ -104,50 +136,85 @@ def check_weights(model: nn.Module, subject: str) -> None:
             raise ValueError(f"the weights of {subject} hold NaN or infinite values, first in {name}")
 
 
-def longest_text(model: PreTrainedModel) -> int | None:
-    """Maximum length from the model's config; None if it does not say."""
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-    limit = getattr(model.config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
+def head_shares(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, encoded: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """Share of attention on each of KINDS, ``[heads, kinds]`` by layer: see :mod:`head_kinds`."""
+    some = [one[:KIND_TOKENS] for one in encoded[:: max(1, len(encoded) // KIND_TEXTS)]][:KIND_TEXTS]
+    delimiters = delimiter_ids(tokenizer, torch.cat(some).tolist())
+    in_text: dict[int, list[Tensor]] = {}
+    repeating: dict[int, Tensor] = {}
+    for ids in some:
+
+        def see(layer: int, rows: Tensor, ids: Tensor = ids) -> None:
+            causal = _is_causal(rows)
+            targets = text_targets(ids.cpu(), delimiters, causal=causal)
+            in_text.setdefault(layer, []).append(shares(rows, targets, causal=causal)[0])
+
+        see_layers(model, ids[None], see)
+    sequences, repeated = repeated_tokens(model, tokenizer, longest_text(model))
+    if repeated > 1:
+        targets = repetition_targets(sequences.shape[1], repeated)
+
+        def see_again(layer: int, rows: Tensor) -> None:
+            repeating[layer] = shares(rows, targets, causal=_is_causal(rows)).mean(0)
+
+        see_layers(model, sequences.to(some[0].device), see_again)
+    found = {}
+    for layer, values in in_text.items():
+        own = torch.stack(values).mean(0).cpu()
+        other = repeating[layer].cpu() if layer in repeating else own.new_zeros(len(own), len(ON_REPETITION))
+        found[layer] = torch.cat([own, other], -1)
+    assert len(IN_TEXT) + len(ON_REPETITION) == len(KINDS)
+    return found
 
 
-def _encoded(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int | None
-) -> list[Tensor]:
-    limit = longest_text(model)
-    if length is not None and (length < 2 or (limit is not None and length > limit)):
-        reach = "" if limit is None else f" and at most {limit}, the reach of the model"
-        raise ValueError(f"texts can be cut to at least 2 tokens{reach}, not to {length}")
-    if length is not None:
-        texts = [text[: CHARACTERS_PER_TOKEN * length] for text in texts]
-    ids = [
-        torch.tensor(tokenizer(text, truncation=length is not None, max_length=length)["input_ids"])
-        for text in texts
-    ]
-    kept = [one for one in ids if len(one) > 1]
-    if not kept:
-        raise ValueError("the texts hold no more than a token each, so there is no attention to look at")
-    longest = max(range(len(kept)), key=lambda place: len(kept[place]))
-    if limit is not None and len(kept[longest]) > limit:
-        raise ValueError(
-            f"a text has {len(kept[longest])} tokens but the model takes {limit}: pass length={limit} "
-            "(--length on the command line) to cut long texts"
-        )
-    return kept
+def _is_causal(rows: Tensor) -> bool:
+    return not bool(rows.triu(1).any())
 
 
-def _batches(encoded: list[Tensor], size: int, padding: int) -> Iterator[dict[str, Tensor]]:
-    for start in range(0, len(encoded), size):
-        part = encoded[start : start + size]
-        ids = nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=padding)
-        lengths = torch.tensor([len(one) for one in part])
-        yield {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
+def _with_kind(head: HeadHealth, found: dict[int, Tensor]) -> HeadHealth:
+    if head.layer not in found or head.head >= len(found[head.layer]):
+        return head
+    own = dict(zip(KINDS, found[head.layer][head.head].tolist(), strict=True))
+    return replace(head, kind=kind_of(own), shares=own)
 
 
-def _padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if isinstance(token, int):
-            return token
-    return 0
+def _watched(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    encoded: Sequence[Tensor],
+    statistics: Collection[str],
+    method: str,
+    batch_size: int,
+    progress: Callable[[int], object],
+) -> Health:
+    device = encoded[0].device
+    with torch.no_grad(), probe(model, statistics=statistics, method=method) as health:  # type: ignore[arg-type]
+        for batch in batches(encoded, batch_size, padding_id(tokenizer)):
+            model(**{name: part.to(device) for name, part in batch.items()})
+            progress(len(batch["input_ids"]))
+    return health
+
+
+class _Announced:
+    """Progress that tells the expected time after the first text, which is the longest."""
+
+    def __init__(self, encoded: Sequence[Tensor], progress: Callable[[int], object], note: Note) -> None:
+        self.lengths = [len(one) for one in encoded]
+        self.progress, self.note, self.start, self.told = progress, note, monotonic(), False
+
+    def __call__(self, more: int) -> None:
+        if not self.told and len(self.lengths) > 1:
+            longest = self.lengths[0]
+            rest = sum((length / longest) ** GROWTH for length in self.lengths[1:])
+            seconds = rest * (monotonic() - self.start)
+            if seconds >= WORTH_TELLING:
+                count, tokens = len(self.lengths), sum(self.lengths)
+                self.note(f"measuring {count} texts, {tokens:,} tokens: about {_time(seconds)}")
+        self.told = True
+        self.progress(more)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

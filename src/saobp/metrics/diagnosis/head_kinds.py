@@ -17,7 +17,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 IN_TEXT, ON_REPETITION = KINDS[:5], KINDS[5:]
 """Kinds found on the given texts, and those found on random tokens that repeat."""
 KIND_FROM = 0.4
-"""A head whose largest share reaches this has that kind."""
+"""A head whose largest share, beyond that of even rows, reaches this has that kind."""
 REPEATED, SEQUENCES = 50, 4
 """Random tokens that are repeated once, and the number of such sequences."""
 
@@ -72,14 +72,18 @@ def repetition_targets(length: int, repeated: int) -> Tensor:
     )
 
 
-def shares(rows: Tensor, targets: Tensor) -> Tensor:
-    """Shares ``[..., kinds]`` of maps ``[..., length, length]``."""
-    return rows.flatten(-2).to(targets.dtype) @ targets.flatten(1).T.to(rows.device)
+def shares(rows: Tensor, targets: Tensor, *, causal: bool) -> Tensor:
+    """Shares ``[..., kinds]`` of maps ``[..., length, length]``, on the way from even rows (0) to all (1)."""
+    even = torch.ones(rows.shape[-2:], dtype=rows.dtype, device=rows.device)
+    even = even.tril() if causal else even
+    weights = targets.flatten(1).T.to(rows)
+    expected = (even / even.sum(-1, keepdim=True)).flatten() @ weights
+    return ((rows.flatten(-2) @ weights - expected) / (1 - expected).clamp(min=1e-6)).clamp(min=0)
 
 
 def delimiter_ids(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> Tensor:
     """Those of ``ids`` that are special tokens, punctuation or line ends."""
-    special = set(tokenizer.all_special_ids)
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     return torch.tensor([one for one in sorted(set(ids)) if one in special or _is_mark(tokenizer, one)])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ CROSS_LAYER = "cross_layer_gtd"
 class HeadHealth:
     """One head: its layer (in order of execution) and module, its statistics with errors, and the verdict.
 
-    An error is that of the mean over all texts measured; with a single text it is the estimate's own.
+    An error is that of the mean over all texts measured; with a single text it is the estimate's own. A
+    diagnosis adds what the head looks at: its kind, if it has a known one, and the shares of attention.
     """
 
     layer: int
@@ -31,10 +32,13 @@ class HeadHealth:
     errors: dict[str, float]
     verdict: Verdict
     texts: int
+    kind: str | None = None
+    shares: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Flat and ready for JSON or a table."""
         errors = {f"{name}_error": value for name, value in self.errors.items()}
+        shares = {f"share_{name.replace(' ', '_')}": value for name, value in self.shares.items()}
         return {
             "layer": self.layer,
             "name": self.name,
@@ -43,6 +47,7 @@ class HeadHealth:
             "texts": self.texts,
             **self.values,
             **errors,
+            **({"kind": self.kind, **shares} if shares else {}),
         }
 
 

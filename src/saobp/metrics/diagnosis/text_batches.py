@@ -1,0 +1,92 @@
+"""Texts as batches of token ids for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CHARACTERS_PER_TOKEN = 32
+"""Upper bound on characters per token, so that long texts are cut before they are tokenised."""
+
+Note = Callable[[str], object]
+"""Takes a sentence that a reader should know."""
+
+
+def longest_text(model: PreTrainedModel) -> int | None:
+    """Maximum length from the model's config; None if it does not say."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
+def encode(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    length: int | None,
+    subject: str,
+    note: Note,
+) -> list[Tensor]:
+    """Token ids of each text, the longest first, cut to ``length`` or to what the model takes."""
+    limit = longest_text(model)
+    if length is not None and (length < 2 or (limit is not None and length > limit)):
+        reach = "" if limit is None else f" and at most {limit}, the reach of the model"
+        raise ValueError(f"texts can be cut to at least 2 tokens{reach}, not to {length}")
+    room = limit if length is None else length
+    if room is not None:
+        texts = [text[: CHARACTERS_PER_TOKEN * (room + 1)] for text in texts]
+    ids = [_ids(tokenizer, text, None if room is None else room + 1) for text in texts]
+    if room is not None:
+        cut = sum(len(one) > room for one in ids)
+        if cut and length is None:
+            note(f"{cut} of {len(ids)} texts are cut to {room} tokens, the most that {subject} takes")
+        ids = [
+            one if len(one) <= room else _ids(tokenizer, text, room)
+            for text, one in zip(texts, ids, strict=True)
+        ]
+    kept = [one for one in ids if len(one) > 1]
+    if not kept:
+        raise ValueError("the texts hold no more than a token each, so there is no attention to look at")
+    if len(kept) < len(ids):
+        note(f"{len(ids) - len(kept)} of {len(ids)} texts have fewer than two tokens and are left out")
+    _check_vocabulary(model, kept, subject)
+    if tokenizer.pad_token_id is None and len({len(one) for one in kept}) > 1:
+        note("the tokenizer has no padding token: shorter texts are filled up with another and masked")
+    return sorted(kept, key=len, reverse=True)
+
+
+def batches(encoded: Sequence[Tensor], size: int, padding: int) -> Iterator[dict[str, Tensor]]:
+    """Model inputs of ``size`` texts at a time; the first, longest text comes alone, to tell the time by."""
+    for part in ([encoded[0:1]] if encoded else []) + [
+        encoded[start : start + size] for start in range(1, len(encoded), size)
+    ]:
+        ids = nn.utils.rnn.pad_sequence(list(part), batch_first=True, padding_value=padding)
+        lengths = torch.tensor([len(one) for one in part])
+        yield {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The padding token, or any other, since padding is masked."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(token, int):
+            return token
+    return 0
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, room: int | None) -> Tensor:
+    return torch.tensor(tokenizer(text, truncation=room is not None, max_length=room)["input_ids"])
+
+
+def _check_vocabulary(model: PreTrainedModel, encoded: Sequence[Tensor], subject: str) -> None:
+    embeddings: Any = model.get_input_embeddings()
+    size, largest = int(embeddings.weight.shape[0]), max(int(one.max()) for one in encoded)
+    if largest >= size:
+        raise ValueError(
+            f"the tokenizer gives token {largest}, but {subject} knows {size}: they do not belong together"
+        )
