@@ -31,7 +31,7 @@ def explore(
     from saobp.report.plotly_bundle import MissingPlotlyError
 
     try:
-        from saobp.metrics.diagnosis.diagnose import CHARACTERS_PER_TOKEN
+        from saobp.metrics.diagnosis.text_batches import CHARACTERS_PER_TOKEN
         from saobp.metrics.diagnosis.loading import EXAMPLE, load_model
         from saobp.refinement import Refinement
         from saobp.report.explorer import explorer_data
