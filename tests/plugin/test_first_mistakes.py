@@ -12,6 +12,7 @@ import saobp
 from saobp import Refinement
 from saobp.metrics import measure
 from saobp.testing.tiny_models import tiny_model
+from saobp.transformers.apply import warn_of_strength
 
 
 def test_every_form_of_a_refinement_is_taken() -> None:
@@ -36,6 +37,18 @@ def test_a_missing_colon_is_explained() -> None:
 def test_auto_on_a_tiny_model_says_how_strong_it_is() -> None:
     with pytest.warns(UserWarning, match="strength 'auto' gives .* far above"):
         saobp.apply(tiny_model("bert"), "high")
+
+
+@pytest.mark.parametrize(("parameters", "strength"), [(110_000_000, "0.02"), (7_000_000_000, "0.0003")])
+def test_auto_on_a_large_model_says_that_it_is_all_but_nothing(parameters: int, strength: str) -> None:
+    with pytest.warns(UserWarning, match=f"gives {strength} .* all but nothing: 'high:learned' trains"):
+        warn_of_strength(Refinement("high").resolved(parameters), parameters)
+
+
+def test_auto_is_silent_at_the_sizes_of_the_paper(recwarn: pytest.WarningsRecorder) -> None:
+    for parameters in (11_200_000, 41_000_000):
+        warn_of_strength(Refinement("high").resolved(parameters), parameters)
+    assert not recwarn.list
 
 
 def test_remove_and_load_name_what_they_take(tmp_path: Path) -> None:

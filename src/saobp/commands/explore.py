@@ -31,8 +31,8 @@ def explore(
     from saobp.report.plotly_bundle import MissingPlotlyError
 
     try:
-        from saobp.metrics.diagnosis.text_batches import CHARACTERS_PER_TOKEN
         from saobp.metrics.diagnosis.loading import EXAMPLE, load_model
+        from saobp.metrics.diagnosis.text_batches import CHARACTERS_PER_TOKEN
         from saobp.refinement import Refinement
         from saobp.report.explorer import explorer_data
         from saobp.report.server import make_server

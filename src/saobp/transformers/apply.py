@@ -33,6 +33,8 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 Modules = list[tuple[str, nn.Module]]
 
 _BEFORE = "_saobp_before"
+ALL_BUT_NOTHING = 0.03
+"""Strengths below this hardly change rows: the paper's smallest is 0.05."""
 
 
 @dataclass
@@ -64,9 +66,18 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
 
 
 def warn_of_strength(refinement: Refinement, parameters: int) -> None:
-    """Warn if ``auto`` gives a strength far above the paper's, made for 11 to 41 million parameters."""
+    """Warn if ``auto`` gives a strength far from the paper's, made for 11 to 41 million parameters."""
     factor = get_factor(refinement.factor)
-    if factor is not None and factor.has_strength and (refinement.strongest or 0) > 1:
+    if factor is None or not factor.has_strength:
+        return
+    if 0 < (refinement.strongest or 0) < ALL_BUT_NOTHING:
+        warnings.warn(
+            f"strength 'auto' gives {refinement.strongest:.1g} for a model of {parameters} parameters, which "
+            f"is all but nothing: '{refinement.factor}:learned' trains a strength for each head",
+            UserWarning,
+            stacklevel=3,
+        )
+    if (refinement.strongest or 0) > 1:
         warnings.warn(
             f"strength 'auto' gives {refinement.strongest:.3g} for a model of {parameters} parameters, "
             "far above the paper's 0.05 to 0.2: name a strength, for instance 'high:0.2'",
