@@ -16,7 +16,7 @@ NEUTRAL_ARGUMENTS = frozenset(
     {
         *("cache_position", "deterministic", "ignore_index", "logits_to_keep", "num_items_in_batch"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings"),
-        *("position_ids", "return_dict", "shift_labels", "token_type_ids", "use_cache"),
+        *("position_ids", "return_dict", "shift_labels", "token_type_ids", "tokenizer", "use_cache"),
     }
 )
 """Arguments that Transformers' models pass on to attention functions and that do not change attention."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    BertForNextSentencePrediction,
+    BertForMaskedLM,
     BertForSequenceClassification,
     OPTConfig,
     OPTForCausalLM,
@@ -230,13 +230,17 @@ class OwnFactor(saobp.Factor):
         return -strength * beliefs
 
 
+class OwnBert(BertForMaskedLM):
+    pass
+
+
 def refusals():
     saobp.register_factor("own-portable", OwnFactor())
     opt = OPTConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64,
                     word_embed_proj_dim=32, max_position_embeddings=32)  # fmt: skip
     bert = tiny_model("bert").config
     yield "no portable code for 'opt'", refined(OPTForCausalLM(opt), "high:0.5")
-    yield "BertForNextSentencePrediction", refined(BertForNextSentencePrediction(bert), "high:0.5")
+    yield "no portable code for OwnBert", refined(OwnBert(bert), "high:0.5")
     yield "factor 'own-portable'", refined(tiny_model("bert"), "own-portable:0.5")
     yield "factor 'sinkhorn'", refined(tiny_model("bert"), "sinkhorn")
     yield "variant 'sigma-reparam'", refined(tiny_model("modernbert"), "high:0.5+sigma-reparam")

@@ -6,22 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForMultipleChoice,
-    AutoModelForPreTraining,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-)
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from saobp.refinement import Refinement
 from saobp.storage.json_files import read_object, write_json
 from saobp.transformers.apply import attention_modules
 from saobp.transformers.layer_refinement import attached, is_causal_call
+from saobp.transformers.load import STRENGTHS
 
 CODE = "modeling_saobp.py"
 FAMILIES = (
@@ -34,16 +28,6 @@ FACTORS = (
     *("elemmul", "elemmul-prior"),
 )
 VARIANTS = ("temperature", "qk-norm", "gate", "sink", "softmax-plus-one")
-AUTO_CLASSES = (
-    AutoModel,
-    AutoModelForPreTraining,
-    AutoModelForMaskedLM,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoModelForQuestionAnswering,
-    AutoModelForMultipleChoice,
-)
 
 
 def refinement_of(model: PreTrainedModel) -> Refinement | None:
@@ -85,11 +69,11 @@ def check_family(kind: str, refinement: Refinement | None) -> None:
 
 
 def classes_of(config: Any) -> Iterator[tuple[str, str]]:
-    """Auto classes, and the names of the family's classes that they load."""
-    for auto in AUTO_CLASSES:
-        if type(config) in auto._model_mapping:
-            found: Any = auto._model_mapping[type(config)]
-            yield auto.__name__, found.__name__
+    """All auto classes of Transformers for a config, and the names of the family's classes that they load."""
+    for name, auto in sorted(vars(modeling_auto).items()):
+        if name.startswith("AutoModel") and type(config) in getattr(auto, "_model_mapping", ()):
+            found = auto._model_mapping[type(config)]
+            yield name, found.__name__
 
 
 def code_for(model: PreTrainedModel) -> str:
@@ -103,6 +87,18 @@ def code_for(model: PreTrainedModel) -> str:
         for name in names
     )
     return f"{shared}ATTENTION = {(*attention,)!r}\n{classes}"
+
+
+def weights_of(model: PreTrainedModel, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor] | None:
+    """What to save of a refined model: its weights (or those given) and its fixed strengths.
+
+    The latter are in the config too. Among the weights they make Transformers report an unexpected tensor
+    where the model is loaded as a plain one, as learned strengths do.
+    """
+    own = [layer() for _, layer in attached(model)]
+    if not own or any(layer.requires_grad for layer in own):
+        return weights
+    return {**(model.state_dict() if weights is None else weights), STRENGTHS: torch.cat(own).cpu()}
 
 
 def add_code(model: PreTrainedModel, folder: Path) -> None:

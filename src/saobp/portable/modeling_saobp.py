@@ -31,7 +31,7 @@ SIGNS = {"high": 1, "low": -1, "high-listing": 1, "low-listing": -1, "high-key-b
 KNOWN_ARGUMENTS = (
     *("cache_position", "deterministic", "ignore_index", "logits_to_keep", "num_items_in_batch"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings"),
-    *("position_ids", "return_dict", "shift_labels", "token_type_ids", "use_cache"),
+    *("position_ids", "return_dict", "shift_labels", "token_type_ids", "tokenizer", "use_cache"),
 )
 """Arguments of a call that do not change attention."""
 
@@ -381,6 +381,8 @@ class Refined:
     """Mixin for a model class of Transformers: refines the attention that ``config.saobp`` describes."""
 
     saobp_attaches_itself = True
+    _supports_flash_attn = False
+    _keys_to_ignore_on_load_unexpected = (r"saobp\.strengths",)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         config._attn_implementation = None

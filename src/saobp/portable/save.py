@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.portable.card import card_for
-from saobp.portable.code import add_code, check_portable, refinement_of
+from saobp.portable.code import add_code, check_portable, refinement_of, weights_of
 from saobp.portable.run_facts import CardResult, RunFacts, facts_of_folder
 from saobp.storage.atomic import replacing
 from saobp.storage.manifest import CARD
@@ -46,7 +46,7 @@ def save(
     facts = RunFacts() if run is None else facts_of_folder(run)
     facts = replace(facts, results=(*facts.results, *(CardResult(*result) for result in results)))
     with replacing(path) as new:
-        model.save_pretrained(new)
+        model.save_pretrained(new, state_dict=weights_of(model))
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
         finish_folder(model, new, path.name, facts, portable=portable)

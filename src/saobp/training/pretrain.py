@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallba
 from transformers.utils import logging as hf_logging
 
 from saobp.data import TokenStore
-from saobp.portable.code import check_portable
+from saobp.portable.code import check_portable, weights_of
 from saobp.portable.run_facts import facts_of
 from saobp.portable.save import finish_folder
 from saobp.runs.folder import RunFolder
@@ -233,7 +233,7 @@ def _save_model(
         run.save_model(
             model,
             tokenizer,
-            weights,
+            weights_of(model, weights),
             finish=lambda folder: finish_folder(model, folder, run.path.name, facts, portable=portable),
         )
     trainer.accelerator.wait_for_everyone()

@@ -33,6 +33,7 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 Modules = list[tuple[str, nn.Module]]
 
 _BEFORE = "_saobp_before"
+_FLASH = "_supports_flash_attn"
 ALL_BUT_NOTHING = 0.03
 """Strengths below this hardly change rows: the paper's smallest is 0.05."""
 
@@ -94,6 +95,7 @@ def remove(model: Model) -> Model:
         module = model.get_submodule(name)
         remove_cache_hook(module)
         delattr(module, ATTACHED)
+    model.__dict__.pop(_FLASH, None)
     before = model.__dict__.pop(_BEFORE, None)
     if before is not None:
         for config, implementation in before.implementations:
@@ -211,6 +213,7 @@ def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) 
             if not refinement.is_plain:
                 setattr(config, WRITTEN, IMPLEMENTATION)
         config._attn_implementation_internal = IMPLEMENTATION
+    model.__dict__[_FLASH] = False  # so that servers do not switch to a plain softmax that is faster
     if refinement.future == "paper" and any(is_causal_call(module) for _, module in modules):
         warnings.warn(LEAK_WARNING, UserWarning, stacklevel=3)
         model.__dict__["generate"] = refuse_to_generate

@@ -7,6 +7,7 @@ not, because saobp is not imported, it raises.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,11 +29,13 @@ from saobp.transformers.apply import (
     check_model,
     switch_on,
 )
-from saobp.transformers.layer_refinement import ATTACHED, IMPLEMENTATION, WRITTEN, attached
+from saobp.transformers.layer_refinement import ATTACHED, IMPLEMENTATION, attached
 
 HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 """Arguments of ``from_pretrained`` that say which config is meant."""
 
+STRENGTHS = "saobp.strengths"
+"""Name under which :func:`saobp.save` stores fixed strengths; they are read from the config."""
 HUB_FUNCTION = "saobp_attention"
 """Name of the attention function in the kernel for the hub, after ``repository:``."""
 
@@ -107,17 +110,17 @@ def _is_refined(implementation: str | None) -> bool:
 
 
 def asks_for_refinement(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the config of a checkpoint names this implementation, and the caller no other."""
+    """Whether a checkpoint was saved refined, and the caller asks for no other attention implementation."""
     config = kwargs.get("config")
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    if kwargs.get("attn_implementation", IMPLEMENTATION) != IMPLEMENTATION:
+    if kwargs.get("attn_implementation") not in (None, IMPLEMENTATION):
         return False
     if isinstance(config, PreTrainedConfig):
-        return config._attn_implementation == IMPLEMENTATION and hasattr(config, ATTACHED)
+        return config._attn_implementation in (None, IMPLEMENTATION) and hasattr(config, ATTACHED)
     if config is not None or path is None or "gguf_file" in kwargs:
         return False
     written, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
-    return written.get(WRITTEN) == IMPLEMENTATION and ATTACHED in written
+    return ATTACHED in written
 
 
 def attach_saved(model: PreTrainedModel) -> None:
@@ -160,6 +163,10 @@ def _attaching(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
+        "_keys_to_ignore_on_load_unexpected": [
+            *(cls._keys_to_ignore_on_load_unexpected or ()),
+            re.escape(STRENGTHS),
+        ],
     }
     return type(cls.__name__, (cls,), names)
 

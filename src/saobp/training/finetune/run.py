@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from saobp.data.tasks import Task
-from saobp.portable.code import check_family
+from saobp.portable.code import check_family, weights_of
 from saobp.portable.run_facts import facts_of
 from saobp.portable.save import finish_folder
 from saobp.refinement import Refinement
@@ -191,6 +191,7 @@ class _Session:
             run.save_model(
                 model,
                 tokenizer,
+                weights_of(model),
                 finish=lambda folder: finish_folder(model, folder, name, facts, portable=self.portable),
             )
         run.finish(result, seconds=trainer.seconds)
