@@ -111,9 +111,10 @@ def _loading(auto: str, name: str, portable: bool) -> str:
 
 def _limits(model: PreTrainedModel, refinement: Refinement, portable: bool) -> str:
     lines = [
-        "The weights were trained with refined attention. As a plain model they give other, worse results. "
-        "Transformers from 5.5 on refuses to load them so, unless it is asked for another attention "
-        "implementation by name; older versions ignore the field and load a plain model in silence.",
+        "The weights were trained with refined attention; a plain model of them gives other results. "
+        "Transformers from 5.5 on refuses to make one, unless an attention implementation is passed "
+        "(`None` included, as `transformers serve` does): then it only logs the strengths as unexpected "
+        "weights. Older versions, and programs with model code of their own such as vLLM, do not notice.",
         "What the training texts say, the model may repeat; nothing was filtered or aligned by saobp.",
     ]
     if portable:
