@@ -52,6 +52,35 @@ def test_the_strength_follows_the_size() -> None:
         assert recipe.refinement.strength == strength
 
 
+def test_the_scales_as_printed_have_runs_and_pages_of_their_own() -> None:
+    for size, steps in {"mini": 60_000, "small": 150_000, "medium": 245_000}.items():
+        scale = get_scale(size, "paper", 64)
+        recipe = scale.recipe_of("bert", "high", 1)
+        assert (scale.name, recipe.steps, recipe.batch_size) == (f"{size}-paper-64", steps, 64)
+        assert recipe.schedule == "cosine"
+        assert get_scale(f"{size}-paper") == get_scale(size, "paper") == get_scale(size, "paper", 32)
+    printed = ExperimentPlan(choose_experiments("glue"), get_scale("mini", "paper"))
+    names = {model.name for model in printed.pretrain_runs()}
+    assert "bert-mini-paper-32-high-0.2-seed42" in names
+    assert not names & {model.name for model in ExperimentPlan(printed.experiments, MINI).pretrain_runs()}
+
+
+@pytest.mark.parametrize(
+    ("scale", "recipe", "batch", "message"),
+    [
+        ("smoke", "paper", None, "the paper has no size 'smoke': choose one of mini, small, medium"),
+        ("mini", "paper", 48, "with --recipe paper choose one of 32, 64, 128, 256"),
+        ("mini", "fast", 64, "with --recipe paper choose one of"),
+        ("mini", "slow", None, "the lab has no recipe 'slow': choose fast or paper"),
+    ],
+)
+def test_settings_that_the_paper_has_not_are_refused(
+    scale: str, recipe: str, batch: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_scale(scale, recipe, batch)
+
+
 def test_the_mini_scale_has_a_budget_of_250_million_tokens_and_pairs_share_everything_else() -> None:
     plain, high = (MINI.recipe_of("bert", method, 42) for method in ("original", "high"))
     assert plain.tokens >= 250e6

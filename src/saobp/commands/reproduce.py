@@ -29,6 +29,7 @@ EXPLANATION = """\
   saobp reproduce all --scale smoke                             all in miniature: 20 minutes on two cores
   saobp reproduce gtd --scale mini --data-dir data --plan       what it would run
   saobp reproduce gtd,glue --scale mini --data-dir data         runs, tables and figures in results/
+  saobp reproduce glue --scale mini --recipe paper --batch 64   at the paper's printed settings
 
 [bold]saobp reproduce --help[/] lists the options."""
 
@@ -39,6 +40,10 @@ def reproduce(
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the targets.")] = False,
     scale: Annotated[str, typer.Option(help="smoke, mini, small or medium.")] = "smoke",
+    recipe: Annotated[str, typer.Option(help="fast (ours) or paper (as printed).")] = "fast",
+    batch: Annotated[
+        int | None, typer.Option(help="Rows of a batch of the recipe paper: 32, 64, 128 or 256.")
+    ] = None,
     seeds: Annotated[int | None, typer.Option(help="So many seeds; default: each target's own.")] = None,
     stage: Annotated[
         str,
@@ -75,7 +80,7 @@ def reproduce(
         from saobp.lab.session import LabFolders, Session, worker_stage
         from saobp.training.progress import once, plain_sentences
 
-        size = get_scale(scale)
+        size = get_scale(scale, recipe, batch)
         check_data_dir(data_dir)
         folders = LabFolders.of(size, data_dir, tokens, runs, out)
         if corpus is not None:

@@ -46,7 +46,8 @@ class PretrainRun:
         recipe = self.recipe
         method = method_name(recipe.refinement, recipe.regularizer)
         corpus = "" if self.other_corpus is None else f"-on-{self.other_corpus}"
-        return f"{recipe.family}-{recipe.size}-{method}{corpus}-seed{recipe.seed}"
+        printed = f"-paper-{recipe.batch_size}" if recipe.name == "paper" else ""
+        return f"{recipe.family}-{recipe.size}{printed}-{method}{corpus}-seed{recipe.seed}"
 
     def folder(self, runs: Path) -> Path:
         return runs / self.name
