@@ -158,13 +158,7 @@ def main() -> None:
         for name in options.cases:
             print(f"length {length}, {name} ...", file=sys.stderr, flush=True)
             case = Case(
-                name,
-                length,
-                options.heads,
-                options.dim,
-                options.device,
-                getattr(torch, dtype),
-                options.turns,
+                name, length, options.heads, options.dim, options.device, getattr(torch, dtype), options.turns
             )
             ways = [way for way in WAYS if way != "exact" or length <= options.exact_up_to]
             table.rows.append(row(case, (on_gpu if case.device == "cuda" else on_cpu)(case, ways)))

@@ -24,11 +24,7 @@ POINT_STATISTICS = ("gtd", "clustering", "betweenness")
 
 
 def measure_texts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    *,
-    length: int,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, length: int
 ) -> dict[str, Any]:
     """Statistics of every head on texts cut to ``length`` tokens, JSON-serialisable.
 

@@ -111,13 +111,13 @@ class Page:
         paper: its numbers by method; for a partial task only gains are shown, not scores
         same_size: whether the magnitude of the paper's differences is comparable too, or only their sign
         claims:  methods whose gain over the base the paper claims
-        methods: rows, including those without values; by default those with values
+        methods: rows, including those without values; by default the experiment's of BERT, else of GPT-2
         """
         paper = paper or {}
         theirs_to = paper_digits(paper.values(), digits)
         arrow = f"{measure}{' *' if partial else ''} {'↑' if higher_is_better else '↓'}"
         gains: dict[str, Gain | None] = {}
-        rows = methods or list(values)
+        rows = methods or self.experiment.bert or self.experiment.gpt2
         if any(values.values()):
             self.is_filled = True
         else:

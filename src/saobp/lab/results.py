@@ -79,10 +79,7 @@ class Results:
         return Fields(run.file(RESULT), run.result)
 
     def values(
-        self,
-        of: Callable[[PretrainRun], float | None],
-        family: str = "bert",
-        other_corpus: str | None = None,
+        self, of: Callable[[PretrainRun], float | None], family: str = "bert", other_corpus: str | None = None
     ) -> Values:
         """One number per model, where available; methods in the order of the experiment."""
         found: Values = {}

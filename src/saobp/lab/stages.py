@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ from saobp.storage.json_files import write_json
 from saobp.training.finetune import finetune, recipe_for
 from saobp.training.pretrain import pretrain
 
+Work = TypeVar("Work", FinetuneRun, Measurement)
 NAMED = 3
 """Missing models listed in a message; the rest are counted."""
 
@@ -87,16 +89,7 @@ def finetune_all(
         seconds = time.monotonic() - began
         notify(f"{one.name}: {found['metric']} {found['last']['mean']:.2f} in {seconds:.0f} s")
 
-    items = [
-        WorkItem(
-            one.name,
-            functools.partial(is_finetuned, one, runs),
-            functools.partial(run, one),
-            functools.partial(missing_model, one.model, runs),
-        )
-        for one in work
-    ]
-    return _with_models(items, runs, notify)
+    return _with_models(work, is_finetuned, run, runs, notify)
 
 
 def measure_all(
@@ -122,16 +115,7 @@ def measure_all(
         write_json(path, {**record, **taken})
         notify(f"{one.name}: {taken['seconds']:.1f} s")
 
-    items = [
-        WorkItem(
-            one.name,
-            functools.partial(is_measured, one, runs),
-            functools.partial(run, one),
-            functools.partial(missing_model, one.model, runs),
-        )
-        for one in work
-    ]
-    return _with_models(items, runs, notify)
+    return _with_models(work, is_measured, run, runs, notify)
 
 
 def is_finetuned(one: FinetuneRun, runs: Path) -> bool:
@@ -148,12 +132,25 @@ def missing_model(model: PretrainRun, runs: Path) -> str:
     return "" if run.is_finished and (run.model / "config.json").exists() else model.name
 
 
-@functools.lru_cache(maxsize=16)
+@lru_cache(maxsize=16)
 def _task(name: str, data_dir: Path | None, limit: int | None) -> Task:
     return load_task(name, data_dir, limit=limit)
 
 
-def _with_models(items: Sequence[WorkItem], runs: Path, notify: Notify) -> StageResult:
+def _with_models(
+    work: Sequence[Work],
+    is_done: Callable[[Work, Path], bool],
+    run: Callable[[Work], None],
+    runs: Path,
+    notify: Notify,
+) -> StageResult:
+    """Run the items whose models are there; one sentence names the missing ones."""
+    items = [
+        WorkItem(
+            one.name, partial(is_done, one, runs), partial(run, one), partial(missing_model, one.model, runs)
+        )
+        for one in work
+    ]
     result = work_through(items, runs, notify)
     missing = list(dict.fromkeys(result.waiting.values()))
     if missing:

@@ -20,13 +20,7 @@ from saobp.runs.layout import CHECKPOINTS, HEALTH, LOCK, METRICS, MODEL, RECIPE,
 from saobp.runs.machine import commit
 from saobp.runs.provenance import command_line, environment
 from saobp.storage.atomic import clear_unfinished, fsync, is_unfinished, reason
-from saobp.storage.json_files import (
-    append_line,
-    keep_lines_up_to,
-    read_lines,
-    read_object,
-    write_json,
-)
+from saobp.storage.json_files import append_line, keep_lines_up_to, read_lines, read_object, write_json
 from saobp.storage.locks import BaseFileLock, try_lock
 from saobp.storage.manifest import damage, folder_with_manifest
 

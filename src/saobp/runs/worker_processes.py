@@ -48,11 +48,7 @@ def run_jobs(
     def run(name: str) -> int:
         with (logs / f"{name}.log").open("w") as log:
             child = subprocess.Popen(
-                commands[name],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
+                commands[name], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment
             )
             children.append(child)
             if stopped.is_set():  # while it was started

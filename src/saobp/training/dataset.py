@@ -10,14 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from saobp.data import (
-    Blocks,
-    TokenStore,
-    load_tokenizer,
-    parse_mixture,
-    prefix_of,
-    prepare_corpora,
-)
+from saobp.data import Blocks, TokenStore, load_tokenizer, parse_mixture, prefix_of, prepare_corpora
 from saobp.data.token_store import METADATA, Progress
 from saobp.data.tokenizer_store import (
     named_tokenizer,
@@ -84,13 +77,7 @@ def find_pretraining_data(
                 + f" and no token store of it in {folder}: check --corpus, --data-dir and --tokens"
             )
     words = find_tokenizer(
-        family,
-        folder,
-        raw,
-        data_dir=data_dir,
-        tokenizer=tokenizer,
-        vocabulary=vocabulary,
-        progress=progress,
+        family, folder, raw, data_dir=data_dir, tokenizer=tokenizer, vocabulary=vocabulary, progress=progress
     )
     if family not in DECODERS:
         MaskedLM.of(words)

@@ -48,12 +48,7 @@ class Objective(Protocol):
     """A loss of a model on rows of tokens."""
 
     def __call__(
-        self,
-        model: PreTrainedModel,
-        ids: Tensor,
-        seeds: Tensor,
-        precision: str,
-        counts: Tensor | None = None,
+        self, model: PreTrainedModel, ids: Tensor, seeds: Tensor, precision: str, counts: Tensor | None = None
     ) -> Tensor:
         """ids ``[rows, length]``, seeds ``[rows]``; the mean loss over what is predicted, in nats.
 
@@ -83,12 +78,7 @@ class MaskedLM:
         return cls(len(tokenizer), tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)), share)
 
     def __call__(
-        self,
-        model: PreTrainedModel,
-        ids: Tensor,
-        seeds: Tensor,
-        precision: str,
-        counts: Tensor | None = None,
+        self, model: PreTrainedModel, ids: Tensor, seeds: Tensor, precision: str, counts: Tensor | None = None
     ) -> Tensor:
         hiding = self if model.training else replace(self, share=HELD_OUT_SHARE)
         shown, masked_at, targets = hiding.hide(ids, seeds, counts)

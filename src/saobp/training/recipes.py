@@ -155,27 +155,12 @@ def paper(family: str, size: str) -> PretrainRecipe:
 
     Its batch size is the one unknown: it is not printed, and 32 x 128 fits the cost table.
     """
-    try:
-        steps, rate, warmup = {
-            "mini": (60_000, 5e-5, 3000),
-            "small": (150_000, 3e-4, 7500),
-            "medium": (245_000, 3e-4, 12_000),
-        }[size]
-    except KeyError:
-        raise ValueError(f"the paper has no size {size!r}: choose mini, small or medium") from None
-    return PretrainRecipe(
-        "paper",
-        family,
-        size,
-        steps,
-        32,
-        128,
-        rate,
-        warmup,
-        schedule="cosine",
-        evaluation_steps=2500,
-        checkpoint_steps=2500,
-    )
+    known = {"mini": (60_000, 5e-5, 3000), "small": (150_000, 3e-4, 7500), "medium": (245_000, 3e-4, 12_000)}
+    if size not in known:
+        raise ValueError(f"the paper has no size {size!r}: choose mini, small or medium")
+    steps, rate, warmup = known[size]
+    every = {"evaluation_steps": 2500, "checkpoint_steps": 2500}
+    return PretrainRecipe("paper", family, size, steps, 32, 128, rate, warmup, schedule="cosine", **every)
 
 
 def fast(family: str, size: str) -> PretrainRecipe:
@@ -186,28 +171,14 @@ def fast(family: str, size: str) -> PretrainRecipe:
     predicts every token, not 15 % of them.
     """
     shape_of(family, size)
-    try:
-        steps, rate = {
-            "tiny": (2000, 2e-3),
-            "mini": (8000, 1e-3),
-            "small": (16_000, 7e-4),
-            "medium": (24_000, 5e-4),
-        }[size]
-    except KeyError:
-        raise ValueError(
-            f"the recipe fast has no size {size!r}: choose tiny, mini, small or medium"
-        ) from None
+    known = {"tiny": (2000, 2e-3), "mini": (8000, 1e-3), "small": (16_000, 7e-4), "medium": (24_000, 5e-4)}
+    if size not in known:
+        raise ValueError(f"the recipe fast has no size {size!r}: choose tiny, mini, small or medium")
+    steps, rate = known[size]
     if family in DECODERS:
         steps //= 2
     return PretrainRecipe(
-        "fast",
-        family,
-        size,
-        steps,
-        256,
-        128,
-        rate,
-        warmup_steps=steps // 20,
+        *("fast", family, size, steps, 256, 128, rate, steps // 20),
         betas=(0.9, 0.98),
         epsilon=1e-6,
         dropout=0.0,
@@ -237,14 +208,7 @@ def modern(family: str, size: str) -> PretrainRecipe:
 def tiny(family: str, size: str = "tiny") -> PretrainRecipe:
     """Seconds on a CPU: for tests, trials and the quickstart."""
     return PretrainRecipe(
-        "tiny",
-        family,
-        size,
-        200,
-        16,
-        32,
-        4e-3,
-        warmup_steps=10,
+        *("tiny", family, size, 200, 16, 32, 4e-3, 10),
         betas=(0.9, 0.98),
         dropout=0.0,
         precision="fp32",

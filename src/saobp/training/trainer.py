@@ -110,13 +110,7 @@ class PretrainTrainer(Trainer):
         args.per_device_train_batch_size = self.shard.rows
         if not self.held_out:
             args.eval_strategy = "no"
-        super().__init__(
-            model,
-            args,
-            train_dataset=train,
-            eval_dataset=validation,
-            callbacks=callbacks,
-        )
+        super().__init__(model, args, train_dataset=train, eval_dataset=validation, callbacks=callbacks)
         self.remove_callback(PrinterCallback)
         if self.is_fsdp_enabled:
             shard_by_layers(self.accelerator, model)

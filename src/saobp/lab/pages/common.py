@@ -9,7 +9,6 @@ import numpy as np
 from scipy import stats
 
 from saobp.lab.experiment_plan import PretrainRun
-from saobp.lab.experiments import Experiment
 from saobp.lab.result_page import Page
 from saobp.lab.results import Results, Values
 from saobp.lab.statistics import claim_status, paired_gain
@@ -152,11 +151,6 @@ def claim_correlation(
 
 def has_any(values: Values) -> bool:
     return any(values.values())
-
-
-def methods_of(experiment: Experiment, family: str = "bert") -> tuple[str, ...]:
-    methods: tuple[str, ...] = getattr(experiment, family)
-    return methods
 
 
 def followed(waiting: Values, ends: Values) -> str:

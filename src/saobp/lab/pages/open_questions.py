@@ -10,7 +10,7 @@ import numpy as np
 from saobp.data.tasks import ALL
 from saobp.lab.figures import head_grid
 from saobp.lab.methods import METHODS
-from saobp.lab.pages.common import BUDGET, has_any, mean_of, mean_score, methods_of
+from saobp.lab.pages.common import BUDGET, has_any, mean_of, mean_score
 from saobp.lab.paper import paper_values
 from saobp.lab.result_page import Page, means_in_words
 from saobp.lab.results import Results, Values
@@ -20,7 +20,6 @@ MOVED = "first half moved by the second"
 
 
 def decoder_leak(results: Results, page: Page) -> None:
-    methods = methods_of(results.experiment, "gpt2")
     held_out = results.values(results.perplexity, "gpt2")
     moved = results.values(lambda model: (results.measured(model, "leak") or {}).get("moved"), "gpt2")
     text = results.values(
@@ -35,9 +34,9 @@ def decoder_leak(results: Results, page: Page) -> None:
         "has to predict, and its perplexity measures something else."
     )
     page.text(BUDGET)
-    page.compare("WikiText-2 perplexity", text, higher_is_better=False, methods=methods)
-    gains = page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods)
-    page.compare(MOVED, moved, higher_is_better=False, digits=3, methods=methods)
+    page.compare("WikiText-2 perplexity", text, higher_is_better=False)
+    gains = page.compare("held-out perplexity", held_out, higher_is_better=False)
+    page.compare(MOVED, moved, higher_is_better=False, digits=3)
     page.compared()
     page.answer(
         "The paper form, which leaks, has a lower held-out perplexity than Original", gains.get("paper")
@@ -51,11 +50,11 @@ def decoder_leak(results: Results, page: Page) -> None:
 
 def printed_forms(results: Results, page: Page) -> None:
     page.text(BUDGET)
-    size, methods = results.plan.scale.size, methods_of(results.experiment)
+    size, methods = results.plan.scale.size, results.experiment.bert
     forms = {"high-listing": "high", "low-listing": "low", "elemmul-prior": "elemmul"}
     drawn = {}
     held_out = results.values(results.perplexity)
-    page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods, digits=3)
+    page.compare("held-out perplexity", held_out, higher_is_better=False, digits=3)
     drawn["held-out perplexity"] = held_out
     measures: list[tuple[str, Values, str, int, bool, bool]] = [
         ("GTD", mean_of(results, "race-middle", "gtd"), "gtd", 3, True, False),
@@ -80,7 +79,7 @@ def printed_forms(results: Results, page: Page) -> None:
         paper = paper_values("gtd_race_middle", column, size)
         paper |= {listed: paper[printed] for listed, printed in forms.items() if printed in paper}
         page.compare(
-            title, values, paper, digits=digits, higher_is_better=higher, partial=partial, methods=methods,
+            title, values, paper, digits=digits, higher_is_better=higher, partial=partial,
             claims=methods[1:],
         )  # fmt: skip
         drawn[title] = values
@@ -98,8 +97,8 @@ def printed_forms(results: Results, page: Page) -> None:
 def strengths(results: Results, page: Page) -> None:
     page.text(BUDGET)
     values = results.values(results.perplexity)
-    methods = methods_of(results.experiment)
-    gains = page.compare("held-out perplexity", values, higher_is_better=False, digits=3, methods=methods)
+    methods = results.experiment.bert
+    gains = page.compare("held-out perplexity", values, higher_is_better=False, digits=3)
     page.compared()
     for key in methods[1:]:
         page.answer(f"{METHODS[key].title}: a lower perplexity than Original", gains.get(key), digits=3)
@@ -118,7 +117,7 @@ def learned(results: Results, page: Page) -> None:
     ):
         values = results.values(results.perplexity, family, corpus)
         gains = page.compare(
-            words, values, higher_is_better=False, digits=3, methods=methods_of(results.experiment, family)
+            words, values, higher_is_better=False, digits=3, methods=getattr(results.experiment, family)
         )
         page.answer(f"Learned strengths lower {words}", gains.get("learned"), digits=3)
         if has_any(values):
@@ -126,17 +125,12 @@ def learned(results: Results, page: Page) -> None:
     done = results.tasks_done(ALL)
     average = results.values(lambda model: mean_score(results, model, done))
     partial = [task for task in done if results.is_partial(task)]
-    gains = page.compare(
-        f"mean of {len(done) or 'the'} tasks",
-        average,
-        partial=bool(partial),
-        methods=methods_of(results.experiment),
-    )
+    gains = page.compare(f"mean of {len(done) or 'the'} tasks", average, partial=bool(partial))
     mark = " *" if partial else ""
     page.answer(f"Learned strengths raise the mean score{mark} after fine-tuning", gains.get("learned"))
     for task in ALL:
         scores = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
-        gains = page.compare(task, scores, partial=task in partial, methods=methods_of(results.experiment))
+        gains = page.compare(task, scores, partial=task in partial)
         mark = " *" if task in partial else ""
         page.answer(f"Learned strengths raise {task}{mark} after fine-tuning", gains.get("learned"))
     page.compared()
@@ -163,8 +157,7 @@ def learned(results: Results, page: Page) -> None:
 def steps(results: Results, page: Page) -> None:
     page.text(BUDGET)
     values = results.values(results.perplexity)
-    methods = methods_of(results.experiment)
-    page.compare("held-out perplexity", values, higher_is_better=False, digits=3, methods=methods)
+    page.compare("held-out perplexity", values, higher_is_better=False, digits=3)
     more = page.compare(
         "held-out perplexity, against one step", values, base="high", higher_is_better=False, digits=3,
         methods=("high", "two-steps", "three-steps"),

@@ -15,7 +15,6 @@ from saobp.lab.pages.common import (
     correlation_of,
     epochs,
     last_layer_by_head,
-    methods_of,
 )
 from saobp.lab.result_page import Page
 from saobp.lab.results import Results
@@ -187,7 +186,7 @@ def _profile(results: Results, page: Page, measure: str) -> None:
         values = results.values(
             lambda model, statistic=statistic: _deepest(results, model, measure, statistic)  # type: ignore[misc]
         )
-        page.compare(f"{title}, last layer", values, digits=3, methods=methods_of(results.experiment))
+        page.compare(f"{title}, last layer", values, digits=3)
         if statistic == "attention_entropy":
             gain = paired_gain(values.get("high", {}), values.get("original", {}))
             words = f"{METHODS['high'].title} keeps the last layer's entropy above Original's on {measure}"

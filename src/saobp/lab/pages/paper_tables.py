@@ -21,7 +21,6 @@ from saobp.lab.pages.common import (
     held_out_curves,
     mean_of,
     mean_score,
-    methods_of,
 )
 from saobp.lab.paper import paper_table, paper_values
 from saobp.lab.result_page import Page
@@ -41,13 +40,7 @@ PLATEAU = 5.5
 def pretraining(results: Results, page: Page) -> None:
     page.text(BUDGET)
     values = results.values(results.perplexity)
-    page.compare(
-        "held-out perplexity",
-        values,
-        higher_is_better=False,
-        digits=3,
-        methods=methods_of(results.experiment),
-    )
+    page.compare("held-out perplexity", values, higher_is_better=False, digits=3)
     waiting = results.values(lambda model: results.tokens_until(model, PLATEAU))
     words = f"million tokens until the loss is below {PLATEAU:g}"
     if has_any(waiting):
@@ -64,7 +57,7 @@ def pretraining(results: Results, page: Page) -> None:
         ]
         if never:
             page.text(f"Never below {PLATEAU:g}, and so without a number for the wait: {'; '.join(never)}.")
-    page.compare(words, waiting, higher_is_better=False, digits=1, methods=methods_of(results.experiment))
+    page.compare(words, waiting, higher_is_better=False, digits=1)
     page.compared()
     drawn = {"held-out perplexity": values, words: waiting}
     page.dots("perplexity", drawn, "Held-out masked perplexity, and the wait before it falls.")
@@ -85,7 +78,7 @@ def gtd(results: Results, page: Page) -> None:
         f"{scale.texts} validation texts of RACE-Middle, cut to {length} "
         "tokens, the length of pretraining. Accuracy is of fine-tuning, last epoch."
     )
-    size, methods = results.plan.scale.size, methods_of(results.experiment)
+    size = results.plan.scale.size
     if paper_values("gtd_race_middle", "clustering", size):
         page.text(
             "The paper's CC is several times ours, so it is probably computed otherwise, and only the side "
@@ -102,15 +95,13 @@ def gtd(results: Results, page: Page) -> None:
         paper = paper_values("gtd_race_middle", statistic, size)
         page.compare(
             title, values, paper, higher_is_better=higher, digits=digits, claims=("high", "low", "elemmul"),
-            methods=methods, same_size=statistic != "clustering",
+            same_size=statistic != "clustering",
         )  # fmt: skip
         drawn[title], crosses[title] = values, paper
     scores = results.values(lambda model: results.score(model, "race-middle"))
     paper = paper_values("gtd_race_middle", "race_middle_acc", size)
     partial = results.is_partial("race-middle")
-    page.compare(
-        "accuracy", scores, paper, partial=partial, claims=("high", "low", "elemmul"), methods=methods
-    )
+    page.compare("accuracy", scores, paper, partial=partial, claims=("high", "low", "elemmul"))
     drawn["accuracy"], crosses["accuracy"] = scores, {} if partial else paper
     page.compared()
     page.dots("measures", drawn, "Table 1 of the paper, ours by seed.", crosses)
@@ -118,18 +109,18 @@ def gtd(results: Results, page: Page) -> None:
 
 def tasks(results: Results, page: Page) -> None:
     page.text(f"{BUDGET} Scores are of the last epoch.")
-    size, methods = results.plan.scale.size, methods_of(results.experiment)
+    size = results.plan.scale.size
     whole = [task for task in results.tasks_of_all(GLUE) if not results.is_partial(task)]
     drawn, crosses = {}, {}
     average = results.values(lambda model: mean_score(results, model, whole))
     theirs = paper_average(size, whole)
     title = f"GLUE, mean of {', '.join(whole)}" if whole else "GLUE"
-    page.compare(title, average, theirs, claims=("high", "low", "elemmul"), methods=methods)
+    page.compare(title, average, theirs, claims=("high", "low", "elemmul"))
     drawn["GLUE, complete tasks"], crosses["GLUE, complete tasks"] = average, theirs
     for task, column in (("hellaswag", "hellaswag"), ("race-middle", "race_middle"), ("squad", "squad")):
         values = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
         paper, partial = paper_values("tasks", column, size), results.is_partial(task)
-        page.compare(task, values, paper, partial=partial, claims=("high", "low", "elemmul"), methods=methods)
+        page.compare(task, values, paper, partial=partial, claims=("high", "low", "elemmul"))
         drawn[task], crosses[task] = values, {} if partial else paper
     page.compared()
     page.text(
@@ -145,12 +136,12 @@ def glue(results: Results, page: Page) -> None:
         f"{BUDGET} Scores are of the last epoch: Matthews for CoLA, Spearman for STS-B, else accuracy. The "
         "paper names no measures."
     )
-    size, methods = results.plan.scale.size, methods_of(results.experiment)
+    size = results.plan.scale.size
     drawn, crosses = {}, {}
     for task in GLUE:
         values = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
         paper, partial = paper_values("glue", task, size), results.is_partial(task)
-        page.compare(task, values, paper, partial=partial, claims=("high",), methods=methods)
+        page.compare(task, values, paper, partial=partial, claims=("high",))
         drawn[task], crosses[task] = values, {} if partial else paper
     page.compared()
     page.text(
@@ -170,14 +161,14 @@ def baselines(results: Results, page: Page) -> None:
     page.text(f"{BUDGET} Here the base is High; the paper has BERT-Small only.")
     rows = {row["method"]: row for row in paper_table("baselines_small")}
     small = results.plan.scale.size == "small"
-    methods, drawn = methods_of(results.experiment), {}
+    drawn = {}
 
     def compare(title: str, values: Values, column: str, higher: bool, partial: bool = False) -> None:
         """For other sizes than the paper's only the sign of differences is claimed."""
         paper = {key: float(rows[name][column]) for key, name in REGULARIZED.items()} if column else {}
         gains = page.compare(
             title, values, paper if small else {}, base="high", higher_is_better=higher, partial=partial,
-            methods=methods, claims=("entropy", "eigen"),
+            claims=("entropy", "eigen"),
         )  # fmt: skip
         for key in ("entropy", "eigen") if column and not small else ():
             words = f"{METHODS[key].title} is worse than High, {title}{' *' if partial else ''}"
@@ -213,7 +204,7 @@ def decoders(results: Results, page: Page) -> None:
         "RACE-Middle asks every one of the test questions; prompts and windows have the "
         "length of pretraining."
     )
-    size, methods = results.plan.scale.size, methods_of(results.experiment, "gpt2")
+    size = results.plan.scale.size
     drawn, crosses = {}, {}
     for title, measure, key, column, higher in (
         ("WikiText-2 perplexity", "wikitext", "perplexity", "wikitext_ppl", False),
@@ -228,10 +219,10 @@ def decoders(results: Results, page: Page) -> None:
             {"high": "paper"}.get(name, name): value
             for name, value in paper_values("decoder", column, size).items()
         }
-        page.compare(title, values, paper, higher_is_better=higher, claims=("paper",), methods=methods)
+        page.compare(title, values, paper, higher_is_better=higher, claims=("paper",))
         drawn[title], crosses[title] = values, paper
     held_out = results.values(results.perplexity, "gpt2")
-    page.compare("held-out perplexity", held_out, higher_is_better=False, methods=methods)
+    page.compare("held-out perplexity", held_out, higher_is_better=False)
     drawn["held-out perplexity"] = held_out
     page.compared()
     page.dots("scores", drawn, "Decoders, by seed. Accuracies are in percent.", crosses)
@@ -258,7 +249,7 @@ def gtd_correlation(results: Results, page: Page) -> None:
     rows = []
     for score, column in columns.items():
         by_run = {model: _points_of(results, model, score) for model in results.models()}
-        for key in methods_of(results.experiment):
+        for key in results.experiment.bert:
             points = [point for model, own in by_run.items() if model.method.key == key for point in own]
             page.is_filled = page.is_filled or bool(points)
             rows.append(
@@ -310,7 +301,7 @@ def sparsity(results: Results, page: Page) -> None:
         "layers, so only the direction compares. 'last layer' is the deepest one, 'all layers' the mean over "
         "all."
     )
-    size, methods = results.plan.scale.size, methods_of(results.experiment)
+    size = results.plan.scale.size
     row = next((row for row in paper_table("sparsity") if row["size"] == size), None)
     paper = {} if row is None else {name: float(row[name]) for name in ("original", "high")}
 
@@ -320,10 +311,10 @@ def sparsity(results: Results, page: Page) -> None:
 
     last, every = results.values(deepest), mean_of(results, "squad", "sparsity")
     page.compare(
-        "last layer", last, paper, higher_is_better=False, digits=3, claims=("high",), methods=methods,
+        "last layer", last, paper, higher_is_better=False, digits=3, claims=("high",),
         same_size=False,
     )  # fmt: skip
-    page.compare("all layers", every, higher_is_better=False, digits=3, methods=methods)
+    page.compare("all layers", every, higher_is_better=False, digits=3)
     page.compared()
     drawn = {"last layer": last, "all layers": every}
     page.dots("sparsity", drawn, "Share of entries below 1/length, by seed.", {"last layer": paper})
@@ -349,7 +340,7 @@ def cost(results: Results, page: Page) -> None:
         for name in ("milliseconds", "graph_milliseconds")
     )
     rows = []
-    for key in methods_of(results.experiment):
+    for key in results.experiment.bert:
         rate, base = _mean(rates, key), _mean(rates, "original")
         paper, plain = theirs.get(key), theirs.get("original")
         rows.append(

@@ -10,25 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from saobp.data.tasks import TASKS, Split, load_split
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
 from saobp.storage.manifest import check_manifest
 from saobp.storage.model_folders import checked_folder
-from saobp.training.checkpoints import (
-    config_of,
-    load_model,
-    load_tokenizer_of,
-    model_checksum,
-    model_name,
-)
+from saobp.training.checkpoints import config_of, load_model, load_tokenizer_of, model_checksum, model_name
 from saobp.training.evaluation.blimp import accuracies, judge_pairs, read_blimp, save_items
 from saobp.training.evaluation.harness import harness_accuracy, require_harness
 from saobp.training.evaluation.perplexity import (
