@@ -159,7 +159,7 @@ def paper(family: str, size: str) -> PretrainRecipe:
     if size not in known:
         raise ValueError(f"the paper has no size {size!r}: choose mini, small or medium")
     steps, rate, warmup = known[size]
-    every = {"evaluation_steps": 2500, "checkpoint_steps": 2500}
+    every: dict[str, Any] = {"evaluation_steps": 2500, "checkpoint_steps": 2500}
     return PretrainRecipe("paper", family, size, steps, 32, 128, rate, warmup, schedule="cosine", **every)
 
 
