@@ -1,0 +1,73 @@
+"""A picture of learned strengths and temperatures over training, and of strengths alone against both.
+
+    python benchmarks/draw_strengths.py results/arena/strengths.json --out results/arena/strengths
+
+The file: ``course``, lines of a run with a step and the strengths and log temperatures of all heads by layer;
+``final``, pairs of strengths at the end of runs with the same seed, without and with a temperature.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from saobp.lab.figures import save_figure
+
+LAYERS = ("#a6cee3", "#5aa2cf", "#1f6fb2", "#08306b")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("found", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("strengths"))
+    given = parser.parse_args()
+    for path in save_figure(picture(json.loads(given.found.read_text())), given.out):
+        print(path)
+
+
+def picture(found: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+    draw_course(axes[0], found["course"], "strengths", "strength of each head over training, seed 42")
+    draw_course(axes[1], found["course"], "temperatures", "log of what multiplies its scores, same run")
+    axes[0].legend(fontsize=7.5, frameon=False)
+    draw_pairs(axes[2], found["final"])
+    return figure
+
+
+def draw_course(axis: Axes, lines: list[dict[str, Any]], name: str, title: str) -> None:
+    """A line per head, darker for higher layers."""
+    steps = [line["step"] for line in lines]
+    values = np.array([line[name] for line in lines])
+    for layer in range(values.shape[1]):
+        for head in range(values.shape[2]):
+            label = f"layer {layer + 1}" if head == 0 else None
+            axis.plot(steps, values[:, layer, head], color=LAYERS[layer % len(LAYERS)], lw=1.2, label=label)
+    axis.axhline(0, color="#888888", lw=0.8)
+    axis.set_xlabel("step", fontsize=8)
+    axis.set_title(title, fontsize=9)
+
+
+def draw_pairs(axis: Axes, final: dict[str, dict[str, list[list[float]]]]) -> None:
+    """Strengths of the same heads without and with a temperature, all seeds."""
+    for one in final.values():
+        for layer, (alone, beside) in enumerate(zip(one["alone"], one["beside"], strict=True)):
+            axis.plot(alone, beside, "o", color=LAYERS[layer % len(LAYERS)], ms=4)
+    end = max(axis.get_xlim()[1], axis.get_ylim()[1])
+    axis.plot([0, end], [0, end], color="#888888", lw=0.8)
+    axis.set_xlabel("strength learned alone", fontsize=8)
+    axis.set_ylabel("learned beside a temperature", fontsize=8)
+    axis.set_title(f"the same heads at the end, {len(final)} seeds", fontsize=9)
+
+
+if __name__ == "__main__":
+    main()
