@@ -139,7 +139,7 @@ def _small_training(text: str, number: int) -> str:
 def prepare(folder: Path, environment: dict[str, str]) -> None:
     """Texts, tasks, tokenizers and two small runs, in the places that the pages name."""
     from saobp.data.tokenizers import BERT_FILE, SPECIAL
-    from saobp.lab.synthetic_tasks import SYNTHETIC, write_synthetic_data
+    from saobp.lab.synthetic_tasks import SYNTHETIC, write_rows, write_synthetic_data
 
     data = write_synthetic_data(folder / "data")
     words = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split()
@@ -147,6 +147,9 @@ def prepare(folder: Path, environment: dict[str, str]) -> None:
     (folder / "books.txt").write_text("\n\n".join(paragraphs * 4), encoding="utf-8")
     for name in ("wikipedia_en", "gutenberg_books", "imdb_reviews"):
         (data / name).symlink_to((data / SYNTHETIC).resolve(), target_is_directory=True)
+    pair = {"sentence_good": "the cat is red .", "sentence_bad": "the cat are red .", "field": "syntax"}
+    pairs = [{**pair, "UID": "agreement", "pairID": str(number)} for number in range(8)]
+    write_rows(data / "blimp" / "test.parquet", pairs)
     (data / "tokenizers").mkdir(exist_ok=True)
     letters = [chr(code) for code in range(33, 127)]
     vocabulary = [*SPECIAL, *dict.fromkeys([*letters, *(f"##{letter}" for letter in letters)])]

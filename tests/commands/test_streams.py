@@ -49,15 +49,17 @@ def test_a_page_is_never_replaced_unasked(tmp_path: Path, monkeypatch: pytest.Mo
     assert CliRunner().invoke(app, [*figures, "--overwrite"]).exit_code == 0
 
 
-def test_a_missing_text_is_noticed_before_torch_is_loaded() -> None:
+def test_a_missing_text_or_model_is_noticed_before_torch_is_loaded() -> None:
     script = (
         "import sys; from saobp.cli import app\n"
-        "try: app(['diagnose', 'x', '--text', 'nope.txt'])\n"
-        "except SystemExit as end: assert end.code == 1\n"
+        "for line in (['diagnose', 'x', '--text', 'nope.txt'], ['evaluate', 'nowhere']):\n"
+        "    try: app(line)\n"
+        "    except SystemExit as end: assert end.code == 1\n"
         "assert 'torch' not in sys.modules"
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "there is no file 'nope.txt'" in said.stderr
+    assert "there is no model folder 'nowhere'" in said.stderr
 
 
 def test_the_disk_is_looked_at_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +69,8 @@ def test_the_disk_is_looked_at_before_the_hub(tmp_path: Path, monkeypatch: pytes
     assert checked_folder("runs/high") == "runs/high/model"
     with pytest.raises(FileNotFoundError, match=r"did you mean 'runs/high'.*switched off here"):
         checked_folder("runs/hihg")
+    with pytest.raises(FileNotFoundError, match="did you mean 'runs/high/model'"):
+        checked_folder("runs/hihg/model")
 
 
 def test_a_hub_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,9 @@ def test_a_cell_shows_the_side_of_a_limit_that_it_is_on() -> None:
     script = """
       globalThis.document = { querySelectorAll: () => [] };
       const { cellText } = await import("./heads.js");
-      console.log(JSON.stringify(given.map((value) => cellText(value, [0.5, 0.6, 0.8, 0.85]))));
+      const limits = { from: [0.5, 0.6], upTo: [0.8, 0.85] };
+      console.log(JSON.stringify(given.map((value) => cellText(value, limits))));
     """
-    values = [0.599, 0.6, 0.604, 0.8004, 0.49996, None, 0.7]
-    assert run_node(script, values) == ["0.599", "0.60", "0.604", "0.8004", "0.49996", "", "0.70"]
+    values = [0.599, 0.6, 0.604, 0.8, 0.803, 0.8004, 0.49996, None, 0.7]
+    shown = ["0.599", "0.60", "0.60", "0.80", "0.803", "&gt;0.8", "&lt;0.5", "", "0.70"]
+    assert run_node(script, values) == shown

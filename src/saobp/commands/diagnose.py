@@ -17,6 +17,7 @@ from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
 from saobp.commands.streams import AsJson, note, notes, results, tell_json
 from saobp.progress import ProgressBar, ProgressBars
+from saobp.storage.model_folders import checked_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,6 +79,8 @@ def diagnose(
         if text is not None and not text.is_file():
             raise ValueError(f"there is no file {str(text)!r}")
         import_own(imports)
+        if model is not None:
+            checked_folder(model)
         from saobp.metrics.diagnosis.loading import EXAMPLE, EXAMPLE_TEXT, dataset_texts, read_texts
 
         if text is not None and dataset is not None:

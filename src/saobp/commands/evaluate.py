@@ -13,6 +13,7 @@ from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
 from saobp.commands.streams import AsJson, note, results, tell, tell_json
 from saobp.progress import ProgressBar, ProgressBars
+from saobp.storage.model_folders import checked_folder
 
 
 def evaluate(
@@ -47,6 +48,7 @@ def evaluate(
     """Measure a language model: WikiText, BLiMP, and RACE-Middle and BoolQ zero-shot for decoders."""
     try:
         import_own(imports)
+        checked_folder(model)
         from saobp.commands.quiet_logs import quiet_transformers
         from saobp.training.evaluation.run import MEASURED
         from saobp.training.evaluation.run import evaluate as run

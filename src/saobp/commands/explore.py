@@ -10,6 +10,8 @@ import typer
 from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
 from saobp.commands.streams import note, tell
+from saobp.extras import MissingPackageError
+from saobp.storage.model_folders import checked_folder
 
 
 def explore(
@@ -28,18 +30,18 @@ def explore(
     imports: Imports = None,
 ) -> None:
     """Serve the explorer on this machine, for sentences typed in, until Ctrl-C."""
-    from saobp.report.plotly_bundle import MissingPlotlyError
-
     try:
+        if model is not None:
+            checked_folder(model)
+        elif not example:
+            raise ValueError("name a model: saobp explore FOLDER, or saobp explore --example")
+        import_own(imports)
         from saobp.metrics.diagnosis.loading import EXAMPLE, load_model
         from saobp.metrics.diagnosis.text_batches import CHARACTERS_PER_TOKEN
         from saobp.refinement import Refinement
         from saobp.report.explorer import explorer_data
         from saobp.report.server import make_server
 
-        if model is None and not example:
-            raise ValueError("name a model: saobp explore FOLDER, or saobp explore --example")
-        import_own(imports)
         name = EXAMPLE if model is None else model
         loaded, tokenizer = load_model(name, Refinement.parse(refinement) if refinement else None)
         subject = name if refinement is None else f"{name} with {refinement}"
@@ -50,7 +52,7 @@ def explore(
             tokens=length,
             port=port,
         )
-    except (ValueError, TypeError, OSError, MissingPlotlyError) as problem:
+    except (ValueError, TypeError, OSError, MissingPackageError) as problem:
         fail(problem)
     address = f"http://127.0.0.1:{server.server_address[1]}/"
     tell(f"{subject}: {address} (this machine only; Ctrl-C ends it)")

@@ -15,6 +15,7 @@ from saobp.commands.errors import check_data_dir, fail, in_words, print_error
 from saobp.commands.own_code import Imports, import_own
 from saobp.commands.streams import note, results, tell
 from saobp.progress import ProgressBar, ProgressBars
+from saobp.storage.model_folders import checked_folder
 
 if TYPE_CHECKING:
     from saobp.data.tasks import TaskSpec
@@ -54,6 +55,7 @@ def finetune(
         from saobp.training.finetune import recipe_for
 
         import_own(imports)
+        checked_folder(model)
         specs = choose_tasks(task)
         check_data_dir(data_dir)
         recipes = {spec.name: recipe_for(spec, **changes) for spec in specs}

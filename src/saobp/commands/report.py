@@ -11,6 +11,7 @@ import typer
 from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
 from saobp.commands.streams import tell
+from saobp.extras import MissingPackageError
 
 
 class Format(StrEnum):
@@ -45,8 +46,6 @@ def report(
     imports: Imports = None,
 ) -> None:
     """Write a page to look at: curves, heads, verdicts, and an explorer where a run has one."""
-    from saobp.report.plotly_bundle import MissingPlotlyError
-
     base = runs[0] if len(runs) == 1 else Path()
     try:
         if form is not Format.html and (sentence or title):
@@ -65,7 +64,7 @@ def report(
             from saobp.report.static_figures import write_figures
 
             written = write_figures(runs, out or base / "figures", form.value, overwrite=overwrite)
-    except (ValueError, OSError, MissingPlotlyError) as problem:
+    except (ValueError, OSError, MissingPackageError) as problem:
         fail(problem)
     for path in written:
         tell(f"wrote {path}")

@@ -250,7 +250,7 @@ def gtd_scale() -> dict[str, Any]:
         ((HEALTHY_FROM + HEALTHY_TO) / 2, f"<b>healthy</b><br>{HEALTHY_FROM:g} to {HEALTHY_TO:g}"),
         ((1 + DIFFUSE_ABOVE) / 2, f"diffuse<br>above {DIFFUSE_ABOVE:g}"),
     ]
-    limits = (LOCALISED_BELOW, HEALTHY_FROM, HEALTHY_TO, DIFFUSE_ABOVE)
+    limits = ((LOCALISED_BELOW, HEALTHY_FROM), (HEALTHY_TO, DIFFUSE_ABOVE))
     return _heat_map("gtd", (0.0, 1.0), GTD_SCALES, ticks, limits)
 
 
@@ -272,7 +272,7 @@ def _scale_of(statistic: str, runs: Sequence[Run]) -> dict[str, Any]:
     if statistic == "attention_entropy" and 0 < COLLAPSED_BELOW * largest < most:
         limit = COLLAPSED_BELOW * largest
         ticks.insert(1, (limit, f"{shown(limit, 2)}<br>localised below"))
-    limits = (SINK_FROM,) if statistic == "sink_mass" else ()
+    limits = ((SINK_FROM,) if statistic == "sink_mass" else (), ())
     return _heat_map(statistic, (0.0, most), AMOUNT_SCALES, ticks, limits)
 
 
@@ -281,9 +281,9 @@ def _heat_map(
     extent: tuple[float, float],
     colours: tuple[Stops, Stops],
     ticks: Sequence[tuple[float, str]],
-    limits: Sequence[float] = (),
+    limits: tuple[Sequence[float], Sequence[float]] = ((), ()),
 ) -> dict[str, Any]:
-    """``limits``: of verdicts; a cell shows enough digits to lie on its side of them."""
+    """``limits``: numbers that verdicts begin at, and end with; a cell shows on which side of them it is."""
     light, dark = ([list(stop) for stop in stops] for stops in colours)
     return (
         _graph_objects()
@@ -291,7 +291,7 @@ def _heat_map(
             zmin=extent[0],
             zmax=extent[1],
             colorscale=light,
-            meta={"dark": dark, "limits": list(limits)},
+            meta={"dark": dark, "limits": {"from": list(limits[0]), "upTo": list(limits[1])}},
             colorbar={
                 "tickvals": [value for value, _ in ticks],
                 "ticktext": [text for _, text in ticks],

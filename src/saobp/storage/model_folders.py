@@ -62,8 +62,10 @@ def hub_problem(name: str) -> str | None:
 
 def _nearest(path: Path) -> str:
     """A hint at a folder of nearly that name."""
-    if not path.parent.is_dir():
+    there = next((above for above in path.parents if above.is_dir()), None)
+    if there is None:
         return ""
-    beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
-    close = difflib.get_close_matches(path.name, beside, 1)
-    return f" (did you mean {str(path.parent / close[0])!r}?)" if close else ""
+    missing, *rest = path.relative_to(there).parts
+    beside = [entry.name for entry in there.iterdir() if entry.is_dir()]
+    close = difflib.get_close_matches(missing, beside, 1)
+    return f" (did you mean {str(there.joinpath(close[0], *rest))!r}?)" if close else ""

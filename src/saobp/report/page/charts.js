@@ -6,6 +6,9 @@ import { isDark, isPrinting, onThemeChange } from "./theme.js";
 
 const NEAR = "600px 0px";
 const TABLE_ROWS = 40;
+/** Pixels beside the cells of a heat map, and of a cell that is too narrow for a number. */
+const BESIDE_MAP = 116;
+const NARROW_CELL = 30;
 /** Pixels that one of two columns of printed charts has. */
 const PRINTED_COLUMN = 310;
 const CONFIG = {
@@ -92,7 +95,8 @@ export class Chart {
     const drag = matchMedia("(pointer: coarse)").matches ? { dragmode: false } : {};
     const own = { ...layout, ...size, ...drag, template: template() };
     const bar = data[0]?.type === "heatmap" ? { displayModeBar: false } : {};
-    plotly.react(this.plot, data.map(coloured), own, { ...CONFIG, ...bar });
+    const drawn = data.map(coloured).map((trace) => withRoom(trace, this.plot.clientWidth));
+    plotly.react(this.plot, drawn, own, { ...CONFIG, ...bar });
     if (!this.press) return;
     const { press } = this;
     this.press = null;
@@ -150,6 +154,17 @@ export async function startCharts() {
  */
 function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/**
+ * A heat map shows marks alone where its cells are too narrow for numbers.
+ * @param {any} trace
+ * @param {number} width
+ */
+function withRoom(trace, width) {
+  if (trace.type !== "heatmap" || !trace.meta.marks) return trace;
+  const columns = Math.max(...trace.z.map((/** @type {unknown[]} */ row) => row.length));
+  return (width - BESIDE_MAP) / columns < NARROW_CELL ? { ...trace, text: trace.meta.marks } : trace;
 }
 
 /** @param {any} trace */

@@ -9,7 +9,7 @@
 export function mapColours(isDark, isSigned) {
   const back = isDark ? "#161b22" : "#ffffff";
   const more = isDark ? ["#6cb2ff", back, "#ff9a62"] : ["#1d4f9c", back, "#b2401a"];
-  const most = isDark ? [back, "#2f6aa8", "#d9f0ff"] : [back, "#7fb1dd", "#0b2f63"];
+  const most = isDark ? [back, "#24598f", "#79bdfb"] : [back, "#7fb1dd", "#0b2f63"];
   const stops = (isSigned ? more : most).map((hex) =>
     [1, 3, 5].map((start) => parseInt(hex.slice(start, start + 2), 16)),
   );

@@ -69,13 +69,15 @@ export function startHeads(data, open) {
  * @param {Record<string, string>} marks
  */
 export function heatMap(scale, z, words, marks) {
+  const own = words.map((row) => row.map((word) => marks[word] ?? ""));
   const hasRoom = z.every((row) => row.length <= NUMBERS_UP_TO);
   return {
     ...scale,
     z,
     customdata: words,
-    text: words.map((row, layer) =>
-      row.map((word, head) => `${hasRoom ? cellText(z[layer][head], scale.meta.limits) : ""}${marks[word] ?? ""}`),
+    meta: { ...scale.meta, marks: own },
+    text: own.map((row, layer) =>
+      row.map((mark, head) => `${hasRoom ? cellText(z[layer][head], scale.meta.limits) : ""}${mark}`),
     ),
     texttemplate: "%{text}",
     ...(hasRoom ? {} : { xgap: 1, ygap: 1 }),
@@ -83,17 +85,23 @@ export function heatMap(scale, z, words, marks) {
 }
 
 /**
- * Two digits, or more where rounding would put the number on the other side of a limit.
+ * Two digits, or three where rounding would put the number on the other side of a limit; else only the side.
  * @param {number | null} value
- * @param {number[]} limits
- * @returns {string}
+ * @param {{ from: number[], upTo: number[] }} limits  of verdicts that begin at a number, or end with it
+ * @returns {string}  for plotly, which reads tags
  */
-export function cellText(value, limits) {
+export function cellText(value, { from, upTo }) {
   if (value === null) return "";
-  const isMoved = (/** @type {number} */ digits) =>
-    limits.some((limit) => Math.sign(value - limit) * Math.sign(Number(value.toFixed(digits)) - limit) < 1 && value !== limit);
-  const digits = [2, 3, 4, 5, 6].find((own) => !isMoved(own)) ?? 6;
-  return value.toFixed(digits);
+  const crossed = (/** @type {number} */ digits) => {
+    const rounded = Number(value.toFixed(digits));
+    return (
+      from.find((limit) => value < limit !== rounded < limit) ??
+      upTo.find((limit) => value > limit !== rounded > limit)
+    );
+  };
+  if (crossed(2) === undefined) return value.toFixed(2);
+  const limit = crossed(3);
+  return limit === undefined ? value.toFixed(3) : `${value < limit ? "&lt;" : "&gt;"}${limit}`;
 }
 
 /**
