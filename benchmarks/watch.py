@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from saobp.benchmarking.table import BenchmarkTable, Cell
+from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds
 from saobp.metrics.fast.fast_statistics import fast_statistics
 from saobp.metrics.fast.monitor import Monitor
 from saobp.runs.machine import machine
@@ -108,7 +109,7 @@ def cost(name: str, length: int, options: argparse.Namespace) -> dict[str, Cell]
         "step ms": times["step"].median,
         f"watched every {options.every} steps, + %": 100 * step_share,
         "forward adds MiB": (memory["watched forward"] - memory["forward"]) / 2**20,
-        "sweep of a layer MiB": sweep_memory(name, batch, length, device) / 2**20,
+        **alone(name, batch, length, options),
     }
 
 
@@ -135,18 +136,23 @@ def peak(call: Callable[[], object], device: str) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def sweep_memory(name: str, batch: int, length: int, device: str) -> int:
-    """Bytes that one sweep needs beside its states."""
-    if device != "cuda":
-        return 0
+def alone(name: str, batch: int, length: int, options: argparse.Namespace) -> dict[str, Cell]:
+    """The sweep of one layer by itself: milliseconds beside those of SDPA, and memory beside its states."""
     _, width, heads, key_heads, *_ = SHAPES[name]
-    dim = width // heads
     query, key, value = (
-        torch.randn(batch, length, count, dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
+        torch.randn(
+            batch, length, count, width // heads, device=options.device, dtype=torch.bfloat16
+        ).transpose(1, 2)
         for count in (heads, key_heads, key_heads)
     )
-    before = torch.cuda.memory_allocated()
-    return peak(lambda: fast_statistics(query, key, value, is_causal=True), device) - before
+    calls = {
+        "sweep": lambda: fast_statistics(query, key, value, is_causal=True),
+        "SDPA": lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True),
+    }
+    found = in_turn(calls, turns=options.turns, budget=options.budget / 4, clock=clock(options.device))
+    cells = {f"{way} of a layer ms": milliseconds(timing) for way, timing in found.items()}
+    before = torch.cuda.memory_allocated() if options.device == "cuda" else 0
+    return cells | {"sweep of a layer MiB": (peak(calls["sweep"], options.device) - before) / 2**20}
 
 
 def main() -> None:

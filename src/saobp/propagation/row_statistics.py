@@ -48,15 +48,19 @@ class RowMask:
 
 
 class RowSums(NamedTuple):
-    """Over the real rows of each head: the largest score, and sums.
+    """Over the real rows of each head, in blocks of them: the largest score, and sums.
 
-    top:  ``[batch, heads]``, -inf without a row
-    sums: ``[batch, heads, 5]``: entropy, weight of the first key, of the first k, of the first by the norms
-          of values (its share of all weights times norms), and the number of rows
+    top:  ``[batch, heads, blocks]``, -inf without a row
+    sums: ``[batch, heads, blocks, 5]``: entropy, weight of the first key, of the first k, of the first by the
+          norms of values (its share of all weights times norms), and the number of rows
     """
 
     top: Tensor
     sums: Tensor
+
+    def whole(self) -> RowSums:
+        """As a single block, ``[batch, heads]`` and ``[batch, heads, 5]``."""
+        return RowSums(self.top.amax(-1), self.sums.sum(-2))
 
 
 def row_sums(
@@ -105,7 +109,7 @@ def row_sums(
         parts = torch.stack([entropy, firsts[..., 0], firsts.sum(-1), share, torch.ones_like(entropy)], -1)
         sums += torch.where(counted[..., None], parts, 0.0).sum(-2)
         top = torch.maximum(top, highest.masked_fill(~counted, float("-inf")).amax(-1))
-    return RowSums(top, sums)
+    return RowSums(top[..., None], sums[..., None, :])
 
 
 def _seen(mask: RowMask, rows: Tensor, keys: int, queries: int) -> Tensor:

@@ -40,11 +40,9 @@ def tile_sizes(width: int, itemsize: int) -> dict[str, int]:
         return {"ROWS": 16, "KEYS": 16}
     if itemsize == 4:
         return {"ROWS": 64, "KEYS": 32, "num_warps": 4, "num_stages": 2}
-    if width <= 64:
-        return {"ROWS": 128, "KEYS": 128, "num_warps": 8, "num_stages": 3}
-    if width <= 128:
-        return {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3}
-    return {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}
+    if width > 128:
+        return {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}
+    return {"ROWS": 64 if width <= 64 else 128, "KEYS": 64, "num_warps": 4, "num_stages": 3}
 
 
 def sweep_rows(
@@ -83,7 +81,7 @@ def sweep_rows(
     launch, blocks = cached(_launches, described, _make, numbers, width, query, batch * heads)
     out = torch.empty(batch, heads, blocks, NUMBERS, dtype=torch.float32, device=query.device)
     launch(*tensors, out)
-    return RowSums(out[..., 0].amax(-1), out[..., 1:].sum(-2))
+    return RowSums(out[..., 0], out[..., 1:])
 
 
 def _make(numbers: dict[str, Any], width: int, query: Tensor, lines: int) -> tuple[KernelLaunch, int]:

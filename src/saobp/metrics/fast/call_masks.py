@@ -54,10 +54,8 @@ def row_mask_of(call: AttentionCall) -> RowMask:
     )
 
 
-def first_texts(mask: RowMask, texts: int | None) -> RowMask:
+def first_texts(mask: RowMask, texts: int) -> RowMask:
     """The mask of the first ``texts`` texts of a batch."""
-    if texts is None:
-        return mask
     parts: dict[str, Any] = {
         name: part[:texts] for name, part in vars(mask).items() if isinstance(part, Tensor)
     }

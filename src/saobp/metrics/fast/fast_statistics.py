@@ -67,8 +67,8 @@ def sweep(
 
 
 def statistics_of(found: RowSums) -> Tensor:
-    """FAST statistics from sums over rows, ``[..., 5]``; not a number where states are."""
-    top, sums = found
+    """FAST statistics from sums over rows, ``[batch, heads, 5]``; not a number where states are."""
+    top, sums = found.whole()
     means = sums[..., :4] / sums[..., 4:].clamp(min=1)
     top = torch.where(means[..., 0].isnan() & (top != float("inf")), float("nan"), top)
     return torch.cat([top[..., None], means], -1)

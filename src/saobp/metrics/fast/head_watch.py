@@ -11,40 +11,18 @@ from saobp.metrics.fast.fast_statistics import FAST, statistics_of
 from saobp.metrics.health.head_health import HeadHealth
 from saobp.propagation.row_statistics import RowSums
 
-MAX_PENDING = 32
-"""Calls of a layer whose sums are kept before they are added up: adding costs several small kernels."""
+MAX_PENDING = 1024
+"""Calls whose sums are kept before they are added up, many at once: that takes fewer kernels."""
 
 
 class LayerTotals:
-    """Over all texts of one layer: the largest logit ``[heads]``, sums of the other means, and the texts."""
+    """Over all texts of a layer: largest logit ``[heads]``, sums of other means and texts ``[heads, 5]``."""
 
-    def __init__(self) -> None:
-        self.pending: list[RowSums] = []
-        self._top: Tensor | None = None
-        self._sums: Tensor | None = None
+    def __init__(self, top: Tensor, sums: Tensor) -> None:
+        self.top, self.sums = top, sums
 
-    def add(self, found: RowSums) -> None:
-        self.pending.append(found)
-        if len(self.pending) >= MAX_PENDING:
-            self.totals()
-
-    def totals(self) -> tuple[Tensor, Tensor]:
-        """Largest logit ``[heads]``, and per head the sums of four means and the texts, ``[heads, 5]``."""
-        if self.pending:
-            found = RowSums(*(torch.cat(parts) for parts in zip(*self.pending, strict=True)))
-            self.pending.clear()
-            values, counted = statistics_of(found), found.sums[..., 4] > 0
-            top = torch.where(counted, values[..., 0], float("-inf")).amax(0)
-            means = torch.cat([values[..., 1:], torch.ones_like(values[..., :1])], -1)
-            sums = torch.where(counted[..., None], means, 0.0).sum(0)
-            self._top = top if self._top is None else torch.maximum(self._top, top)
-            self._sums = sums if self._sums is None else self._sums + sums
-        assert self._top is not None
-        assert self._sums is not None
-        return self._top, self._sums
-
-    def replace(self, top: Tensor, sums: Tensor) -> None:
-        self._top, self._sums = top, sums
+    def add(self, top: Tensor, sums: Tensor) -> None:
+        self.top, self.sums = torch.maximum(self.top, top), self.sums + sums
 
 
 class HeadWatch:
@@ -56,55 +34,81 @@ class HeadWatch:
     statistics = FAST
 
     def __init__(self) -> None:
-        self.layers: dict[str, LayerTotals] = {}
         self.forwards = 0
         self.skipped: set[str] = set()
+        self._totals: dict[str, LayerTotals] = {}
+        self._pending: list[tuple[str, RowSums]] = []
 
     def __bool__(self) -> bool:
-        return bool(self.layers)
+        return bool(self._totals or self._pending)
+
+    @property
+    def layers(self) -> dict[str, LayerTotals]:
+        """Totals by layer name, first layer first."""
+        order = [name for name, _ in self._pending if name not in self._totals]
+        alike: dict[tuple[torch.Size, torch.Size], list[tuple[str, RowSums]]] = {}
+        for name, found in self._pending:
+            alike.setdefault((found.top.shape, found.sums.shape), []).append((name, found))
+        self._pending = []
+        added: dict[str, LayerTotals] = {}
+        for group in alike.values():
+            together = RowSums(
+                *(torch.stack(parts) for parts in zip(*(one for _, one in group), strict=True))
+            )
+            values, counted = statistics_of(together), together.sums[..., 4].sum(-1) > 0
+            means = torch.cat([values[..., 1:], torch.ones_like(values[..., :1])], -1)
+            tops, sums = values[..., 0].amax(1), torch.where(counted[..., None], means, 0.0).sum(1)
+            for (name, _), top, own in zip(group, tops, sums, strict=True):
+                known = self._totals if name in self._totals else added
+                if name in known:
+                    known[name].add(top, own)
+                else:
+                    added[name] = LayerTotals(top, own)
+        self._totals |= {name: added[name] for name in dict.fromkeys(order)}
+        return self._totals
 
     def add(self, name: str, found: RowSums) -> None:
-        if name not in self.layers:
-            self.layers[name] = LayerTotals()
-        self.layers[name].add(found)
+        self._pending.append((name, found))
+        if len(self._pending) >= MAX_PENDING:
+            _ = self.layers
 
     def reset(self) -> None:
         """Forget everything measured so far."""
-        self.layers = {}
-        self.forwards = 0
+        self._totals, self._pending, self.forwards = {}, [], 0
 
     def reduced(self) -> HeadWatch:
         """Over the processes of a distributed run, by two packed all-reduces; all must take part."""
         distributed = torch.distributed
-        if not distributed.is_available() or not distributed.is_initialized() or not self.layers:
+        if not distributed.is_available() or not distributed.is_initialized() or not self:
             return self
-        names = sorted(self.layers)
-        totals = [self.layers[name].totals() for name in names]
-        tops, sums = torch.cat([top for top, _ in totals]), torch.cat([sums for _, sums in totals])
+        layers = self.layers
+        names = sorted(layers)
+        tops = torch.cat([layers[name].top for name in names])
+        sums = torch.cat([layers[name].sums for name in names])
         distributed.all_reduce(tops, op=distributed.ReduceOp.MAX)
         distributed.all_reduce(sums)
-        whole, heads = copy.deepcopy(self), [len(top) for top, _ in totals]
+        whole, heads = copy.deepcopy(self), [len(layers[name].top) for name in names]
         for name, top, own in zip(names, tops.split(heads), sums.split(heads), strict=True):
-            whole.layers[name].replace(top, own)
+            whole._totals[name] = LayerTotals(top, own)
         return whole
 
     def max_logits(self) -> dict[str, Tensor]:
         """Largest logit of each head, ``[heads]`` on the model's device, by layer name."""
-        return {name: totals.totals()[0] for name, totals in self.layers.items()}
+        return {name: totals.top for name, totals in self.layers.items()}
 
     def values(self, statistic: str) -> dict[str, Tensor]:
         """One statistic per head, ``[heads]`` on the CPU, by layer name."""
         if statistic not in FAST:
             raise ValueError(f"{statistic!r} was not measured: there is {', '.join(FAST)}")
         place = FAST.index(statistic)
-        return {name: self._means(name)[:, place].cpu() for name in self.layers}
+        return {name: _means(totals)[:, place].cpu() for name, totals in self.layers.items()}
 
     def heads(self) -> list[HeadHealth]:
         """Every head measured, first layer first; the verdict, which needs GTD, stays undefined."""
         found = []
-        for layer, name in enumerate(self.layers):
-            texts = int(self.layers[name].totals()[1][:, -1].max())
-            for head, values in enumerate(self._means(name).tolist() if texts else []):
+        for layer, (name, totals) in enumerate(self.layers.items()):
+            texts = int(totals.sums[:, -1].max())
+            for head, values in enumerate(_means(totals).tolist() if texts else []):
                 own = dict(zip(FAST, values, strict=True))
                 found.append(HeadHealth(layer, name, head, own, {}, "undefined", texts))
         return found
@@ -113,6 +117,7 @@ class HeadWatch:
         """Nothing: it belongs to the thorough tier."""
         return {}
 
-    def _means(self, name: str) -> Tensor:
-        top, sums = self.layers[name].totals()
-        return torch.cat([top[:, None], sums[:, :4] / sums[:, 4:].clamp(min=1)], -1)
+
+def _means(totals: LayerTotals) -> Tensor:
+    """FAST statistics ``[heads, 5]``."""
+    return torch.cat([totals.top[:, None], totals.sums[:, :4] / totals.sums[:, 4:].clamp(min=1)], -1)

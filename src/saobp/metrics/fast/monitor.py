@@ -71,8 +71,10 @@ class Monitor:
             self.health.skipped.add(call.name)
             return
         check_options(call)
-        query, key, value = (states.detach()[: self.texts] for states in (call.query, call.key, call.value))
-        mask = first_texts(self._mask(call), self.texts)
+        query, key, value, mask = call.query, call.key, call.value, self._mask(call)
+        if self.texts is not None:
+            query, key, value = (states[: self.texts] for states in (query, key, value))
+            mask = first_texts(mask, self.texts)
         found = sweep(query, key, value, mask, call.scaling, self.first)
         self.health.add(layer_name(call.name, self._calls), found)
 
