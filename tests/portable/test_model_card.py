@@ -1,14 +1,20 @@
 """The model card: metadata that the hub reads, and what the text says."""
 
 import json
+import re
 
 import pytest
 from huggingface_hub import ModelCard
+from transformers import AutoModelForSequenceClassification
+from typer.testing import CliRunner
 
 import saobp
+from saobp.cli import app
+from saobp.lab.synthetic_tasks import write_tasks
 from saobp.portable.run_facts import facts_of, share_interval
 from saobp.storage.manifest import check_manifest
 from saobp.testing.tiny_models import tiny_model
+from saobp.testing.tiny_tasks import save_tiny_bert
 from saobp.testing.tiny_training import small_recipe, train_small
 
 RECIPE = {"kind": "finetune", "task": "sst2", "model": "runs/high", "epochs": 3, "batch": 32, "rate": 1e-4}
@@ -90,3 +96,25 @@ def test_a_plain_model_is_not_made_portable(tmp_path):
     with pytest.raises(ValueError, match="loads anywhere as it is"):
         train_small(small_recipe(steps=2, warmup_steps=1), tmp_path / "run", portable=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_finetune_saves_a_portable_model_whose_card_has_intervals(tmp_path):
+    data = write_tasks(tmp_path / "data")
+    model = save_tiny_bert(tmp_path / "bert", "high:0.5")
+    line = ["finetune", "--model", str(model), "--data-dir", str(data), "--task", "rte", "--limit", "8"]
+    line += ["--epochs", "1", "--batch", "8", "--length", "64", "--out", str(tmp_path / "runs"), "--portable"]
+    answer = CliRunner().invoke(app, line, catch_exceptions=False)
+    assert answer.exit_code == 0, answer.output
+    folder = tmp_path / "runs" / "rte" / "seed-42" / "model"
+    data, text = card_in(folder)
+    assert data.pipeline_tag == "text-classification"
+    assert re.search(
+        r"\| rte accuracy \| [\d.]+ \| [\d.]+ to [\d.]+ \| last epoch, \d+ validation rows", text
+    )
+    loaded = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+    assert type(loaded).__module__.endswith("modeling_saobp")
+    plain = save_tiny_bert(tmp_path / "plain")
+    line[2], line[-2] = str(plain), str(tmp_path / "none")
+    answer = CliRunner().invoke(app, line)
+    assert answer.exit_code == 1
+    assert not (tmp_path / "none" / "rte" / "seed-42").exists()

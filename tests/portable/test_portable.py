@@ -44,6 +44,7 @@ def auto_of(model):
 
 def prepared(model, folder, tokenizer=None, **extra):
     """Save portably, with inputs for the other process; returns its folder, and what the package gives."""
+    extra["options"] = {"dtype": model.dtype}
     saobp.save(model, folder, portable=True, tokenizer=tokenizer)
     batch = tiny_batch(side="left" if model.can_generate() else "right")
     torch.save({"auto": auto_of(model), "batch": batch, **extra}, folder / "inputs.pt")
@@ -61,9 +62,9 @@ def assert_same(model, batch, found):
     with torch.no_grad():
         expected = model(**batch)[0]
     real = batch["attention_mask"].bool() if expected.ndim == 3 else ...
-    largest = expected[real].abs().max()
-    assert (found["output"] - expected)[real].abs().max() <= 1e-6 * largest
-    assert (found["again"] - expected)[real].abs().max() <= 1e-6 * largest
+    bound = 1e-9 if model.dtype == torch.float64 else 3e-6 * expected[real].abs().max()
+    assert (found["output"] - expected)[real].abs().max() <= bound
+    assert (found["again"] - expected)[real].abs().max() <= bound
     assert found["modules"] == []
     assert 'attn_implementation="saobp"` is not supported' in found["refusal"]
     learned = {name for name, _ in model.named_parameters() if ".saobp." in name}
@@ -82,16 +83,16 @@ def test_without_the_package_models_are_refined_generate_train_and_are_saved_aga
     """Masked LM, causal LM and sequence classification, in one process that cannot import saobp."""
     tokenizer = small_tokenizer()
     words = max(64, len(tokenizer))
-    classifier = BertForSequenceClassification(tiny_model("bert").config)
+    classifier = BertForSequenceClassification(tiny_model("bert").config).double()
     cases = [
         prepared(
-            refined(tiny_model("bert", vocab_size=words), "high:0.5"),
+            refined(tiny_model("bert", vocab_size=words), "high:0.5").double(),
             tmp_path / "bert",
             tokenizer,
             text=f"one {tokenizer.mask_token} three",
             task="fill-mask",
         ),
-        prepared(refined(tiny_model("gpt2"), "high:learned"), tmp_path / "gpt2"),
+        prepared(refined(tiny_model("gpt2"), "high:learned").double(), tmp_path / "gpt2"),
         prepared(refined(classifier, "low:learned,steps=2,damping=0.3+gate"), tmp_path / "classifier"),
     ]
     answers = run_without_saobp([folder for _, _, folder in cases])
@@ -101,6 +102,7 @@ def test_without_the_package_models_are_refined_generate_train_and_are_saved_aga
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     "text",
     [
@@ -111,7 +113,7 @@ def test_without_the_package_models_are_refined_generate_train_and_are_saved_aga
         "sink",
     ],
 )
-def test_every_family_without_the_package(text, tmp_path):
+def test_every_family_without_the_package(text, dtype, tmp_path):
     shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "intermediate_size": 64, "pad_token_id": 0, "initializer_range": 0.3,
              "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -126,7 +128,7 @@ def test_every_family_without_the_package(text, tmp_path):
     for family in FAMILIES:
         torch.manual_seed(0)
         model = extra[family]() if family in extra else tiny_model(family)
-        cases.append(prepared(refined(model, text), tmp_path / family))
+        cases.append(prepared(refined(model, text).to(dtype), tmp_path / family))
     for (model, batch, _), found in zip(cases, run_without_saobp([c[2] for c in cases]), strict=True):
         assert_same(model, batch, found)
 

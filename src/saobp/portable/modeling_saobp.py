@@ -123,7 +123,7 @@ class LayerRefinement(nn.Module):
 
     def strengths(self, scores: Tensor) -> Tensor:
         """Repulsion of each head, ``[heads, 1, 1]`` in the precision of scores."""
-        own = self.strength_bias if not self.fixed else scores.new_tensor(self.fixed)
+        own = self.strength_bias if not self.fixed else scores.new_tensor(self.fixed, dtype=torch.float32)
         return SIGNS[self.factor] * own.to(scores).clamp(-MAX_STRENGTH, MAX_STRENGTH).view(-1, 1, 1)
 
     def attend(
