@@ -80,6 +80,8 @@ def adapted(command: Command, number: int) -> Command:
 
     if words[0] in ("make", "pip", "pytest"):
         return known(why_not="make, pip and pytest are run by the tests and the workflow")
+    if "$" in text:
+        return known(why_not="stands in a job script, with its variables")
     if words[0] == "python" and "pretraining.py" not in text:
         return known(why_not="a script of benchmarks or tests, run by those")
     if words[0] == "python":
@@ -103,10 +105,7 @@ def adapted(command: Command, number: int) -> Command:
         text = re.sub(r"--scale \w+", "", text).replace("--data-dir data", "")
         text = re.sub(r"--(tokens|runs|jobs|seeds) \S+", "", text) + " --scale smoke"
         if "--plan" not in text and "tokens" not in text:
-            text = text.replace("reproduce all", "reproduce cost").replace(
-                "reproduce tables", "reproduce cost"
-            )
-            text = re.sub(r"reproduce (gtd,glue|pretraining)", "reproduce cost", text)
+            text = re.sub(r"reproduce (all|tables|gtd,glue|pretraining|arena)", "reproduce cost", text)
     if words[:2] == ["saobp", "finetune"]:
         text = re.sub(r"--limit \d+", "", text) + " --limit 8 --epochs 1 --no-keep-model"
         text = re.sub(r"--task (glue|all)\b", "--task rte,cola", re.sub(r"--jobs \d+", "--jobs 2", text))
@@ -154,11 +153,14 @@ def prepare(folder: Path, environment: dict[str, str]) -> None:
     letters = [chr(code) for code in range(33, 127)]
     vocabulary = [*SPECIAL, *dict.fromkeys([*letters, *(f"##{letter}" for letter in letters)])]
     (data / "tokenizers" / BERT_FILE).write_text("\n".join(vocabulary) + "\n")
+    page = (ROOT / "docs" / "factors.md").read_text(encoding="utf-8")
+    (folder / "near_potts.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
     for line in (
         f"saobp pretrain {TINY} {CORPUS} --out runs/plain",
         f"saobp pretrain {TINY} {CORPUS} --refinement high:0.2 --out runs/high",
     ):
         _run(line, folder, environment)
+    shutil.copytree(folder / "runs" / "high", folder / "runs" / "learned")
 
 
 def _run(line: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
@@ -196,7 +198,7 @@ def main(pages: Sequence[Path], *, only_list: bool, log: Path | None) -> int:
         return 0
     paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "110"}
-    failed, outputs = 0, []
+    ran = failed = 0
     with tempfile.TemporaryDirectory(prefix="saobp-docs-") as name:
         prepare(Path(name), environment)
         for one in found:
@@ -214,12 +216,13 @@ def main(pages: Sequence[Path], *, only_list: bool, log: Path | None) -> int:
             print(
                 f"{mark}  {time.monotonic() - began:5.1f} s  {one.page}:{one.line}  {one.small}", flush=True
             )
-            outputs.append(f"$ {one.small}\n{said}\n")
+            ran += 1
+            if log is not None:
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(f"$ {one.small}\n{said}\n")
             if not is_good:
                 print(said[-2000:], flush=True)
-    if log is not None:
-        log.write_text("\n".join(outputs), encoding="utf-8")
-    print(f"{len(outputs)} commands run, {failed} failed, {len(found) - len(outputs)} not run")
+    print(f"{ran} commands run, {failed} failed, {len(found) - ran} not run")
     return 1 if failed else 0
 
 
@@ -229,7 +232,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("pages", nargs="*", type=Path, help="Markdown files; by default README.md and docs/")
     parser.add_argument("--list", action="store_true", help="print what would be run")
-    parser.add_argument("--log", type=Path, help="file for what the commands printed")
+    parser.add_argument("--log", type=Path, help="file to add what the commands print to")
     given = parser.parse_args()
     chosen = given.pages or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     sys.exit(main(chosen, only_list=given.list, log=given.log))
