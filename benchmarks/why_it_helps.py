@@ -53,7 +53,7 @@ def main() -> None:
     objective = MaskedLM.of(texts.tokenizer)
     kinds = kinds_of_tokens(objective, batches, texts)
     base: Tensor | None = None
-    found: dict[str, Any] = {"base": given.runs[0].name, "classes": {}, "runs": {}}
+    found: dict[str, Any] = {"base": given.runs[0].name, "runs": {}}
     for folder in given.runs:
         is_plain = recipe_of(folder).refinement is None
         load = AutoModelForMaskedLM.from_pretrained if is_plain else saobp.load
