@@ -111,7 +111,7 @@ def _loading(auto: str, name: str, portable: bool) -> str:
 
 def _limits(model: PreTrainedModel, refinement: Refinement, portable: bool) -> str:
     lines = [
-        "The weights were trained with refined attention; a plain model of them gives other results. "
+        "The weights belong to a model with refined attention; a plain one of them gives other results. "
         "Transformers from 5.5 on refuses to make one, unless an attention implementation is passed "
         "(`None` included, as `transformers serve` does): then it only logs the strengths as unexpected "
         "weights. Older versions, and programs with model code of their own such as vLLM, do not notice.",
