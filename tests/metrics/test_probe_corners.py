@@ -76,3 +76,15 @@ def test_processes_that_met_layers_in_another_order_reduce_alike(monkeypatch: py
         assert list(total.layers) == list(order)
         assert all(torch.equal(total.values("gtd")[name], health.values("gtd")[name]) for name in order)
     assert torch.equal(*sent)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "mistral"])
+def test_even_rows_are_diffuse_under_every_mask(family: str) -> None:
+    """Without scores every head is the uniform map of its mask: full, causal, or a sliding window."""
+    model = tiny_model(family, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ("query", "c_attn", "q_proj")):
+            torch.nn.init.zeros_(parameter)
+    with torch.no_grad(), saobp.probe(model) as health:
+        model(**tiny_batch(length=24))
+    assert {head.verdict for head in health.heads()} == {"diffuse"}

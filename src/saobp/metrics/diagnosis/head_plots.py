@@ -52,7 +52,7 @@ def heat_map(diagnoses: Sequence[Diagnosis], statistic: str) -> Figure:
     panels[0].set_ylabel("layer")
     legend = [f"{mark} {word}" for word, mark in MARKS.items() if mark != "?"]
     if statistic == "gtd":
-        legend.append("healthy between the green lines of the scale")
+        legend.append("healthy between the green lines (the upper one is higher under a causal mask)")
     figure.supxlabel("   ".join(legend), fontsize=7)
     assert image is not None
     bar = figure.colorbar(image, ax=list(panels), label=TITLES[statistic], shrink=0.9)
