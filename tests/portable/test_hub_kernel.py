@@ -88,11 +88,10 @@ def test_there_is_no_graph_break(kernel):
 
 
 @needs_library
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-@pytest.mark.parametrize("strength", [0.5, [[0.1, 0.2, 0.3, 0.4], 0.7]])
+@pytest.mark.parametrize(
+    ("family", "strength"), [("bert", 0.5), ("gpt2", 0.5), ("llama", [[0.1, 0.2, 0.3, 0.4], 0.7])]
+)
 def test_transformers_loads_it_by_name(in_transformers, family, strength, tmp_path, recwarn):
-    if family == "bert" and not isinstance(strength, float):
-        pytest.skip("modules of BERT do not all tell their layer")
     model = saobp.apply(tiny_model(family), saobp.Refinement("high", strength))
     model.save_pretrained(tmp_path)
     auto = AutoModelForCausalLM if model.can_generate() else AutoModelForMaskedLM
@@ -117,6 +116,10 @@ def test_what_a_function_alone_cannot_do_is_refused(in_transformers, tmp_path):
     learned = AutoModelForMaskedLM.from_pretrained(tmp_path / "learned", **in_transformers)
     with pytest.raises(ValueError, match="needs values that the kernel alone does not have"):
         learned(ids)
+    listed = saobp.Refinement("high", [0.1, 0.2])
+    saobp.apply(tiny_model("distilbert"), listed).save_pretrained(tmp_path / "listed")
+    with pytest.raises(ValueError, match="does not tell its layer"):
+        AutoModelForMaskedLM.from_pretrained(tmp_path / "listed", **in_transformers)(ids)
     plain = tiny_model("bert")
     plain.set_attn_implementation(IMPLEMENTATION, allow_all_kernels=True)
     with pytest.raises(ValueError, match=r"config\.saobp does not say how to refine"):

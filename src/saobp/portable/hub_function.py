@@ -79,7 +79,13 @@ def layer_refinement(module: nn.Module) -> Refinement:
             "saobp, or with trust_remote_code=True from a portable folder"
         )
     if isinstance(strength, list | tuple):
-        strength = [strength[getattr(module, "layer_idx")]]  # noqa: B009
+        layer: Any = getattr(module, "layer_idx", None)
+        if layer is None:
+            raise ValueError(
+                f"{type(module).__name__} does not tell its layer, so it needs one strength for all: load "
+                "the model with saobp"
+            )
+        strength = [strength[layer]]
     return Refinement.from_dict({**written, "strength": strength})
 
 
