@@ -16,6 +16,7 @@ EXTRA_OF = {
     "onnx": "export",
     "onnxruntime": "export",
     "onnxscript": "export",
+    "executorch": "executorch",
     "lm_eval": "harness",
 }
 """By the name under which a package is imported."""

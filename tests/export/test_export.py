@@ -75,6 +75,17 @@ def test_onnxruntime_gives_the_numbers_of_the_model(
 
 
 @pytest.mark.slow
+def test_executorch_gives_the_numbers_of_the_model(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "executorch.exir", reason="ExecuTorch is not installed: pip install 'saobp[executorch]'"
+    )
+    model = refined("bert", "high:learned")
+    result = export(model, tmp_path / "new", "executorch", length=8, batches=(1,))
+    assert result.difference.is_within_tolerance
+    assert result.file.name == "model.pte"
+
+
+@pytest.mark.slow
 def test_a_classifier_of_pairs_is_exported_by_the_command(tmp_path: Path) -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -119,7 +130,7 @@ def test_nothing_is_overwritten_and_nothing_wrong_is_kept(
         export(model, tmp_path / "new", "exported", length=65)
     with pytest.raises(ValueError, match="int8 weights are written as ONNX"):
         export(model, tmp_path / "new", "exported", int8=True)
-    monkeypatch.setattr(export_folder, "exported_program", lambda _: None)
+    monkeypatch.setattr(export_folder, "exported_program", lambda *_: None)
     monkeypatch.setattr(export_folder, "write_exported", lambda _, path: path.write_text("wrong"))
     monkeypatch.setattr(export_folder, "difference", lambda *_: Difference(0.01, 3.0))
     with pytest.raises(ValueError, match=r"apart from PyTorch's by 0\.01.*nothing was written"):

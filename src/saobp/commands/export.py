@@ -23,11 +23,12 @@ class Form(StrEnum):
 
     onnx = "onnx"
     exported = "exported"
+    executorch = "executorch"
 
 
 def export(
     model: Annotated[str, typer.Argument(help="Folder of a run or of a saved model, or a name on the hub.")],
-    to: Annotated[Form, typer.Option(help="ONNX, or a program of torch.export.")] = Form.onnx,
+    to: Annotated[Form, typer.Option(help="ONNX, a program of torch.export, or ExecuTorch.")] = Form.onnx,
     out: Annotated[Path, typer.Option(help="Folder to write, which must not exist.")] = Path("exported"),
     refinement: Annotated[
         str | None, typer.Option(help="Refine the model first, for instance high:0.2.")
@@ -66,7 +67,7 @@ def export(
 
 def show(result: Export, form: str) -> None:
     """Print the times of both, and how far their numbers are apart."""
-    name = "onnxruntime" if form == "onnx" else "torch.export"
+    name = {"onnx": "onnxruntime", "exported": "torch.export", "executorch": "ExecuTorch"}[form]
     title = f"milliseconds per call, median, {result.threads} thread{'s' if result.threads > 1 else ''}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("batch x tokens", "PyTorch", name, "times as fast"):

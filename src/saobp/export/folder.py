@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from saobp.export.comparison import TOLERANCE, Difference, Speed, difference, shapes_to_compare, speeds
-from saobp.export.formats import FILES, check_packages, exported_program, write_exported, write_onnx
+from saobp.export.formats import (
+    FILES,
+    ROWS,
+    check_packages,
+    exported_program,
+    write_executorch,
+    write_exported,
+    write_onnx,
+)
 from saobp.export.token_model import TokenModel
 from saobp.storage.atomic import replacing, write_atomically
 from saobp.version import __version__
@@ -51,18 +59,20 @@ def export(
 ) -> Export:
     """Export to a new folder, which appears once the numbers of the saved program were found right.
 
-    form: ``onnx`` or ``exported``. Raises ValueError where the numbers differ by more than rounding;
-    with int8 weights the difference is only measured.
+    form: ``onnx``, ``exported`` or ``executorch``. Raises ValueError where the numbers differ by more than
+    rounding; with int8 weights the difference is only measured.
     """
     check_request(out, form, int8=int8)
     if length > model.longest:
         raise ValueError(f"the model knows {model.longest} positions, fewer than --length {length}")
     threads = torch.get_num_threads()
-    program = exported_program(model)
+    program = exported_program(model, ROWS[form])
     with replacing(out) as folder:
         file = folder / FILES[form]
         if form == "onnx":
             run = write_onnx(program, model, file, int8=int8, threads=threads)
+        elif form == "executorch":
+            run = write_executorch(program, file)
         else:
             run = write_exported(program, file)
         found = difference(model, run, shapes_to_compare(model))

@@ -20,18 +20,21 @@ from saobp.storage.atomic import first_line
 Run = Callable[..., tuple[Tensor, ...]]
 """From int64 inputs ``[batch, length]`` to outputs."""
 
-FILES = {"exported": "model.pt2", "onnx": "model.onnx"}
+FILES = {"exported": "model.pt2", "onnx": "model.onnx", "executorch": "model.pte"}
+PACKAGES = {"exported": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "executorch": ("executorch",)}
+ROWS = {"exported": MOST_ROWS, "onnx": MOST_ROWS, "executorch": 8}
+"""Largest batch: ExecuTorch plans memory for it."""
 
 
 def check_packages(form: str) -> None:
     """Raises where a package that the form needs is not installed."""
-    for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
-        import_optional(package, "an export to ONNX")
+    for package in PACKAGES[form]:
+        import_optional(package, f"an export to {form}")
 
 
-def exported_program(model: TokenModel) -> ExportedProgram:
+def exported_program(model: TokenModel, rows: int = MOST_ROWS) -> ExportedProgram:
     """The model traced with dynamic batch and length. Raises ValueError where it cannot be traced."""
-    sizes = {0: Dim("batch", min=1, max=MOST_ROWS), 1: Dim("length", min=1, max=model.longest)}
+    sizes = {0: Dim("batch", min=1, max=rows), 1: Dim("length", min=1, max=model.longest)}
     shapes = {"tensors": tuple(sizes for _ in model.inputs)}
     example = model.batch(3, min(7, model.longest))
     try:
@@ -53,6 +56,22 @@ def write_exported(program: ExportedProgram, path: Path) -> Run:
         with torch.no_grad():
             found: tuple[Tensor, ...] = module(*tensors)
         return found
+
+    return run
+
+
+def write_executorch(program: ExportedProgram, path: Path) -> Run:
+    """Lower a program to ExecuTorch's portable kernels, and open it with its runtime."""
+    with _quiet():
+        exir = import_optional("executorch.exir", "an export to executorch")
+        options = exir.EdgeCompileConfig(_check_ir_validity=False)
+        lowered = exir.to_edge_transform_and_lower(program, compile_config=options).to_executorch()
+        path.write_bytes(lowered.buffer)
+        runtime = import_optional("executorch.runtime", "an export to executorch").Runtime.get()
+        method = runtime.load_program(path).load_method("forward")
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(found.clone() for found in method.execute(list(tensors)))
 
     return run
 
