@@ -128,6 +128,20 @@ def compile_hopper(launched: list[Launched]) -> list[str]:
     )
 
 
+def compile_sweep(launched: list[Launched]) -> list[str]:
+    """The sweep for statistics, causal, through Triton and then directly."""
+    from saobp.kernels.statistics.launch import sweep_rows
+    from saobp.propagation.row_statistics import RowMask
+
+    states = [torch.zeros(1, 256, heads, 64, dtype=torch.bfloat16).transpose(1, 2) for heads in (4, 2, 2)]
+    for _ in range(2):
+        sweep_rows(*states, RowMask(causal=True), scale=0.1, first=4)
+    first, second = launched
+    if first != second:
+        raise AssertionError("the second launch has other arguments than the first")
+    return [first.name]
+
+
 CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
     "short": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 128)
@@ -148,6 +162,7 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
         + compile_call(launched, "low", torch.float16, 100, is_causal=True, learned=True, **_padded(100))
         + compile_call(launched, "high-listing", torch.bfloat16, 30, is_causal=True)
     ),
+    "statistics": compile_sweep,
     "elemmul": lambda launched: compile_call(launched, "elemmul", torch.float16, 256),
 }
 

@@ -23,12 +23,19 @@ KERNELS = {
     },
     "causal": {"causal_row_sums", "weak_messages", "weak_output", "weak_climb", "weak_query_gradient"},
     "short causal": {"short_causal_forward", "short_causal_backward"},
+    "statistics": {"row_sweep"},
     "elemmul": {"row_sums", "elemmul_output", "elemmul_key_gradient"},
 }
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("case", pretended_gpu.CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow) if case == "statistics" else case
+        for case in pretended_gpu.CASES
+    ],
+)
 def test_kernels_compile_for_hopper(case: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
