@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton")
 from saobp.kernels.statistics.launch import can_sweep, sweep_rows
 from saobp.propagation import row_statistics
 from saobp.propagation.row_statistics import RowMask, row_sums
