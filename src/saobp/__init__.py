@@ -60,7 +60,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
+        found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        return found
     try:
         return import_module(f"saobp.{name}")
     except ModuleNotFoundError as error:
