@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Waiting threads sleep instead of spinning: much faster where the cores are shared with other work.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup quickstart test soak chromium package lock clean
+.PHONY: setup quickstart test test-gpu soak chromium package lock clean
 
 setup: $(READY)
 
@@ -33,6 +33,12 @@ test: $(READY) chromium
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/oxlint --deny-warnings src/saobp/report/page
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+# On a machine with an NVIDIA GPU, which 14 processes share; its last line is the one to record.
+test-gpu: $(READY)
+	@nvidia-cuda-mps-control -d 2>/dev/null && mine=yes; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 14; found=$$?; \
+	if test "$$mine" = yes; then echo quit | nvidia-cuda-mps-control; fi; exit $$found
 
 # Random kills, damaged files, calls and generations; one table at the end. About an hour on one core.
 soak: $(READY)

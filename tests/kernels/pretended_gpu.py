@@ -123,6 +123,7 @@ def compile_hopper(launched: list[Launched]) -> list[str]:
     dispatch.HOPPER_FROM = 0
     return (
         compile_call(launched, "high", torch.bfloat16, 128)
+        + compile_call(launched, "high", torch.bfloat16, 128, learned=True)
         + compile_call(launched, "high-listing", torch.bfloat16, 128)
         + compile_call(launched, "low", torch.bfloat16, 100, **_padded(100))
     )

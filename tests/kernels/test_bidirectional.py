@@ -71,6 +71,45 @@ def test_every_factor_with_unknown_strengths(factor: str, length: int, dtype: to
     check(inputs, Refinement(factor, "learned"))
 
 
+@pytest.mark.parametrize(
+    ("factor", "length", "dtype"),
+    [
+        ("high-key-bias", 40, torch.float16),
+        ("low-key-bias", 40, DTYPES[-1]),
+        ("high-key-bias", 150, DTYPES[-1]),
+        ("low-key-bias", 140, torch.float32),
+    ],
+)
+def test_a_key_bias(factor: str, length: int, dtype: torch.dtype) -> None:
+    """A row hears its own message too."""
+    inputs = attention_inputs(
+        1, 2, length, 16, strength=(0.3, 1.5), padding="left", dtype=dtype, device=DEVICE
+    )
+    check(inputs, Refinement(factor, "learned"))
+
+
+@pytest.mark.parametrize("weak_length", [100, 140])
+@pytest.mark.usefixtures("weak_way")
+def test_a_weak_key_bias(weak_length: int) -> None:
+    strength = 0.2 if GPU else 0.05
+    inputs = attention_inputs(1, 2, weak_length, 16, strength=strength, dtype=DTYPES[-1], device=DEVICE)
+    check(inputs, Refinement("high-key-bias", strength), strength, frozen=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["short", "long"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_have_the_layout_of_their_inputs(dtype: torch.dtype, causal: bool) -> None:
+    """Otherwise autograd copies them into leaves laid out differently."""
+    for transposed in (False, True):
+        inputs = attention_inputs(2, 2, 20, 16, transposed=transposed, dtype=dtype, device=DEVICE)
+        *states, strength = inputs.leaves()
+        out = saobp.attention(
+            *states, Refinement("high"), strength=strength, is_causal=causal, backend="fused"
+        )
+        found = torch.autograd.grad(out, states, inputs.output_gradient)
+        assert [one.stride() for one in found] == [one.stride() for one in states]
+
+
 @pytest.mark.parametrize("length", [37, 140])
 @pytest.mark.parametrize("padding", ["left", "right", "both"])
 def test_padding_and_shared_key_heads(padding: str, length: int) -> None:

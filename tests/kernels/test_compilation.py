@@ -12,7 +12,7 @@ import pytest
 
 KERNELS = {
     "short": {"short_forward", "short_weak_forward", "short_backward"},
-    "hopper": {"short_hopper_forward", "short_backward"},
+    "hopper": {"short_hopper_forward", "short_careful", "short_backward", "strength_gradient"},
     "long": {
         "row_sums",
         "column_messages",

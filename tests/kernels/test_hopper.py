@@ -142,6 +142,39 @@ def test_output_and_gradients_are_within_the_budget(factor: str, kind: Any, laun
     assert "short_hopper_forward" in launched
 
 
+@pytest.mark.parametrize("factor", ["high", "high-key-bias"])
+@pytest.mark.parametrize("kind", ["usual", "padded", "sink"])
+def test_any_strength(factor: str, kind: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned strengths, with their gradient; ``short_careful`` takes over where rows underflow."""
+    if not GPU:
+        monkeypatch.setattr(CallSpec, "precise", 1)
+        monkeypatch.setattr(CallSpec, "may_underflow", True)
+        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
+    strong = 5.0 if GPU else 1.5  # float16 has less range
+    inputs = states(
+        100 if kind == "padded" else 128,
+        strength=(-0.7, strong),
+        padding="left" if kind == "padded" else None,
+    )
+    if kind == "sink":
+        inputs = collapsed_inputs(inputs, 40.0 if GPU else 3.0, "sink")
+    refinement = Refinement(factor, "learned")
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
+        return saobp.attention(
+            query,
+            key,
+            value,
+            refinement,
+            padding_mask=inputs.padding_mask,
+            strength=strength,
+            backend="fused",
+        )
+
+    assert_within_budget(fused, inputs, refinement)
+    assert {"short_hopper_forward", "short_careful", "short_backward"} <= set(launched)
+
+
 def test_a_sequence_of_padding_gives_zeros() -> None:
     inputs = states(80, batch=2)
     mask = torch.ones(2, 80, dtype=torch.bool, device=DEVICE)

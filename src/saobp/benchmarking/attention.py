@@ -33,6 +33,8 @@ _MAPS = {"forward": 6, "forward + backward": 11}
 """Float32 maps that the eager reference holds at once."""
 STRENGTH = 0.2
 REFINEMENT = Refinement("high", STRENGTH)
+LEARNED = {"learned": Refinement("high", "learned"), "key bias": Refinement("high-key-bias", "learned")}
+"""Refinements with learned strengths, from 0.05 to 4 over the heads, which nothing is known of beforehand."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -51,10 +53,12 @@ def attention_speed(
 ) -> BenchmarkTable:
     """Forward, and forward + backward, bidirectional and causal, one row of the table for each length."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    title = f"Refined attention (high, strength 0.2) against PyTorch's, {dtype}, head size {DIM}"
+    title = f"Refined attention against PyTorch's, {dtype}, head size {DIM}"
     table = BenchmarkTable("attention", title, machine(device))
     table.notes.append(
-        f"Milliseconds, medians of {turns} turns in which every version runs once. About {rows} rows "
+        f"Milliseconds, medians of {turns} turns in which every version runs once. 'fused' is `high` with "
+        f"strength {STRENGTH}; 'learned' and 'key bias' are `high` and `high-key-bias` with learned "
+        f"strengths of 0.05 to 4, and their gradients; the key bias has no causal kernel. About {rows} rows "
         f"(batch x heads x length) each. Up to length {REPLAYED} a CUDA graph is replayed. 'sdpa' is the "
         "fastest of PyTorch's backends, named in its column. The reference is left out where its maps do "
         "not fit. 'again' is the fused version timed a second time, over the first: the noise of a ratio."
@@ -96,10 +100,13 @@ def _time_all(
                 partial(attend_refined, "reference", causal, strength), dynamic=False
             )
     states = states_and_gradient(shape, dtype, device)
+    ready = {name: one_call(attend, states, direction) for name, attend in versions.items()}
+    for name, refinement in LEARNED.items():
+        if not (causal and name == "key bias"):
+            ready[name] = learned_call(refinement, causal, states, direction)
     calls: dict[str, Call] = {}
     failed: dict[str, Result] = {}
-    for name, attend in versions.items():
-        call = one_call(attend, states, direction)
+    for name, call in ready.items():
         try:
             replayed = device == "cuda" and shape[2] <= REPLAYED
             calls[name] = captured(call) if replayed else call
@@ -124,7 +131,11 @@ def _row(shape: tuple[int, ...], causal: bool, direction: str, found: dict[str, 
         "backend": backend,
         "eager": milliseconds(eager),
         "compiled": milliseconds(compiled),
+        "learned": milliseconds(found.get("learned")),
+        "key bias": milliseconds(found.get("key bias")),
         "fused / sdpa": ratio(fused, sdpa),
+        "learned / sdpa": ratio(found.get("learned"), sdpa),
+        "key bias / sdpa": ratio(found.get("key bias"), sdpa),
         "eager / fused": ratio(eager, fused),
         "compiled / fused": ratio(compiled, fused),
         "spread %": spread(fused),
@@ -205,6 +216,25 @@ def attend_refined(
 ) -> Tensor:
     bounded = BoundedStrength(strength, STRENGTH)
     return attention(q, k, v, REFINEMENT, is_causal=causal, backend=backend, strength=bounded)
+
+
+def learned_call(refinement: Refinement, causal: bool, states: list[Tensor], direction: str) -> Call:
+    """A call with strengths that learn, whose gradient is part of the backward pass."""
+    *inputs, gradient = states
+    strengths = torch.linspace(0.05, 4.0, inputs[0].shape[1], device=inputs[0].device)
+
+    def attend(strength: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, refinement, is_causal=causal, backend="fused", strength=strength)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend(strengths, *inputs)
+
+    def both() -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (strengths, *inputs)]
+        return torch.autograd.grad(attend(*leaves), leaves, gradient)
+
+    return forward if direction == "forward" else both
 
 
 def attend_plain(backend: SDPBackend | None, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -66,13 +66,14 @@ def layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 class CallNumbers(NamedTuple):
     """Scalars of a call, in the order of every operator: length of the longest sequence, scale of scores, dropout
-    probability, sign of the strength, whether rows hear each other, and a bound on gamma (0 if unknown)."""
+    probability, sign of the strength, whom a row hears (0: none, 1: the others, 2: its own message too), and a bound on
+    gamma (0 if unknown)."""
 
     longest: int
     scale: float
     dropout: float = 0.0
     sign: float = 1.0
-    hears: bool = False
+    hears: int = 0
     bound: float = 0.0
 
 
@@ -95,10 +96,12 @@ class CallSpec:
     scale: float
     dropout: float
     sign: float
-    hears: bool
+    hears: int
     bound: float
     masked: bool
     packed: bool
+    heads_first: bool = False
+    """Whether queries, keys and values are contiguous ``[batch, heads, length, dim]``, as gradients then are too."""
 
     @classmethod
     def of(cls, tensors: CallTensors, numbers: CallNumbers) -> CallSpec:
@@ -109,6 +112,7 @@ class CallSpec:
             group=heads // tensors.key.shape[1], length=length, longest=longest, dim=dim, dtype=tensors.query.dtype,
             scale=scale, dropout=dropout, sign=sign, hears=hears, bound=bound,
             masked=tensors.mask is not None, packed=tensors.cu is not None,
+            heads_first=all(one.is_contiguous() for one in tensors[:3]),
         )  # fmt: skip
 
     @cached_property
@@ -151,6 +155,13 @@ class CallSpec:
     def states_strides(self) -> tuple[int, int, int, int]:
         """Memory layout ``[batch, length, heads, dim]``, which models use next."""
         return (self.length * self.heads * self.dim, self.dim, self.heads * self.dim, 1)
+
+    @property
+    def gradient_strides(self) -> tuple[int, int, int, int]:
+        """Memory layout of gradients: that of the inputs, since autograd copies what is laid out otherwise."""
+        if not self.heads_first:
+            return self.states_strides
+        return (self.heads * self.length * self.dim, self.length * self.dim, self.dim, 1)
 
     @property
     def lowest_sum(self) -> float:

@@ -21,8 +21,11 @@ TRITON_FOUND = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Both are read once at import: ``torch.compile`` cannot trace such checks."""
 
-POTTS = {"high": (1.0, True), "low": (-1.0, True), "high-listing": (1.0, False), "low-listing": (-1.0, False)}
-"""Sign of the strength, and whether rows hear each other."""
+POTTS = {
+    "high": (1.0, 1), "low": (-1.0, 1), "high-key-bias": (1.0, 2), "low-key-bias": (-1.0, 2),
+    "high-listing": (1.0, 0), "low-listing": (-1.0, 0),
+}  # fmt: skip
+"""Sign of the strength, and whom a row hears: nobody (0), the other rows (1), or its own message too (2)."""
 
 HALF_MAX_STRENGTH = 8.0
 """Beyond this strength weights and gradients of single entries leave the range of float16."""
@@ -125,6 +128,8 @@ def select(call: Call) -> Path:
     obstacle: str | None = f"the tensors are on {call.device}, not on a CUDA GPU"
     if call.backend == "fused" or call.device == "cuda":
         obstacle = unsupported(call)
+        if obstacle is None and call.backend == "auto" and call.refinement.factor.endswith("key-bias"):
+            obstacle = "kernels for a key bias are not used unasked yet: backend='fused' asks for them"
         if obstacle is None:
             longest = call.query[2] if call.longest is None else call.longest
             kernels = family(call.refinement.factor, call.is_causal, longest, call.query[3], call.dtype)
@@ -168,6 +173,8 @@ def unsupported(call: Call) -> str | None:
         return f"strength {known:g} is more than the {HALF_MAX_STRENGTH:g} that {dtype} has range for"
     if refinement.steps != 1:
         return f"{refinement.steps} steps were asked for and the kernels do one"
+    if call.is_causal and factor in POTTS and POTTS[factor][1] == 2:
+        return "causal attention with a key bias has no kernel"
     if call.is_causal and refinement.future == "paper" and POTTS[factor][1]:
         return "the leaking form of causal attention has no kernel"
     if query[2] != key[2]:
@@ -198,13 +205,15 @@ def numbers_of(
 ) -> CallNumbers:
     """Scalar arguments of the operators. The bound is set only for strengths without gradient: kernels given a bound
     compute none."""
-    sign, hears = POTTS.get(factor, (1.0, False))
+    sign, hears = POTTS.get(factor, (1.0, 0))
     known = strongest is not None and factor in POTTS
     bound = -math.expm1(-sign * min(strongest, MAX_STRENGTH)) if known and strongest is not None else 0.0
     return CallNumbers(longest, dim**-0.5 if scale is None else scale, dropout_p, sign, hears, bound)
 
 
 HOPPER = 90
+ANY_STRENGTH = torch.bfloat16
+"""Type in which the Hopper kernel takes any strength: inverse messages and factors of keys need its range."""
 HOPPER_FROM = 2048
 """Minimum heads for the Hopper kernel: its tensor descriptors cost the host 44 microseconds per launch, in which
 ``short_weak_forward`` completes fewer heads."""
@@ -252,11 +261,12 @@ def select_kernels(
     fetched = half and aligned and spec.dim == 64 and not spec.packed and capability >= HOPPER
     if family == "short":  # with fewer than 64 keys the tiles of the weak kernel would be mostly empty
         weak = weak and not spec.may_underflow and all_keys(spec) >= 64
-        hopper = weak and fetched and all_keys(spec) == SHORT and has_hopper_kernel(capability)
+        strong = spec.hears > 0 and spec.dtype == ANY_STRENGTH
+        hopper = (weak or strong) and fetched and all_keys(spec) == SHORT and has_hopper_kernel(capability)
         return KernelChoice(weak, spec.may_underflow, hopper and spec.sequences * spec.heads >= HOPPER_FROM)
     fetched = fetched and entries(spec) >= COPIED_FROM
     if family == "causal":  # the weak kernels are for messages that lower beliefs
-        weak = weak and spec.hears and spec.bound > 0
+        weak = weak and spec.hears > 0 and spec.bound > 0
         return KernelChoice(weak, not weak or spec.may_underflow, copy_engine=weak and fetched)
     if family == "long":
         axis = split_axis(spec) if entries(spec) >= SPLIT_FROM else None

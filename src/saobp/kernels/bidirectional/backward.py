@@ -93,14 +93,16 @@ def value_gradient(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows_real[None, :],
             score_scale, False, PRECISE,
         )  # fmt: skip
-        if PRECISE == 0 and not CAREFUL:
+        if PRECISE == 0 and not CAREFUL and HEARS == 2:
+            refined = a.to(KIND)
+        elif PRECISE == 0 and not CAREFUL:
             refined = boosted(a.to(KIND), spoken_pair(pair, rows_real[None, :].to(KIND), MASKED))
         else:
             anchor = load_anchor(anchor_ptr + row_base, rows, tokens, TAIL, CAREFUL)
             power = load_power(power_ptr + row_base, rows, tokens, TAIL, POWER)
             inverse = spoken_inverse(a, rows_real[None, :], message, PRECISE, MASKED)
             refined = before_normalising(
-                scores, a * inverse, inverse, anchor[None, :], power[None, :], key_part[:, None],
+                scores, a if HEARS == 2 else a * inverse, inverse, anchor[None, :], power[None, :], key_part[:, None],
                 HEARS and not LATE_PART, CAREFUL, POWER,
             ).to(KIND)  # fmt: skip
         if PRECISE == 2:
@@ -203,13 +205,13 @@ def query_gradient(
             d_logits = centred.to(KIND)
             heard = tl.zeros([1, KEYS], KIND)
             if HEARS:
-                d_logits = multiply(d_logits, multiply(u, key_part))
+                d_logits = multiply(d_logits, multiply(a.to(KIND) if HEARS == 2 else u, key_part))
                 heard = load_vector(heard_half_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
             else:
                 d_logits = multiply(d_logits, u)
             if MASKED:
                 u = multiply(u, speaks)
-            d_heard = multiply_add(d_logits, pair[0], heard)
+            d_heard = heard if HEARS == 2 else multiply_add(d_logits, pair[0], heard)
             d_scores = multiply_add(u, d_heard, d_logits)
             # Summed from gamma H itself, which d_scores loses to rounding where d_logits is much larger.
             row_terms = add_row_sums(
@@ -219,13 +221,21 @@ def query_gradient(
             inverse = spoken_inverse(a, rows_real, message, PRECISE, MASKED)
             u = a * inverse
             weights = before_normalising(
-                scores, u, inverse, anchor[:, None], power[:, None], key_part, HEARS, CAREFUL, POWER
+                scores,
+                a if HEARS == 2 else u,
+                inverse,
+                anchor[:, None],
+                power[:, None],
+                key_part,
+                HEARS,
+                CAREFUL,
+                POWER,
             )
             d_logits = centred * weights
             heard = load_vector(
                 heard_grad_ptr + row_base, keys, tokens if HEARS else 0, 0.0, TAIL or not HEARS
             )
-            d_message = u * (d_logits - heard[None, :])
+            d_message = -u * heard[None, :] if HEARS == 2 else u * (d_logits - heard[None, :])
             if MASKED:
                 d_message = tl.where(rows_real, d_message, 0.0)
             strength_grad += tl.sum(d_message, 1)
@@ -307,15 +317,25 @@ def key_gradient(
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
         centred = d_rows - delta[None, :]
-        if PRECISE == 0 and HEARS and not CAREFUL and not MASKED:
+        if PRECISE == 0 and HEARS == 2 and not CAREFUL and not MASKED:
+            d_scores = a * (key_part * centred - gamma * inverse * heard_grad - row_term[None, :])
+        elif PRECISE == 0 and HEARS and not CAREFUL and not MASKED:
             # The same in fewer operations: 1 + gamma u is the inverse message.
             d_scores = a * (inverse * (inverse * key_part * centred - gamma * heard_grad) - row_term[None, :])
         else:
             u = a * inverse
             d_logits = centred * before_normalising(
-                scores, u, inverse, anchor[None, :], power[None, :], key_part, HEARS, CAREFUL, POWER
+                scores,
+                a if HEARS == 2 else u,
+                inverse,
+                anchor[None, :],
+                power[None, :],
+                key_part,
+                HEARS,
+                CAREFUL,
+                POWER,
             )
-            d_message = u * (d_logits - heard_grad)
+            d_message = -u * heard_grad if HEARS == 2 else u * (d_logits - heard_grad)
             if MASKED:
                 d_message = tl.where(rows_real, d_message, 0.0)
             d_scores = d_logits + gamma * d_message - a * row_term[None, :]

@@ -45,7 +45,9 @@ def refined_tile(
 ):  # fmt: skip
     """Refined weights as a product, a * weight / message: one exponential per entry. Padding rows send no message."""
     a = tl.exp2(relative(raw, high[:, None], low[:, None], score_scale, PRECISE))
-    if PRECISE == 0:
+    if HEARS == 2:
+        refined = multiply(a.to(KIND), weight[None, :]) if PRECISE == 0 else (a * weight[None, :]).to(KIND)
+    elif PRECISE == 0:
         refined = boosted(a.to(KIND), pair)
         if MASKED:
             refined = tl.where(rows_real[:, None], refined, a.to(KIND))
@@ -170,7 +172,7 @@ def careful_output(
     heads, group, length, blocks, low_plane, score_scale, lowest_sum, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Recomputes a block of rows in the log domain if its product of weights came near underflow.
@@ -200,9 +202,12 @@ def careful_output(
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
         raw = raw_scores(q, k, real_tokens(mask_base, keys, tokens, MASKED), True, PRECISION)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
-        inverse = inverse_message(tl.exp2(scores), message, PRECISE)
-        if MASKED:
-            inverse = tl.where(rows_real[:, None], inverse, 1.0)
+        if HEARS == 2:
+            inverse = tl.full(scores.shape, 1.0, tl.float32)
+        else:
+            inverse = inverse_message(tl.exp2(scores), message, PRECISE)
+            if MASKED:
+                inverse = tl.where(rows_real[:, None], inverse, 1.0)
         scores += load_vector(heard_ptr + row_base, keys, tokens, float("-inf"), TAIL)[None, :]
         raised = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(raised == float("-inf"), 0.0, raised)

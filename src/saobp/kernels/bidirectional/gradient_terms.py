@@ -113,11 +113,16 @@ def spoken_pair(pair, speaks, MASKED: tl.constexpr):
 def before_normalising(
     scores, u, inverse, anchor, power, key_part, HEARS: tl.constexpr, CAREFUL: tl.constexpr, POWER: tl.constexpr
 ):  # fmt: skip
-    """Refined weights times their row's normaliser. CAREFUL: key_part is a logarithm; else a factor."""
+    """Refined weights times their row's normaliser. CAREFUL: key_part is a logarithm; else a factor.
+
+    ``u`` are the prior weights, divided by the own message unless a row hears that too (HEARS 2).
+    """
     if CAREFUL:
         if HEARS:
             scores += key_part
-        weights = tl.exp2(scores - anchor) * inverse
+        weights = tl.exp2(scores - anchor)
+        if HEARS != 2:
+            weights *= inverse
     elif HEARS:
         weights = u * key_part
     else:

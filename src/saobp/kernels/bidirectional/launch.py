@@ -164,7 +164,7 @@ def plan_backward(
     launches = LaunchSequence(query.device, BACKWARD_NAMES, slices)
     add_scaled_gradients(launches, spec, grad, out)
     numbers = _numbers(spec, query, key, value) | {"part_row": PARTS}
-    numbers |= named_strides("g", spec.states_strides) | named_strides("d", spec.states_strides)
+    numbers |= named_strides("g", spec.states_strides) | named_strides("d", spec.gradient_strides)
     for sweep in (backward.value_gradient, backward.query_gradient, backward.key_gradient):
         by_rows = sweep is backward.query_gradient
         block = sweep_block(spec, sweep.__name__)
@@ -181,7 +181,9 @@ def plan_backward(
         axis = kernels_for("long", spec, query, key, value).split_axis
         states = {"q": query, "k": key, "v": value, "grad": grad, "out": out}
         dtypes = dict.fromkeys(("dq", "dk", "dv"), own)
-        launches.in_two_streams(second_half_offsets(spec, axis, strength, states, dtypes, slices))
+        launches.in_two_streams(
+            second_half_offsets(spec, axis, strength, states, {}, slices, gradients=dtypes)
+        )
     return LaunchPlan(launches, size)
 
 
@@ -239,7 +241,7 @@ def run_value_gradient(
     tensors = CallTensors(query, key, grad, strength)
     make = partial(plan_backward, only_values=True)
     plan = cached(_plans, ("value gradient", spec, *layout(tensors)), make, spec, tensors, grad, grad)
-    dv = query.new_empty_strided(spec.states_shape, spec.states_strides)
+    dv = query.new_empty_strided(spec.states_shape, spec.gradient_strides)
     scratch = query.new_empty(plan.scratch or 0, dtype=torch.uint8)
     plan.launches(*pointers(tensors), grad, grad, saved, dv, dv, dv, strength, scratch)
     return dv

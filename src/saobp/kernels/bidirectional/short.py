@@ -1,7 +1,8 @@
 """Short bidirectional sequences: a program holds the whole map of one head; one launch forward, one backward.
 
 Scores are computed once and stay in registers, so the cost is close to that of reading and writing the states.
-CAREFUL works in the log domain, for products of a weight and a key's factor that could underflow.
+CAREFUL is for products of a weight and a key's factor that could underflow: the forward pass works in the log domain; the
+backward pass finds a head that needs that while it computes it. ``short_careful`` does so after the kernel for Hopper.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.bidirectional.forward import add_row_sums
+from saobp.kernels.bidirectional.short_weak import real_or
 from saobp.kernels.library.arithmetic import (
+    _hardware_log2,
     head_message,
     head_seed,
     inverse_message,
@@ -25,6 +28,9 @@ from saobp.kernels.library.arithmetic import (
 from saobp.kernels.library.indexing import locate, row_bases, states_base
 from saobp.kernels.library.packed_bf16 import boosted, multiply, pair_message
 
+LOWEST = tl.constexpr(2.0**-80)
+"""Smallest normaliser of a row for which products of weights in float32 or bfloat16 are exact enough."""
+
 
 @triton.jit
 def inverse_or_zero(total, MAY_BE_EMPTY: tl.constexpr):
@@ -36,8 +42,36 @@ def inverse_or_zero(total, MAY_BE_EMPTY: tl.constexpr):
 
 
 @triton.jit
+def log_weights(raw, real, score_scale, GAPS: tl.constexpr):
+    """Base-2 scores of some rows relative to each row's largest, which is returned too."""
+    if GAPS:
+        raw = tl.minimum(raw, real[None, :])
+    high = tl.max(raw, 1) * score_scale
+    if GAPS:
+        high = tl.where(high > float("-inf"), high, 0.0)
+    return raw * score_scale - high[:, None], high
+
+
+@triton.jit
+def careful_rows(
+    raw, real, says, heard, score_scale, gamma, GAPS: tl.constexpr, HEARS: tl.constexpr
+):  # fmt: skip
+    """Refined weights of some rows in the log domain, in float32; the largest of a row is 1."""
+    scores, _ = log_weights(raw, real, score_scale, GAPS)
+    e = tl.exp2(scores)
+    beliefs = scores + heard[None, :]
+    if HEARS != 2:
+        slope = gamma * says * inverse_or_zero(tl.sum(e, 1), GAPS)
+        beliefs -= _hardware_log2(1.0 - slope[:, None] * e)
+    anchor = tl.max(beliefs, 1)
+    if GAPS:
+        anchor = tl.where(anchor > float("-inf"), anchor, 0.0)
+    return tl.exp2(beliefs - anchor[:, None])
+
+
+@triton.jit
 def short_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, anchor_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
@@ -45,7 +79,10 @@ def short_forward(
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS; SAVES for the backward pass."""
+    """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS.
+
+    SAVES: the rows' log-sum-exp and the logarithms of the keys' factors, for the backward pass.
+    """
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, KEYS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
@@ -88,27 +125,28 @@ def short_forward(
         peak = tl.max(heard, 0)
         heard -= tl.where(peak == float("-inf"), 0.0, peak)
         if SAVES:
-            key_part = heard if CAREFUL else tl.exp2(heard)
-            tl.store(key_part_ptr + row_base + places, key_part, mask=places < tokens)
+            tl.store(key_part_ptr + row_base + places, heard, mask=places < tokens)
     if PAIRS:
-        refined = boosted(a.to(KIND), pair_message(message, KIND))
-        if MASKED:
+        refined = a.to(KIND)
+        if HEARS != 2:
+            refined = boosted(refined, pair_message(message, KIND))
+        if MASKED and HEARS != 2:
             refined = tl.where(real[:, None], refined, a.to(KIND))
         if HEARS:
             refined = multiply(refined, tl.exp2(heard).to(KIND)[None, :])
     else:
-        weights = inverse_message(a, message, PRECISE)
-        if MASKED:
-            weights = tl.where(real[:, None], weights, 1.0)
+        if HEARS == 2:
+            weights = tl.full(a.shape, 1.0, tl.float32)
+        else:
+            weights = inverse_message(a, message, PRECISE)
+            if MASKED:
+                weights = tl.where(real[:, None], weights, 1.0)
         if CAREFUL:
             beliefs = scores + heard[None, :]
             anchor = tl.max(beliefs, 1)
             if TAIL or MASKED:
                 anchor = tl.where(visible, anchor, 0.0)
-                total = tl.where(visible, total, 1.0)
             weights *= tl.exp2(beliefs - anchor[:, None])
-            if SAVES:
-                tl.store(anchor_ptr + row_base + places, anchor - tl.log2(total), mask=places < tokens)
         elif HEARS:
             weights *= a * tl.exp2(heard)[None, :]
         else:
@@ -124,8 +162,47 @@ def short_forward(
 
 
 @triton.jit
+def short_careful(
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, seed_ptr, strength_ptr, key_part_ptr, totals_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    heads, group, length, score_scale, drop_threshold, keep_scale, sign,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    HEARS: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The output of a head again if one of its rows' normalisers, which ``short_hopper_forward`` stored, is too small."""
+    _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, totals_ptr, False)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    places = tl.arange(0, KEYS)
+    totals = load_vector(totals_ptr + row_base, places, tokens, 1.0, TAIL)
+    if tl.min(totals, 0) < LOWEST:
+        q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+        k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+        v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+        out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+        gamma = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)[0]
+        real = real_or(mask_base, places, tokens, float("inf"), float("-inf"), MASKED)
+        heard = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), TAIL)
+        k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        seed = head_seed(seed_ptr, row_base, DROPS)
+        for begin in tl.range(0, KEYS, ROWS):
+            rows = begin + tl.arange(0, ROWS)
+            q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+            says = real_or(mask_base, rows, tokens, 1.0, 0.0, MASKED)
+            raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            refined = careful_rows(raw, real, says, heard, score_scale, gamma, TAIL or MASKED, HEARS).to(
+                v.dtype
+            )
+            factor = keep_scale * inverse_or_zero(tl.sum(refined.to(tl.float32), 1), TAIL or MASKED)
+            if DROPS:
+                refined = tl.where(kept(seed, rows[:, None], places[None, :], drop_threshold), refined, 0.0)
+            out = tl.dot(refined, v, input_precision=PRECISION) * factor[:, None]
+            store_rows(out_base, begin, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
+
+
+@triton.jit
 def short_backward(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, anchor_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr,
     dq_ptr, dk_ptr, dv_ptr, strength_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
@@ -156,11 +233,8 @@ def short_backward(
     v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
     grad = load_rows(g_base, 0, tokens, g_row, KEYS, DIM, BLOCK_DIM, TAIL)
     high, _ = load_lse(lse_ptr + row_base, 0, places, tokens, PRECISE, TAIL)
-    if CAREFUL:
-        heard = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), True)
-        anchor = load_vector(anchor_ptr + row_base, places, tokens, 0.0, True)
-    elif HEARS:
-        weight = load_vector(key_part_ptr + row_base, places, tokens, 0.0, TAIL)
+    if HEARS:
+        heard = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), TAIL)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if TAIL or MASKED:
         scores = tl.where(real[None, :], scores, float("-inf"))
@@ -171,13 +245,18 @@ def short_backward(
     if MASKED:
         inverse = tl.where(real[:, None], inverse, 1.0)
     u = a * inverse
-    if CAREFUL:
-        refined = inverse * tl.exp2(scores + heard[None, :] - anchor[:, None])
-    elif HEARS:
-        refined = u * weight[None, :]
-    else:
-        refined = u
-    refined *= inverse_or_zero(tl.sum(refined, 1), TAIL or MASKED)[:, None]
+    refined = a if HEARS == 2 else u
+    if HEARS:
+        refined *= tl.exp2(heard)[None, :]
+    total = tl.sum(refined, 1)
+    if CAREFUL:  # noqa: SIM102 - Triton would evaluate both sides of "and"
+        if tl.min(tl.where(high < float("inf"), total, 1.0), 0) < LOWEST:
+            raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            bound = tl.where(real, float("inf"), float("-inf"))
+            says = tl.where(real & (high < float("inf")), 1.0, 0.0)
+            refined = careful_rows(raw, bound, says, heard, score_scale, gamma, TAIL or MASKED, HEARS)
+            total = tl.sum(refined, 1)
+    refined *= inverse_or_zero(total, TAIL or MASKED)[:, None]
 
     if DROPS:
         keep = kept(head_seed(seed_ptr, row_base, DROPS), places[:, None], places[None, :], drop_threshold)
@@ -191,7 +270,9 @@ def short_backward(
     if DROPS:
         d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
     d_logits = refined * (d_rows - tl.sum(refined * d_rows, 1)[:, None])
-    if HEARS:
+    if HEARS == 2:
+        d_message = -u * tl.sum(d_logits, 0)[None, :]
+    elif HEARS:
         d_message = u * (d_logits - tl.sum(d_logits, 0)[None, :])
     else:
         d_message = u * d_logits

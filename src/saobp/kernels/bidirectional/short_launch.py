@@ -20,7 +20,7 @@ from saobp.kernels.call_spec import (
 )
 from saobp.kernels.hopper.launch import add_hopper_launch
 from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
-from saobp.kernels.runtime.launcher import LaunchSequence, kernels_for
+from saobp.kernels.runtime.launcher import LaunchSequence, kernels_for, lay_out_buffer
 
 WEAK_BLOCKS = {
     (64, 64): Block(64, 64, stages=1),
@@ -35,24 +35,34 @@ four, which spill registers; 0.059 for all rows at once, in eight warps; 0.070 b
 
 
 def saved_vectors(spec: CallSpec) -> Saved:
-    """Shapes of lse, key_part (summed messages of keys, or 2 to them) and anchor; unused ones are empty."""
+    """Shapes of lse and key_part, the logarithms of the keys' factors, if rows hear each other."""
     floats, rows = torch.float32, spec.rows_shape
-    return {
-        "lse": (rows, floats),
-        "key_part": (rows if spec.hears else (0,), floats),
-        "anchor": (rows if spec.may_underflow else (0,), floats),
-    }
+    return {"lse": (rows, floats), "key_part": (rows if spec.hears else (0,), floats)}
 
 
 def plan_forward(spec: CallSpec, tensors: CallTensors, saves: bool) -> LaunchPlan:
     query, key, value, *_ = tensors
     vectors = tuple(saved_vectors(spec))
-    launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", *(vectors if saves else ())), {})
-    unused = {} if saves else dict.fromkeys(vectors, "strength")
+    names = (*INPUT_NAMES, "out", *(vectors if saves else ()))
     choice = kernels_for("short", spec, query, key, value)
+    unused = {} if saves else dict.fromkeys(vectors, "strength")
     if choice.hopper:
-        add_hopper_launch(launches, spec, query, key, value, saves, unused)
-        return LaunchPlan(launches)
+        needed = {"totals": (spec.rows_shape, torch.float32)} if not choice.weak else {}
+        if needed and not saves:
+            needed["key_part"] = (spec.rows_shape, torch.float32)
+            del unused["key_part"]
+        scratch, size = lay_out_buffer("scratch", needed)
+        launches = LaunchSequence(query.device, (*names, "scratch") if needed else names, scratch)
+        if choice.weak:
+            unused["totals"] = "strength"
+        add_hopper_launch(launches, spec, query, key, value, saves, not choice.weak, unused)
+        if choice.careful:
+            numbers = call_numbers(spec, tensors, Block(32, SHORT, stages=1)) | named_strides(
+                "o", spec.states_strides
+            )
+            launches.add(short.short_careful, spec.sequences * spec.heads, numbers)
+        return LaunchPlan(launches, size if needed else None)
+    launches = LaunchSequence(query.device, names, {})
     kernel = short_weak.short_weak_forward if choice.weak else short.short_forward
     block = weak_block(spec) if choice.weak else short_block(spec, backward=False)
     numbers = call_numbers(spec, tensors, block) | named_strides("o", spec.states_strides) | {"SAVES": saves}
@@ -64,7 +74,7 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, _saved: Te
     names = (*INPUT_NAMES, "grad", *saved_vectors(spec), "dq", "dk", "dv", "strength_grad")
     launches = LaunchSequence(grad.device, names, {})
     numbers = call_numbers(spec, tensors, short_block(spec, backward=True)) | {"scale": spec.scale}
-    numbers |= strides("g", grad) | named_strides("d", spec.states_strides)
+    numbers |= strides("g", grad) | named_strides("d", spec.gradient_strides)
     launches.add(short.short_backward, spec.sequences * spec.heads, numbers)
     return LaunchPlan(launches)
 

@@ -132,7 +132,9 @@ def hear_and_boost(
         inverse *= says
     if HEARS:
         sums = add_heard(sums, fine, inverse, message)
-    return sums, boosted_rows(coarse, inverse, message)
+    if HEARS != 2:
+        coarse = boosted_rows(coarse, inverse, message)
+    return sums, coarse
 
 
 @triton.jit
@@ -159,7 +161,7 @@ def store_refined(
 
 @triton.jit
 def short_weak_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, anchor_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
@@ -213,9 +215,10 @@ def short_weak_forward(
         if GAPS:
             heard = tl.minimum(heard, bound)
         peak = tl.max(heard, 0)
-        weight = tl.exp2(heard - tl.where(peak == float("-inf"), 0.0, peak))
+        heard -= tl.where(peak == float("-inf"), 0.0, peak)
+        weight = tl.exp2(heard)
         if SAVES:
-            tl.store(key_part_ptr + row_base + places, weight, mask=places < tokens)
+            tl.store(key_part_ptr + row_base + places, heard, mask=places < tokens)
     weight = weight.to(KIND)
     seed = head_seed(seed_ptr, row_base, DROPS)
     store_refined(

@@ -205,7 +205,8 @@ def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[
     """Arguments common to the sweeps, also those by which kernels find heads or blocks of rows that need care."""
     own, choice = spec.states_strides, choose(spec)
     return {
-        **strides("q", query), **strides("k", key), **strides("v", value), **named_strides("o", own), **named_strides("d", own),
+        **strides("q", query), **strides("k", key), **strides("v", value), **named_strides("o", own),
+        **named_strides("d", spec.gradient_strides),
         **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
         "low_plane": spec.low_plane, "sums_plane": sums_plane(spec), "scale": spec.scale,
         "HEARS": spec.hears, "PRECISE": spec.precise, "DROPS": spec.dropout > 0,

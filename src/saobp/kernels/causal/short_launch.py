@@ -37,7 +37,7 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, _saved: Te
     launches = LaunchSequence(grad.device, names, {})
     block = parts(spec, BACKWARD)
     numbers = (
-        call_numbers(spec, tensors, block) | strides("g", grad) | named_strides("d", spec.states_strides)
+        call_numbers(spec, tensors, block) | strides("g", grad) | named_strides("d", spec.gradient_strides)
     )
     numbers |= {"SPLIT": block.rows < block.keys, "BLOCK_DIM": width(spec), "scale": spec.scale}
     launches.add(short_causal_backward, spec.sequences * spec.heads, numbers)

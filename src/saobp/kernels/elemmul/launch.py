@@ -99,7 +99,7 @@ def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[
     own = spec.states_strides
     return {
         **strides("q", query), **strides("k", key), **strides("v", value),
-        **named_strides("m", own), **named_strides("o", own), **named_strides("d", own),
+        **named_strides("m", own), **named_strides("o", own), **named_strides("d", spec.gradient_strides),
         **spec.numbers, **spec.constants,
         "low_plane": spec.low_plane, "PRECISE": spec.precise, "scale": spec.scale,
     }  # fmt: skip

@@ -28,18 +28,18 @@ def hopper_kernel() -> Any:
 
 def add_hopper_launch(
     launches: LaunchSequence, spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, saves: bool,
-    unused: dict[str, str],
+    strong: bool, named: dict[str, str],
 ) -> None:  # fmt: skip
     lines = spec.sequences * spec.heads
     numbers = {
         **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
-        "lines": lines, "TAIL": spec.length != SHORT, "HEARS": spec.hears,
+        "lines": lines, "TAIL": spec.length != SHORT, "HEARS": spec.hears, "STRONG": strong,
         "DROPS": spec.dropout > 0, "SAVES": saves, **resources(BLOCK),
     }  # fmt: skip
     tiles = {"out": whole_heads(spec.states_shape, spec.states_strides)}
     for name, states in (("q", query), ("k", key), ("v", value)):
         tiles[name] = whole_heads(tuple(states.shape), states.stride())
-    launches.add(hopper_kernel(), ceil_div(lines, HEADS_EACH), numbers, tiles, **unused)
+    launches.add(hopper_kernel(), ceil_div(lines, HEADS_EACH), numbers, tiles, **named)
 
 
 def whole_heads(shape: tuple[int, ...], strides: tuple[int, ...]) -> TileDescriptor:

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from saobp.kernels.bidirectional.short_weak import inverse_or_zero, real_or, store_lse
 from saobp.kernels.library.arithmetic import head_message, head_seed, kept
-from saobp.kernels.library.packed_bf16 import multiply, pair_logarithm
+from saobp.kernels.library.packed_bf16 import messages_and_weights, multiply, pair_logarithm
 
 KEYS = tl.constexpr(128)
 DIM = tl.constexpr(64)
@@ -140,6 +140,25 @@ def prior_rows(raw, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr):
 
 
 @gluon.jit
+def strong_rows(
+    raw, bound, score_scale, gamma, says, KIND: tl.constexpr, HEARS: tl.constexpr, GAPS: tl.constexpr
+):
+    """For any strength: messages of pairs of rows, refined weights without the keys' factors, largest scores and sums."""
+    if GAPS:
+        raw = gl.minimum(raw, bound[None, :])
+    high = gl.max(raw, 1) * score_scale
+    if GAPS:
+        high = gl.where(high > float("-inf"), high, 0.0)
+    e = gl.exp2(raw * score_scale - high[:, None])
+    total = gl.sum(e, 1)
+    slope = gamma * inverse_or_zero(total, GAPS)
+    if GAPS:
+        slope *= says
+    sent, refined = messages_and_weights(e, slope, KIND, HEARS == 2)
+    return sent, gl.convert_layout(refined, product_layout(KEYS, gl.num_warps())), high, total
+
+
+@gluon.jit
 def say(messages, factors, fine, inverse, message):
     """Stores the rows' messages in shared memory, and the factors of ``short_weak.add_heard`` that normalise them."""
     unit, slope, bend = pair_logarithm(message)
@@ -162,20 +181,24 @@ def boosted_rows(coarse, inverse, message):
 @gluon.jit
 def key_weights(
     sums, memory, key_part_base, mask_base, length, message,
-    MASKED: tl.constexpr, GAPS: tl.constexpr, SAVES: tl.constexpr,
+    STRONG: tl.constexpr, MASKED: tl.constexpr, GAPS: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
     """Factors of keys from their summed messages. Each warp takes all keys: no reduction across warps for the largest."""
     spread: tl.constexpr = gl.BlockedLayout([KEYS // 32], [32], [gl.num_warps()], [0])
-    memory.store(gl.sum(sums, 1))
-    heard = memory.load(spread) * pair_logarithm(message)[0]
+    if STRONG:
+        memory.store(gl.max(sums, 1))
+        heard = memory.load(spread)
+    else:
+        memory.store(gl.sum(sums, 1))
+        heard = memory.load(spread) * pair_logarithm(message)[0]
     keys = gl.arange(0, KEYS, spread)
     if GAPS:
         heard = gl.minimum(heard, real_or(mask_base, keys, length, float("inf"), float("-inf"), MASKED))
     peak = gl.max(heard, 0)
-    weight = gl.exp2(heard - gl.where(peak == float("-inf"), 0.0, peak))
+    heard -= gl.where(peak == float("-inf"), 0.0, peak)
     if SAVES:
-        gl.store(key_part_base + keys, weight, mask=keys < length)
-    return weight
+        gl.store(key_part_base + keys, heard, mask=keys < length)
+    return gl.exp2(heard)
 
 
 @gluon.jit
@@ -192,11 +215,12 @@ def times_values(refined, v, factor):
 
 @gluon.jit(do_not_specialize=["lines"])
 def short_hopper_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, anchor_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, totals_ptr,
     q_map, k_map, v_map, out_map,
     heads, group, length, lines, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
-    TAIL: tl.constexpr, HEARS: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr,
+    TAIL: tl.constexpr, HEARS: tl.constexpr, STRONG: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
+    SAVES: tl.constexpr,
 ):  # fmt: skip
     """Output of several heads, and what the backward pass needs, as ``short_weak.short_weak_forward``."""
     WARPS: tl.constexpr = gl.num_warps()
@@ -213,12 +237,16 @@ def short_hopper_forward(
     q_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], q_map.layout)
     k_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], k_map.layout)
     v_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], v_map.layout)
-    messages = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], tile_layout())
-    factors = gl.allocate_shared_memory(gl.float16, [COLUMNS, ROWS], tile_layout()).permute((1, 0))
+    SENT: tl.constexpr = ROWS // 2 if STRONG else ROWS
+    whole_messages = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], tile_layout())
+    messages = whole_messages.slice(0, SENT)
+    factors = gl.allocate_shared_memory(gl.float16, [COLUMNS, SENT], tile_layout()).permute((1, 0))
+    if STRONG:
+        factors.store(gl.full([SENT, COLUMNS], 1.0, gl.float16, narrow_layout(WARPS)))
     heard_memory = gl.allocate_shared_memory(gl.float32, [KEYS], plain)
     weight_memory = gl.allocate_shared_memory(KIND, [KEYS], plain)
     # The output reuses the shared memory of the messages, which are no longer needed.
-    out_memory = messages._reinterpret(KIND, [1, 1, KEYS, DIM], out_map.layout)
+    out_memory = whole_messages._reinterpret(KIND, [1, 1, KEYS, DIM], out_map.layout)
     q = q_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
     k = k_memory._reinterpret(KIND, [KEYS, DIM], tile_layout()).permute((1, 0))
     v = v_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
@@ -268,34 +296,51 @@ def short_hopper_forward(
                 tl.debug_barrier()
                 fetch(q_map, next_batch, next_head, q_memory, q_ready)
                 fetch(k_map, next_batch, next_key_head, k_memory, k_ready)
-            fine, coarse, high, total = prior_rows(raw, bound, score_scale, KIND, GAPS)
+            rows = part * ROWS + gl.arange(0, ROWS, by_row)
+            if STRONG:
+                says = real_or(mask_base, rows, length, 1.0, 0.0, MASKED) if GAPS else 1.0
+                fine, coarse, high, total = strong_rows(
+                    raw, bound, score_scale, message[0], says, KIND, HEARS, GAPS
+                )
+            else:
+                fine, coarse, high, total = prior_rows(raw, bound, score_scale, KIND, GAPS)
             if part == PARTS - 1:
                 mbarrier.wait(v_ready, phase)
-            rows = part * ROWS + gl.arange(0, ROWS, by_row)
             if SAVES:
                 store_lse(lse_ptr + row_base, rows, length, high, total, GAPS)
-            inverse = inverse_or_zero(total, GAPS)
-            if GAPS:
-                inverse *= real_or(mask_base, rows, length, 1.0, 0.0, MASKED)
+            if STRONG:
+                messages.store(fine)
+            else:
+                inverse = inverse_or_zero(total, GAPS)
+                if GAPS:
+                    inverse *= real_or(mask_base, rows, length, 1.0, 0.0, MASKED)
+                if HEARS:
+                    say(messages, factors, fine, inverse, message)
+                if HEARS != 2:
+                    coarse = boosted_rows(coarse, inverse, message)
             if HEARS:
-                say(messages, factors, fine, inverse, message)
                 fence_async_shared()
                 tl.debug_barrier()
                 sums = warpgroup_mma(messages.permute((1, 0)), factors, sums, use_acc=part > 0, is_async=True)
-            waiting += (boosted_rows(coarse, inverse, message),)
+            waiting += (coarse,)
 
         if HEARS:
             sums = warpgroup_mma_wait(0, deps=(sums,))
             weight = key_weights(
-                sums, heard_memory, key_part_ptr + row_base, mask_base, length, message, MASKED, GAPS, SAVES
-            )
+                sums, heard_memory, key_part_ptr + row_base, mask_base, length, message,
+                STRONG, MASKED, GAPS, SAVES or STRONG,
+            )  # fmt: skip
             weight_memory.store(weight.to(KIND))
             weight = weight_memory.load(by_key)
         for part in gl.static_range(PARTS):
             refined = waiting[part]
             if HEARS:
                 refined = multiply(refined, weight[None, :])
-            factor = keep_scale * inverse_or_zero(row_sums_of(refined), GAPS)
+            total = row_sums_of(refined)
+            if STRONG:
+                narrow_rows = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, narrow_layout(WARPS)))
+                gl.store(totals_ptr + row_base + narrow_rows, total, mask=narrow_rows < length)
+            factor = keep_scale * inverse_or_zero(total, GAPS)
             if DROPS:
                 rows = part * ROWS + gl.arange(0, ROWS, by_row)
                 seed = head_seed(seed_ptr, row_base, DROPS)

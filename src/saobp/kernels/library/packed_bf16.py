@@ -146,3 +146,75 @@ def short_sums(tile):
         even, odd = _halves(tile)
         tile = multiply_add(even, tl.full([1, 1], 1.0, tile.dtype), odd)
     return sums_by_thread(tile.to(tl.float32))
+
+
+@triton.jit
+def row_pairs(tile):
+    """Two tiles ``[rows / 2, keys]``: of every 16 rows the first 8 and the last 8. A thread that holds entries of a product
+    has a row of both, so nothing is exchanged."""
+    ROWS: tl.constexpr = tile.shape[0]
+    KEYS: tl.constexpr = tile.shape[1]
+    top, bottom = tl.split(tl.permute(tl.reshape(tile, [ROWS // 16, 2, 8, KEYS]), (0, 2, 3, 1)))
+    return tl.reshape(top, [ROWS // 2, KEYS]), tl.reshape(bottom, [ROWS // 2, KEYS])
+
+
+@triton.jit
+def from_row_pairs(top, bottom):
+    """The tile that ``row_pairs`` was given."""
+    ROWS: tl.constexpr = 2 * top.shape[0]
+    KEYS: tl.constexpr = top.shape[1]
+    pairs = tl.reshape(tl.join(top, bottom), [ROWS // 16, 8, KEYS, 2])
+    return tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), [ROWS, KEYS])
+
+
+_LEFT = (
+    "fma.rn.f32 t, $3, $7, 0f3F800000; fma.rn.f32 u, $4, $8, 0f3F800000;"
+    " fma.rn.f32 b, $5, $9, 0f3F800000; fma.rn.f32 c, $6, $10, 0f3F800000;"
+    " mul.f32 p, t, b; mul.f32 q, u, c;"
+)
+_LOGARITHMS = " lg2.approx.ftz.f32 x, p; lg2.approx.ftz.f32 y, q; cvt.rn.f16x2.f32 $2, y, x;"
+_INVERSES = (
+    " mul.f32 r, p, q; rcp.approx.ftz.f32 r, r; mul.f32 q, r, q; mul.f32 p, r, p;"
+    " mul.f32 x, q, b; mul.f32 y, p, c; mul.f32 b, q, t; mul.f32 c, p, u;"
+    " mul.f32 x, x, $3; mul.f32 y, y, $4; mul.f32 b, b, $5; mul.f32 c, c, $6;"
+    " cvt.rn.KIND.f32 $0, y, x; cvt.rn.KIND.f32 $1, c, b;"
+)
+_PLAIN = " cvt.rn.KIND.f32 $0, $4, $3; cvt.rn.KIND.f32 $1, $6, $5;"
+_REGISTERS = tl.constexpr("=&r,=&r,=&r" + ",f" * 8)
+
+
+def _messages(weights: str, kind: str) -> tl.constexpr:
+    body = _LEFT + _LOGARITHMS + weights.replace("KIND", kind)
+    return tl.constexpr("{ .reg .f32 t, u, b, c, p, q, r, x, y; " + body + " }")
+
+
+_INVERSE_BF16, _INVERSE_F16 = _messages(_INVERSES, "bf16x2"), _messages(_INVERSES, "f16x2")
+_PLAIN_BF16, _PLAIN_F16 = _messages(_PLAIN, "bf16x2"), _messages(_PLAIN, "f16x2")
+
+
+@triton.jit
+def messages_and_weights(e, slope, KIND: tl.constexpr, OWN: tl.constexpr):
+    """Base-2 log messages log2(1 - slope e) in float16, summed over ``row_pairs``, and e / (1 - slope e) in KIND; if OWN just e.
+
+    For any strength. Four entries share one reciprocal and two logarithms: the range of float32 holds products of four
+    messages. One block of assembly: the compiler would keep every intermediate of a tile in registers.
+    """
+    if INTERPRETED:
+        left = 1.0 - slope[:, None] * e
+        top, bottom = row_pairs(left)
+        sent = tl.log2(top * bottom).to(tl.float16)
+        refined = e.to(KIND) if OWN else (e / left).to(KIND)
+        return sent, refined
+    else:
+        top, bottom = row_pairs(e)
+        minus_top, minus_bottom = row_pairs(tl.broadcast_to(-slope[:, None], e.shape))
+        operands = [top, bottom, minus_top, minus_bottom]
+        if KIND.is_fp16():
+            first, second, sent = tl.inline_asm_elementwise(
+                _PLAIN_F16 if OWN else _INVERSE_F16, _REGISTERS, operands, (tl.float16, tl.float16, tl.float16), True, 2
+            )  # fmt: skip
+        else:
+            first, second, sent = tl.inline_asm_elementwise(
+                _PLAIN_BF16 if OWN else _INVERSE_BF16, _REGISTERS, operands, (tl.bfloat16, tl.bfloat16, tl.float16), True, 2
+            )  # fmt: skip
+        return sent, from_row_pairs(first, second)

@@ -15,13 +15,13 @@ from torch._ops import OpOverload
 
 from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors, layout, pointers
 from saobp.kernels.dispatch import Family
+from saobp.kernels.library.strength_gradient import strength_gradient
 from saobp.kernels.runtime.custom_op import operator, register_autograd, requires_grad
-from saobp.kernels.runtime.launcher import LaunchSequence, cached
-from saobp.refinement import MAX_STRENGTH
+from saobp.kernels.runtime.launcher import KernelLaunch, LaunchSequence, cached
 
 TENSORS = len(CallTensors._fields)
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor strength, Tensor? mask, Tensor? cu, Tensor? seed"
-NUMBERS = "SymInt longest, float scale, float dropout, float sign, bool hears, float bound"
+NUMBERS = "SymInt longest, float scale, float dropout, float sign, int hears, float bound"
 INPUT_NAMES = ("q", "k", "v", "strength", "mask", "cu", "seed")
 """Kernel argument names of a call's tensors."""
 
@@ -126,7 +126,7 @@ class KernelFamily:
         entry = self.plans.get(key) or cached(
             self.plans, key, self._backward_entry, tensors, numbers, grad, out
         )
-        plan, shape, strides, keys_dtype, rows, scratch = entry
+        plan, shape, strides, keys_dtype, rows, scratch, finish = entry
         dq = query.new_empty_strided(shape, strides)
         dk, dv = [query.new_empty_strided(shape, strides, dtype=keys_dtype) for _ in range(2)]
         dgamma = query.new_empty(rows, dtype=torch.float32)
@@ -134,7 +134,10 @@ class KernelFamily:
         plan(*pointers(tensors), grad, *saved, dq, dk, dv, dgamma, *buffers)
         if keys_dtype != query.dtype:
             dk, dv = dk.to(query.dtype), dv.to(query.dtype)
-        return dq, dk, dv, dgamma
+        d_strength = query.new_empty(0 if finish is None else shape[1], dtype=torch.float32)
+        if finish is not None:
+            finish(dgamma, tensors[3], d_strength)
+        return dq, dk, dv, d_strength
 
     def _backward_entry(
         self, flat: tuple[Any, ...], numbers: tuple[Any, ...], grad: Tensor, out: Tensor
@@ -142,14 +145,27 @@ class KernelFamily:
         tensors = CallTensors(*flat)
         spec = CallSpec.of(tensors, CallNumbers(*numbers))
         plan = self.plan_backward(spec, tensors, grad, out)
+        finish = None
+        if self._learns(spec):
+            sizes = {
+                "batch": spec.batch,
+                "heads": spec.heads,
+                "length": spec.length,
+                "sign": spec.sign,
+                "SIZE": 4096,
+            }
+            finish = KernelLaunch(
+                strength_gradient, spec.heads, sizes | {"num_warps": 16}, tensors.query.device
+            )
+        rows = spec.rows_shape if self.has_strength else (0,)
         return (
-            plan.launches, spec.states_shape, spec.states_strides, plan.keys_dtype or tensors.query.dtype,
-            self._gamma_shape(spec), plan.scratch,
+            plan.launches, spec.states_shape, spec.gradient_strides, plan.keys_dtype or tensors.query.dtype, rows,
+            plan.scratch, finish,
         )  # fmt: skip
 
-    def _gamma_shape(self, spec: CallSpec) -> Shape:
-        """Shape of gamma's gradient."""
-        return spec.rows_shape if self.has_strength else (0,)
+    def _learns(self, spec: CallSpec) -> bool:
+        """Whether the backward pass gives the gradient of the strength, which it does if that is not known beforehand."""
+        return self.has_strength and not spec.bound
 
     def _fake_forward(self, *flat: Any) -> tuple[Tensor, ...]:
         query = flat[0]
@@ -160,8 +176,8 @@ class KernelFamily:
     def _fake_backward(self, _grad: Tensor, *flat: Any) -> tuple[Tensor, ...]:
         query = flat[0]
         spec = CallSpec.of(CallTensors(*flat[:TENSORS]), CallNumbers(*flat[-6:]))
-        states = (query.new_empty_strided(spec.states_shape, spec.states_strides) for _ in range(3))
-        return *states, query.new_empty(self._gamma_shape(spec), dtype=torch.float32)
+        states = (query.new_empty_strided(spec.states_shape, spec.gradient_strides) for _ in range(3))
+        return *states, query.new_empty(spec.heads if self._learns(spec) else 0, dtype=torch.float32)
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:TENSORS], *output[0 if self.saves_output else 1 :])
@@ -172,19 +188,17 @@ class KernelFamily:
         query, key, _, strength, *_ = ctx.saved_tensors
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        dq, dk, dv, dgamma = self.backward(grad, *ctx.saved_tensors, *ctx.numbers)
+        dq, dk, dv, d_strength = self.backward(grad, *ctx.saved_tensors, *ctx.numbers)
         if key.shape[1] != query.shape[1]:
             dk, dv = (d.unflatten(1, (key.shape[1], -1)).sum(2) for d in (dk, dv))
-        d_strength = None
+        learned = None
         if ctx.needs_input_grad[3] and self.has_strength:
-            *_, sign, _, bound = ctx.numbers
+            bound = ctx.numbers[-1]
             if bound:
                 raise RuntimeError(f"a strength that learns needs bound 0, which is unknown, not {bound}")
-            inside = strength.abs() <= MAX_STRENGTH
-            slope = torch.where(inside, sign * torch.exp(-sign * strength.float()), 0.0)
-            d_strength = (dgamma.sum((0, 2)) * slope).to(strength.dtype)
-        return dq, dk, dv, d_strength, *[None] * (len(ctx.needs_input_grad) - 5)
+            learned = d_strength.to(strength.dtype)
+        return dq, dk, dv, learned, *[None] * (len(ctx.needs_input_grad) - 5)
 
 
-_EXAMPLE = CallSpec(1, 1, 1, 1, 16, 16, 16, torch.float16, 1.0, 0.0, 1.0, True, 0.0, False, False)
+_EXAMPLE = CallSpec(1, 1, 1, 1, 16, 16, 16, torch.float16, 1.0, 0.0, 1.0, 1, 0.0, False, False)
 """Placeholder call, to count the tensors that a family saves."""

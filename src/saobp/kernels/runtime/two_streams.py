@@ -21,13 +21,15 @@ LIKE_STATES = ("scaled",)
 
 def second_half_offsets(
     spec: CallSpec, axis: int | None, strength: Tensor, inputs: Mapping[str, Tensor],
-    output_dtypes: Mapping[str, torch.dtype], slices: Mapping[str, BufferSlice],
+    output_dtypes: Mapping[str, torch.dtype], slices: Mapping[str, BufferSlice], *,
+    gradients: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Byte offset of the second half of each tensor and slice; empty for a call that is not split.
 
     axis:          the axis of ``[batch, heads, length, dim]`` that is halved, or None
     inputs:        the call's input states, by kernel argument name
     output_dtypes: types of its output states, likewise
+    gradients:     types of gradients of states, likewise
     """
     if axis is None:
         return {}
@@ -43,4 +45,6 @@ def second_half_offsets(
     like_states = {name: slices[name].dtype for name in LIKE_STATES if name in slices}
     for name, dtype in {**output_dtypes, **like_states}.items():
         offsets[name] = count * spec.states_strides[axis] * dtype.itemsize
+    for name, dtype in (gradients or {}).items():
+        offsets[name] = count * spec.gradient_strides[axis] * dtype.itemsize
     return offsets if all(offset % 16 == 0 for offset in offsets.values()) else {}

@@ -87,7 +87,7 @@ def can_fuse(query: Tensor, key: Tensor, refinement: Refinement, mask: Mask, sca
     return (
         query.is_cuda
         and mask.is_plain
-        and refinement.factor in POTTS
+        and POTTS.get(refinement.factor, (0.0, 2))[1] != 2
         and unsupported(
             Call.of(query[None], key[None], query[None], refinement, is_causal=mask.causal, scale=scale)
         )
