@@ -1,4 +1,4 @@
-"""The README does what it says: its Python blocks run as printed, and its links lead somewhere."""
+"""README and docs/use.md do what they say: Python blocks run as printed, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -10,18 +10,37 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCKS = re.findall(r"^```python(.*?)\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
+RUN = [ROOT / "README.md", ROOT / "docs" / "use.md"]
+"""Pages whose Python blocks run in order."""
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Mark and code of each Python block."""
+    return re.findall(r"^```python(.*?)\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+
+
+def run(page: Path) -> dict[str, Any]:
+    """All blocks in one namespace, from top to bottom, without those that are marked as needing the hub."""
+    names: dict[str, Any] = {}
+    for mark, code in blocks(page):
+        if mark.strip() != "hub":
+            exec(compile(code, page.name, "exec"), names)
+    return names
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one namespace, from top to bottom, without those that are marked as needing the hub."""
+def test_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    local = [code for mark, code in BLOCKS if mark.strip() != "hub"]
-    assert len(local) >= 6
-    for code in local:
-        exec(compile(code, "README.md", "exec"), names)
+    names = run(ROOT / "README.md")
+    assert names["model"].config.saobp["strength"] == "learned"
+    assert len(names["health"].heads()) == 8
+    assert names["worst"] in names["health"].heads()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_of_the_page_on_use_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run(ROOT / "docs" / "use.md")
     assert names["output"].shape == (2, 4, 16, 32)
     assert names["refined"].sum(-1).allclose(names["rows"].sum(-1))
     assert names["text"].shape == (1, 11)
@@ -29,14 +48,15 @@ def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(names["health"].heads()) == 8
 
 
-def test_blocks_for_the_hub_are_marked_in_the_text() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    for mark, code in BLOCKS:
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_blocks_for_the_hub_are_marked_in_the_text(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for mark, code in blocks(page):
         if mark.strip() == "hub":
             paragraphs = text[: text.index(code)].split("\n\n")
             assert "needs the Hugging Face hub" in paragraphs[-2]
         else:
-            assert "from_pretrained" not in code
+            assert ".from_pretrained(" not in code
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
