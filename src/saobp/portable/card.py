@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
 
 from saobp.portable.code import classes_of
 from saobp.portable.run_facts import CardResult, RunFacts
 from saobp.refinement import Refinement
-from saobp.transformers.layer_refinement import strength_parameters
+from saobp.transformers.layer_refinement import attached
 
 PIPELINES = {
     "AutoModelForMaskedLM": "fill-mask",
@@ -45,7 +46,7 @@ def card_for(
         f"A {type(model).__name__} of {model.num_parameters():,} parameters whose self-attention is refined "
         "by belief propagation (saobp).\n",
         "## Refinement\n",
-        _refinement(model, refinement),
+        _refinement(model, refinement, facts),
         "## Training\n",
         _table(("", ""), list(facts.training.items())) or "How it was trained is not recorded here.\n",
         "## Results\n",
@@ -58,17 +59,14 @@ def card_for(
     return "\n".join(parts)
 
 
-def _refinement(model: PreTrainedModel, refinement: Refinement) -> str:
+def _refinement(model: PreTrainedModel, refinement: Refinement, facts: RunFacts) -> str:
     words = FACTORS.get(refinement.factor.partition("-")[0], "plain softmax" if refinement.is_plain else "")
     rows: list[tuple[str, Any]] = [
         ("in text form", f"`{refinement}`"),
         ("factor", f"`{refinement.factor}`" + (f" ({words})" if words else "")),
     ]
-    learned = strength_parameters(model)
-    if refinement.is_learned and not any(hasattr(parameter, "full_tensor") for parameter in learned):
-        values = [
-            float(value) for parameter in learned for value in parameter.detach().float().flatten().cpu()
-        ]
+    if refinement.is_learned:
+        values = facts.strengths or torch.cat([own() for _, own in attached(model)]).tolist()
         spread = f"{min(values):.3g} to {max(values):.3g}, mean {sum(values) / len(values):.3g}"
         rows.append(("strength", f"learned, one number per head, in the weights: {spread}"))
     elif refinement.factor.startswith(("high", "low")):

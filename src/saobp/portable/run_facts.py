@@ -46,10 +46,11 @@ class CardResult(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """How a model was trained, as rows of a table, and what it reached."""
+    """How a model was trained, as rows of a table, what it reached, and all strengths if known."""
 
     training: Mapping[str, str] = field(default_factory=dict)
     results: tuple[CardResult, ...] = ()
+    strengths: tuple[float, ...] = ()
 
 
 def facts_of_folder(folder: str | PathLike[str]) -> RunFacts:
@@ -77,7 +78,9 @@ def facts_of(recipe: Mapping[str, Any], record: Mapping[str, Any], result: Mappi
     training["data (sha256)"] = ", ".join(
         f"{name} {sums[:12]}" for name, sums in record.get("data", {}).items()
     )
-    return RunFacts({name: words for name, words in training.items() if words}, (*_results(result),))
+    strengths = tuple(value for layer in result.get("strengths") or () for value in layer)
+    known = {name: words for name, words in training.items() if words}
+    return RunFacts(known, (*_results(result),), strengths)
 
 
 def _results(result: Mapping[str, Any]) -> list[CardResult]:
