@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Waiting threads sleep instead of spinning: much faster where the cores are shared with other work.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup quickstart test test-gpu soak chromium package lock clean
+.PHONY: setup quickstart test test-gpu soak chromium docs package lock clean
 
 setup: $(READY)
 
@@ -54,6 +54,11 @@ chromium:
 	fi
 	@command -v chromium >/dev/null 2>&1 || \
 	  echo "there is no chromium and it could not be installed: tests that open the page in a browser are skipped"
+
+# The documentation as a site in site/; any warning is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html, or serve it: $(BIN)/python -m http.server --directory site"
 
 # Wheel and source package in dist/, tried in an empty environment, for which pip needs the network.
 package: $(READY)

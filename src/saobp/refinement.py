@@ -57,16 +57,16 @@ def add_factor_name(name: str) -> None:
 class Refinement:
     """How attention rows are refined; the same object in a call, a config, a command line and a record.
 
-    factor:   ``none``, ``high``, ``low``, ``elemmul``, ``high-listing``, ``low-listing``, ``elemmul-prior``,
-              ``high-key-bias``, ``low-key-bias``, ``sinkhorn``, ``sinkhorn-3`` or a name given to
-              :func:`saobp.register_factor`
-    strength: lambda >= 0 as a number, one per layer, a list per layer of one per head, ``"auto"`` (from the
-              model's parameter count) or ``"learned"`` (per head, trained, either sign, starts at 0)
-    steps:    belief-propagation steps
-    damping:  share of the old belief kept at each of several steps (no effect on a single step)
-    future:   causal attention only. ``strict``: a row hears earlier rows only. ``paper``: it hears all
-              rows, which leaks the future, only to reproduce the paper's decoder table.
-    variants: other changes to a model's attention: names of ``VARIANTS``
+    - ``factor``: ``none``, ``high``, ``low``, ``elemmul``, ``high-listing``, ``low-listing``,
+      ``elemmul-prior``, ``high-key-bias``, ``low-key-bias``, ``sinkhorn``, ``sinkhorn-3`` or a name given to
+      :func:`saobp.register_factor`
+    - ``strength``: lambda >= 0 as a number, one per layer, a list per layer of one per head, ``"auto"`` (from
+      the model's parameter count) or ``"learned"`` (per head, trained, either sign, starts at 0)
+    - ``steps``: belief-propagation steps
+    - ``damping``: share of the old belief kept at each of several steps (no effect on a single step)
+    - ``future``: causal attention only. ``strict``: a row hears earlier rows only. ``paper``: it hears all
+      rows, which leaks the future, only to reproduce the paper's decoder table.
+    - ``variants``: other changes to a model's attention: names of ``VARIANTS``
     """
 
     factor: str = "high"
