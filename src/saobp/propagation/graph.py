@@ -42,7 +42,8 @@ class FactorGraph:
             total = messages.sum(-2, keepdim=True)
             return total if own else total - messages
         so_far = messages.cumsum(-2)
-        heard = so_far if own else functional.pad(so_far[..., :-1, :], (0, 0, min(1, so_far.shape[-2]), 0))
+        is_same = own or not so_far.shape[-2]
+        heard = so_far if is_same else functional.pad(so_far, (0, 0, 1, -1))  # sliced, it cannot be exported
         return heard if self.past is None else heard + self.past
 
     def hidden(self, log_values: Tensor) -> Tensor:
