@@ -24,11 +24,6 @@ def inputs_of(
         return None
     check_options(call)
     refinement, strength = call.refinement()
-    if linear and strength.ndim > 1:
-        raise ValueError(
-            f"{call.name} has strengths that are not one per head, whose maps cannot be sampled: use method "
-            "'exact'"
-        )
     query, key = call.query.detach()[:texts], call.key.detach()[:texts]
     if strength.ndim > 1 and strength.shape[1] > 1:
         strength = strength[:, :texts]

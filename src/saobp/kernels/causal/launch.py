@@ -239,7 +239,7 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tenso
     if choice.weak:
         sweeps.over_keys(
             weak_backward.weak_prior_gradient, "weak_prior_gradient", spec.longest,
-            numbers | named_strides("s", spec.states_strides), dk_sums=dk_sums,
+            numbers | named_strides("s", spec.gradient_strides), dk_sums=dk_sums,
         )  # fmt: skip
     return LaunchPlan(launches, size, keys_dtype)
 

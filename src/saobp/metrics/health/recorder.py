@@ -108,6 +108,11 @@ class Recorder:
             if heads is None:
                 self.health.skipped.add(call.name)
                 return
+            if sampled and heads.strength.ndim > 1:
+                raise ValueError(
+                    f"{call.name} has strengths that are not one per head, whose maps cannot be sampled: use "
+                    "method 'exact'"
+                )
             heads = heads.without_empty_texts()
             if not len(heads.query):  # still adds the layer: all processes must reduce alike
                 nothing = exact_estimate(heads.query.new_zeros(heads.query.shape[:2], dtype=torch.float32))
