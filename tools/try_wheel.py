@@ -36,7 +36,7 @@ def main() -> None:
         subprocess.run([python, "-I", program], cwd=name, check=True)
         if not asked.offline:
             names = subprocess.run(
-                [python, "-m", "pip", "freeze"], capture_output=True, text=True, check=True
+                [python, "-I", "-m", "pip", "freeze"], capture_output=True, text=True, check=True
             ).stdout.split()
             print(f"{len(names)} packages: {', '.join(one.partition('==')[0] for one in names)}")
 
@@ -46,6 +46,9 @@ from pathlib import Path
 from saobp.version import __version__
 assert Path(saobp.__file__).is_relative_to(Path(__import__("sys").prefix)), saobp.__file__
 tokens = torch.arange(12)[None]
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+model(tokens, labels=tokens).loss.backward()
+optimizer.step()  # learned strengths begin at 0
 with saobp.probe(model) as health:
     refined = model(tokens).logits
 assert len(health.heads()) == 8
@@ -79,7 +82,7 @@ def borrow_packages(python: Path, place: str) -> None:
 def install_with_dependencies(python: Path, wheel: Path, folder: Path) -> None:
     lock = ROOT / "requirements-cpu.lock"
     subprocess.run(
-        [python, "-m", "pip", "install", "-q", "--no-deps", "--require-hashes", "-r", lock],
+        [python, "-I", "-m", "pip", "install", "-q", "--no-deps", "--require-hashes", "-r", lock],
         stderr=subprocess.DEVNULL,
         check=False,  # where pip does not find it, the public index's wheel follows
     )
@@ -90,7 +93,7 @@ def install_with_dependencies(python: Path, wheel: Path, folder: Path) -> None:
 
 
 def pip(python: Path, *arguments: str) -> None:
-    subprocess.run([python, "-m", "pip", "--disable-pip-version-check", "-q", *arguments], check=True)
+    subprocess.run([python, "-I", "-m", "pip", "--disable-pip-version-check", "-q", *arguments], check=True)
 
 
 if __name__ == "__main__":
