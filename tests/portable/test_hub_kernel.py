@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import saobp
-from saobp.testing.tiny_models import tiny_batch, tiny_model
+from saobp.testing.tiny_models import WINDOW, tiny_batch, tiny_model
 
 TOOL = Path(__file__).parents[2] / "tools" / "build_hub_kernel.py"
 REPOSITORY = "owner/saobp-attention"
@@ -124,6 +124,21 @@ def test_what_a_function_alone_cannot_do_is_refused(in_transformers, tmp_path):
     plain.set_attn_implementation(IMPLEMENTATION, allow_all_kernels=True)
     with pytest.raises(ValueError, match=r"config\.saobp does not say how to refine"):
         plain(ids)
+
+
+@needs_library
+def test_windows_and_packed_texts_are_refused(in_transformers, tmp_path):
+    """A window as long as the text, and one text whose positions are told, are taken."""
+    saobp.apply(tiny_model("mistral"), "high:0.5").save_pretrained(tmp_path)
+    decoder = AutoModelForCausalLM.from_pretrained(tmp_path, **in_transformers)
+    ids = tiny_batch(padding=0)["input_ids"]
+    with pytest.raises(ValueError, match=rf"sliding window of {WINDOW} is shorter than the 9 tokens"):
+        decoder(ids)
+    short = ids[:1, :WINDOW]
+    decoder(short, position_ids=torch.arange(WINDOW)[None], use_cache=False)
+    packed = torch.tensor([[0, 1, 0, 1]])
+    with pytest.raises(ValueError, match="texts are packed"):
+        decoder(short, position_ids=packed, use_cache=False)
 
 
 INTERPRETED = """

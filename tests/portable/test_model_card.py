@@ -10,12 +10,14 @@ from typer.testing import CliRunner
 
 import saobp
 from saobp.cli import app
+from saobp.data.tasks import load_task
 from saobp.lab.synthetic_tasks import write_tasks
 from saobp.portable.run_facts import facts_of, share_interval
 from saobp.storage.manifest import check_manifest
 from saobp.testing.tiny_models import tiny_model
-from saobp.testing.tiny_tasks import save_tiny_bert
+from saobp.testing.tiny_tasks import save_tiny_bert, save_tiny_gpt2
 from saobp.testing.tiny_training import small_recipe, train_small
+from saobp.training.finetune import finetune
 
 RECIPE = {"kind": "finetune", "task": "sst2", "model": "runs/high", "epochs": 3, "batch": 32, "rate": 1e-4}
 RECORD = {
@@ -118,3 +120,19 @@ def test_finetune_saves_a_portable_model_whose_card_has_intervals(tmp_path):
     answer = CliRunner().invoke(app, line)
     assert answer.exit_code == 1
     assert not (tmp_path / "none" / "rte" / "seed-42").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*hear later rows")
+@pytest.mark.parametrize(
+    ("task", "refinement", "words"),
+    [
+        ("rte", "high:0.5,future=paper", "must not travel"),
+        ("race-middle", "high:0.5", "head for multiple choice"),
+    ],
+)
+def test_finetune_refuses_a_model_that_cannot_travel_before_a_run_begins(task, refinement, words, tmp_path):
+    task = load_task(task, write_tasks(tmp_path / "data"), limit=4)
+    model = save_tiny_gpt2(tmp_path / "gpt2", refinement)
+    with pytest.raises(ValueError, match=words):
+        finetune(model, task, tmp_path / "run", seeds=[1], portable=True)
+    assert not (tmp_path / "run").exists()

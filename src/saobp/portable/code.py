@@ -38,7 +38,7 @@ def refinement_of(model: PreTrainedModel) -> Refinement | None:
 def check_portable(model: PreTrainedModel) -> None:
     """Raise if the model has no portable code, with the reason in a sentence."""
     refinement = refinement_of(model)
-    check_family(model.config.model_type, refinement)
+    _check_family(model.config.model_type, refinement)
     if type(model).__name__ not in dict(classes_of(model.config)).values():
         raise ValueError(
             f"there is no portable code for {type(model).__name__}: no auto class of Transformers loads it"
@@ -51,7 +51,7 @@ def check_portable(model: PreTrainedModel) -> None:
         )
 
 
-def check_family(kind: str, refinement: Refinement | None) -> None:
+def _check_family(kind: str, refinement: Refinement | None) -> None:
     """Raise if there is no portable code for a ``model_type`` with this refinement."""
     if refinement is None:
         raise ValueError("the model is plain, so it loads anywhere as it is: it needs no portable code")

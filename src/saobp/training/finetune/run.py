@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from saobp.data.tasks import Task
-from saobp.portable.code import check_family, weights_of
+from saobp.portable.code import check_portable, weights_of
 from saobp.portable.run_facts import facts_of
 from saobp.portable.save import finish_folder
 from saobp.refinement import Refinement
@@ -23,7 +23,6 @@ from saobp.storage.json_files import write_json
 from saobp.storage.manifest import check_manifest
 from saobp.storage.model_folders import checked_folder
 from saobp.training.checkpoints import (
-    config_of,
     effective_refinement,
     load_tokenizer_of,
     model_checksum,
@@ -81,9 +80,7 @@ def finetune(
         asked = replace(asked, length=positions)
     override = None if refinement is None else Refinement.of(refinement)
     if portable:
-        effective = effective_refinement(model, override)
-        refined = None if effective is None else Refinement.of(effective)
-        check_family(config_of(model).model_type, refined)
+        check_portable(load_with_head(model, spec, load_tokenizer_of(model), override))
     session = _Session(model, task, asked, override, keep_model, portable, checkpoint_seconds, notify)
     results: dict[int, dict[str, Any]] = {}
     for seed in chosen:
