@@ -31,7 +31,7 @@ START = re.compile(r"(timeout .*? )?(saobp|accelerate launch|python (-m )?\S+|ma
 INLINE = re.compile(r"`((?:saobp|accelerate|python|make|pip|pytest) [^`]+)`")
 TINY = "--recipe tiny --steps 4 --set batch_size=4 --set length=16"
 CORPUS = "--corpus books.txt --vocabulary 400"
-SECONDS = 600
+SECONDS = 240
 """Longest time for one command."""
 
 
@@ -93,6 +93,7 @@ def adapted(command: Command, number: int) -> Command:
         text = text.replace("--harness", "--limit 4")
     text = re.sub(r"\[RUN \.\.\.\]", "", text)
     text = re.sub(r"\bRUN(?=/|\s|$)", "runs/high", text).replace("FOLDER", "runs/high/model")
+    text = re.sub(r"\bMODEL\b", "runs/high/model", text)
     text = text.replace("FILE", "books.txt").replace("DATA", "data")
     if "launch" in words[:2]:
         text = re.sub(
@@ -109,6 +110,8 @@ def adapted(command: Command, number: int) -> Command:
     if words[:2] == ["saobp", "finetune"]:
         text = re.sub(r"--limit \d+", "", text) + " --limit 8 --epochs 1 --no-keep-model"
         text = re.sub(r"--task (glue|all)\b", "--task rte,cola", re.sub(r"--jobs \d+", "--jobs 2", text))
+    if text in ("saobp evaluate --json", "saobp diagnose --json"):
+        text += " runs/high/model --data-dir data"
     if words[:2] == ["saobp", "evaluate"] and "--limit" not in text:
         text += " --limit 4 --positions 16"
     if words[:2] == ["saobp", "report"]:
@@ -160,7 +163,8 @@ def prepare(folder: Path, environment: dict[str, str]) -> None:
         f"saobp pretrain {TINY} {CORPUS} --refinement high:0.2 --out runs/high",
     ):
         _run(line, folder, environment)
-    shutil.copytree(folder / "runs" / "high", folder / "runs" / "learned")
+    for name in ("learned", "readme"):
+        shutil.copytree(folder / "runs" / "high", folder / "runs" / name)
 
 
 def _run(line: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from saobp.lab import EXPERIMENTS, choose_experiments, get_scale
+from saobp.lab import EXPERIMENTS, choose_experiments, get_scale, session
 from saobp.lab.experiment_plan import ExperimentPlan
 from saobp.lab.methods import METHODS, method_name
 from saobp.lab.pages import PAGES
 from saobp.lab.paper import TABLES, paper_table, paper_values
+from saobp.lab.session import LabFolders, Session
 from saobp.lab.work_queue import WorkItem, claimed, work_through
 from saobp.refinement import Refinement
+from saobp.training.progress import once
 
 MINI = get_scale("mini")
 
@@ -130,6 +133,8 @@ def test_bad_input_gets_a_sentence(call, words) -> None:  # type: ignore[no-unty
 
 def test_items_are_done_once_in_order_and_failures_leave_the_others_going(tmp_path: Path) -> None:
     done: list[str] = []
+    said: list[str] = []
+    begun: list[str] = []
 
     def item(name: str, missing: str = "") -> WorkItem:
         def run() -> None:
@@ -142,12 +147,43 @@ def test_items_are_done_once_in_order_and_failures_leave_the_others_going(tmp_pa
     items = [item("first"), item("bad"), item("taken"), item("without", missing="a model"), item("last")]
     with claimed(tmp_path, "taken") as is_mine:
         assert is_mine
-        result = work_through(items, tmp_path, lambda _: None)
+        result = work_through(items, tmp_path, said.append, begun.append)
+    assert begun == ["[1/5] first", "[2/5] bad", "[5/5] last"]
+    assert [one.split("\n")[0] for one in said] == [
+        "bad failed: 'no luck'",
+        "Traceback (most recent call last):",
+    ]
     assert done == ["first", "last"]
     assert result.elsewhere == ["taken"]
     assert (result.failed, result.waiting) == ({"bad": "'no luck'"}, {"without": "a model"})
     again = work_through(items, tmp_path, lambda _: None)
     assert (again.done, again.reused) == (["taken"], ["first", "last"])
+
+
+def test_workers_repeat_no_warning_and_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent says once what several workers warn of; which items they did stays in their logs."""
+
+    def fake_jobs(commands: dict[str, list[str]], _: int, logs: Path, **rest: Any) -> dict[str, int]:
+        logs.mkdir()
+        for name in commands:
+            words = f"Note: it leaks\n- [1/2] item of {name}\nmeasure: 1 done by {name}\n"
+            (logs / f"{name}.log").write_text(words)
+        rest["each_minute"]()
+        return dict.fromkeys(commands, 0)
+
+    monkeypatch.setattr(session, "run_jobs", fake_jobs)
+    plan = ExperimentPlan(choose_experiments("sparsity"), get_scale("smoke"), 1)
+    folders = LabFolders(tmp_path, tmp_path / "tokens", tmp_path / "results", tmp_path, is_synthetic=False)
+    said: list[str] = []
+    progress: list[str] = []
+    Session(plan, folders, once(said.append), progress.append).run("pretrain", jobs=2)
+    assert said[1:] == [
+        "Note: it leaks",
+        "measure: 1 done by pretrain-1",
+        "measure: 1 done by pretrain-2",
+        "pretrain: 2 left to do",
+    ]
+    assert progress == ["pretrain: 2 left to do"]
 
 
 def test_the_paper_s_tables_are_there() -> None:

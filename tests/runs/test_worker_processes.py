@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from saobp.runs import worker_processes
 from saobp.runs.worker_processes import run_jobs
 
 
@@ -24,6 +25,14 @@ def test_jobs_run_beside_each_other_and_say_how_they_ended(tmp_path):
     assert (tmp_path / "logs/c.log").read_text() == "why\n"
     with pytest.raises(ValueError, match="jobs must be at least 1"):
         run_jobs(commands, 0, tmp_path)
+
+
+def test_progress_is_told_each_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_processes, "MINUTE", 0.05)
+    ticks: list[int] = []
+    sleeper = [sys.executable, "-c", "import time; time.sleep(0.4)"]
+    assert run_jobs({"one": sleeper}, 1, tmp_path, each_minute=lambda: ticks.append(1)) == {"one": 0}
+    assert len(ticks) >= 2
 
 
 def test_an_interruption_ends_the_jobs_that_run_and_begins_no_other(tmp_path):

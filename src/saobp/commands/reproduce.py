@@ -15,6 +15,7 @@ from rich.text import Text
 
 from saobp.commands.errors import check_data_dir, fail
 from saobp.commands.streams import note, notes, results, tell
+from saobp.progress import OccasionalLines
 
 if TYPE_CHECKING:
     from saobp.lab.experiment_plan import ExperimentPlan
@@ -95,8 +96,9 @@ def reproduce(
             _show_plan(console if plan else notes(), chosen, folders, stages)
             if plan:
                 return
-        with only_errors(), plain_sentences(once(note)):
-            session = Session(chosen, folders, note)
+        say = once(note)
+        with only_errors(), plain_sentences(say):
+            session = Session(chosen, folders, say, OccasionalLines(notes()))
             if own_stage is not None:
                 session.work_on(own_stage)
             else:

@@ -28,6 +28,8 @@ SHARED = ("pretrain", "finetune", "measure")
 """Stages that several processes may work on."""
 STAGE_VARIABLE = "SAOBP_STAGE"
 """Names the stage that a worker process was started for."""
+PROGRESS, WARNING = "- ", "Note: "
+"""How lines of progress and warnings begin in the log of a worker."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,18 @@ def worker_stage() -> str | None:
     return os.environ.get(STAGE_VARIABLE) or None
 
 
-class Session:
-    """Runs the stages of a plan."""
+def _mark(sentence: str) -> None:
+    print(f"{PROGRESS}{sentence}")
 
-    def __init__(self, plan: ExperimentPlan, folders: LabFolders, notify: Notify = print) -> None:
+
+class Session:
+    """Runs the stages of a plan; ``progress`` hears of every item, ``notify`` of what a reader must know."""
+
+    def __init__(
+        self, plan: ExperimentPlan, folders: LabFolders, notify: Notify = print, progress: Notify = print
+    ) -> None:
         self.plan, self.folders, self.notify = plan, folders, notify
+        self.progress = _mark if worker_stage() else progress
         self.sources = folders.sources(plan.scale)
         self.has_failed = False
         """Whether any item failed; the others still run."""
@@ -88,11 +97,11 @@ class Session:
 
     def work_on(self, stage: str) -> None:
         """Run a stage in this process; workers take no timings, which others would disturb."""
-        runs, sources, notify = self.folders.runs, self.sources, self.notify
+        runs, sources, say = self.folders.runs, self.sources, (self.notify, self.progress)
         if stage == "pretrain":
-            result = pretrain_all(self.plan.pretrain_runs(), runs, sources, notify)
+            result = pretrain_all(self.plan.pretrain_runs(), runs, sources, *say)
         elif stage == "finetune":
-            result = finetune_all(self.plan.finetune_runs(), runs, sources, notify)
+            result = finetune_all(self.plan.finetune_runs(), runs, sources, *say)
         else:
             alone = worker_stage() is None
             result = self._measure(lambda one: alone or one.measure not in TIMED_ALONE)
@@ -100,7 +109,7 @@ class Session:
 
     def _measure(self, is_wanted: Callable[[Measurement], bool]) -> StageResult:
         work = [one for one in self.plan.measurements() if is_wanted(one)]
-        return measure_all(work, self.folders.runs, self.sources, self.notify)
+        return measure_all(work, self.folders.runs, self.sources, self.notify, self.progress)
 
     def _report(self, stage: str, result: StageResult) -> None:
         self.has_failed |= bool(result.failed)
@@ -115,13 +124,22 @@ class Session:
             jobs,
             logs,
             variables={STAGE_VARIABLE: stage, "PYTHONUNBUFFERED": "1"},
+            each_minute=lambda: self.progress(f"{stage}: {self.count_missing(stage)} left to do"),
         )
         for name in codes:
-            self.notify((logs / f"{name}.log").read_text(errors="replace").strip())
+            self._repeat((logs / f"{name}.log").read_text(errors="replace"))
         for name in (name for name, code in codes.items() if code):
             self.has_failed = True
             self.notify(f"{name} failed; see {logs / name}.log")
         self.notify(f"{stage}: {self.count_missing(stage)} left to do")
+
+    def _repeat(self, log: str) -> None:
+        """What a worker said, without its progress; warnings one by one, which several workers may share."""
+        lines = [line for line in log.strip().splitlines() if not line.startswith(PROGRESS)]
+        for line in (line for line in lines if line.startswith(WARNING)):
+            self.notify(line)
+        if rest := [line for line in lines if not line.startswith(WARNING)]:
+            self.notify("\n".join(rest))
 
     def count_missing(self, stage: str) -> int:
         """Items of a stage that are not done."""

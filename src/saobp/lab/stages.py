@@ -29,7 +29,11 @@ NAMED = 3
 
 
 def pretrain_all(
-    models: Sequence[PretrainRun], runs: Path, sources: DataSources, notify: Notify = print
+    models: Sequence[PretrainRun],
+    runs: Path,
+    sources: DataSources,
+    notify: Notify = print,
+    progress: Notify = print,
 ) -> StageResult:
     """Train unfinished runs one by one in this process, so that code is compiled once."""
 
@@ -42,12 +46,13 @@ def pretrain_all(
                 run.clean_up()
             return run.is_finished
 
-        return WorkItem(model.name, is_done, lambda: _pretrain(model, run, sources, notify))
+        return WorkItem(model.name, is_done, lambda: progress(_pretrain(model, run, sources, notify)))
 
-    return work_through([item(model) for model in models], runs, notify)
+    return work_through([item(model) for model in models], runs, notify, progress)
 
 
-def _pretrain(model: PretrainRun, run: RunFolder, sources: DataSources, notify: Notify) -> None:
+def _pretrain(model: PretrainRun, run: RunFolder, sources: DataSources, notify: Notify) -> str:
+    """Train, and say in a sentence how it went."""
     texts = sources.texts(model.recipe)
     try:
         found = pretrain(
@@ -63,13 +68,15 @@ def _pretrain(model: PretrainRun, run: RunFolder, sources: DataSources, notify: 
     finally:
         free_memory()
     perplexity, rate = found.eval_perplexity or float("nan"), (found.tokens_per_second or 0) / 1e6
-    notify(
-        f"{model.name}: held-out perplexity {perplexity:.3f}, {found.seconds:.0f} s, {rate:.2f} M tokens/s"
-    )
+    return f"{model.name}: held-out perplexity {perplexity:.3f}, {found.seconds:.0f} s, {rate:.2f} M tokens/s"
 
 
 def finetune_all(
-    work: Sequence[FinetuneRun], runs: Path, sources: DataSources, notify: Notify = print
+    work: Sequence[FinetuneRun],
+    runs: Path,
+    sources: DataSources,
+    notify: Notify = print,
+    progress: Notify = print,
 ) -> StageResult:
     """Fine-tune the available models. Saves scores and head health of every epoch, not the models."""
 
@@ -87,13 +94,17 @@ def finetune_all(
         finally:
             free_memory()
         seconds = time.monotonic() - began
-        notify(f"{one.name}: {found['metric']} {found['last']['mean']:.2f} in {seconds:.0f} s")
+        progress(f"{one.name}: {found['metric']} {found['last']['mean']:.2f} in {seconds:.0f} s")
 
-    return _with_models(work, is_finetuned, run, runs, notify)
+    return _with_models(work, is_finetuned, run, runs, notify, progress)
 
 
 def measure_all(
-    work: Sequence[Measurement], runs: Path, sources: DataSources, notify: Notify = print
+    work: Sequence[Measurement],
+    runs: Path,
+    sources: DataSources,
+    notify: Notify = print,
+    progress: Notify = print,
 ) -> StageResult:
     """Take the missing measurements of available models."""
 
@@ -113,9 +124,9 @@ def measure_all(
         path = one.file(runs)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {**record, **taken})
-        notify(f"{one.name}: {taken['seconds']:.1f} s")
+        progress(f"{one.name}: {taken['seconds']:.1f} s")
 
-    return _with_models(work, is_measured, run, runs, notify)
+    return _with_models(work, is_measured, run, runs, notify, progress)
 
 
 def is_finetuned(one: FinetuneRun, runs: Path) -> bool:
@@ -143,6 +154,7 @@ def _with_models(
     run: Callable[[Work], None],
     runs: Path,
     notify: Notify,
+    progress: Notify,
 ) -> StageResult:
     """Run the items whose models are there; one sentence names the missing ones."""
     items = [
@@ -151,7 +163,7 @@ def _with_models(
         )
         for one in work
     ]
-    result = work_through(items, runs, notify)
+    result = work_through(items, runs, notify, progress)
     missing = list(dict.fromkeys(result.waiting.values()))
     if missing:
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""

@@ -26,7 +26,7 @@ class WorkItem:
 
     name: str
     is_done: Callable[[], bool]
-    run: Callable[[], None]
+    run: Callable[[], object]
     missing_model: Callable[[], str] = lambda: ""
 
 
@@ -61,8 +61,13 @@ def claimed(runs: Path, name: str) -> Iterator[bool]:
             lock.release()
 
 
-def work_through(items: Sequence[WorkItem], runs: Path, notify: Notify = print) -> StageResult:
-    """Run the items that are not done, in order; one that fails does not stop the others."""
+def work_through(
+    items: Sequence[WorkItem], runs: Path, notify: Notify = print, progress: Notify = print
+) -> StageResult:
+    """Run the items that are not done, in order; one that fails does not stop the others.
+
+    ``notify`` hears of failures, ``progress`` of every item.
+    """
     result = StageResult()
     for number, item in enumerate(items, 1):
         if item.is_done():
@@ -76,7 +81,7 @@ def work_through(items: Sequence[WorkItem], runs: Path, notify: Notify = print) 
                 elif item.is_done():  # by another process in the meantime
                     result.reused.append(item.name)
                 else:
-                    notify(f"[{number}/{len(items)}] {item.name}")
+                    progress(f"[{number}/{len(items)}] {item.name}")
                     _run(item, result, notify)
     return result
 

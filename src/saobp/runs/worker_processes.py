@@ -11,11 +11,12 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 JOBS_VARIABLE = "SAOBP_JOBS"
 """Set for processes that share a machine: how many there are."""
+MINUTE = 60.0
 WATCH_VARIABLE = "SAOBP_END_WITH_INPUT"
 """Set for worker processes: their standard input is a pipe that closes when the parent ends."""
 
@@ -26,12 +27,14 @@ def run_jobs(
     logs: Path,
     done: Callable[[str, int], None] = lambda *_: None,
     variables: Mapping[str, str] | None = None,
+    each_minute: Callable[[], object] = lambda: None,
 ) -> dict[str, int]:
     """Run named commands, at most ``jobs`` at once, in order; returns their exit codes.
 
-    Output goes to ``logs/NAME.log``. ``done`` is called with a name and its exit code. ``variables``
-    are set in their environment, and the number of jobs, which their records then carry. An interruption
-    terminates running commands and starts no more. Commands of saobp also end when this process is killed.
+    Output goes to ``logs/NAME.log``. ``done`` is called with a name and its exit code, ``each_minute``
+    while they run. ``variables`` are set in their environment, and the number of jobs, which their records
+    then carry. An interruption terminates running commands and starts no more. Commands of saobp
+    also end when this process is killed.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, not {jobs}")
@@ -59,10 +62,14 @@ def run_jobs(
     with ThreadPoolExecutor(jobs) as pool:
         started = {pool.submit(run, name): name for name in commands}
         try:
-            for finished in as_completed(started):
-                name = started[finished]
-                codes[name] = finished.result()
-                done(name, codes[name])
+            while started:
+                finished, _ = wait(started, MINUTE, FIRST_COMPLETED)
+                for one in finished:
+                    name = started.pop(one)
+                    codes[name] = one.result()
+                    done(name, codes[name])
+                if not finished:
+                    each_minute()
         except BaseException:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
