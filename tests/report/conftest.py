@@ -39,7 +39,7 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Opened]]:
     def opened(target: Path | str, *, width: int = 1280, height: int = 900, scheme: str = "light") -> Opened:
         context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
         contexts.append(context)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(60_000)  # a busy machine needs long
         page = Opened(context.new_page())
         page.open(target.as_uri() if isinstance(target, Path) else target)
         return page

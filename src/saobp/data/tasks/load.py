@@ -40,7 +40,9 @@ class Split:
         """One sentence on how it differs from the official split."""
         if self.is_official:
             return None
-        return f"{self.name} is {Path(self.source).stem}: {self.rows} rows, official {self.official}"
+        stem = Path(self.source).stem
+        named = self.name if stem == self.name else f"{self.name} ({stem})"
+        return f"{named} has {self.rows} rows, official {self.official}"
 
     def sample(self, limit: int | None) -> Split:
         """A fixed random sample of at most ``limit`` rows."""
