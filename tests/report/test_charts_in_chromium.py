@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy
 
+from saobp.metrics.diagnosis.diagnose import diagnose
+from saobp.metrics.diagnosis.example_model import example_model
 from saobp.report import write_report
+from saobp.report.diagnosis_page import write_diagnosis, write_diagnosis_page
 from saobp.testing.browser import Opened
 from saobp.testing.fake_runs import make_run
 
@@ -22,6 +25,28 @@ def test_words_and_tables_need_no_script_and_no_library(report: tuple[Path, Any]
     assert "heads are healthy" in tab.locator("#summary").text_content()
     assert tab.locator("#facts tbody tr").count() > 20
     context.close()
+
+
+def test_kinds_of_heads_are_in_map_and_table_and_explained(tmp_path: Path, open_page: Open) -> None:
+    model, tokenizer = example_model()
+    found = diagnose(model, tokenizer, ["some words " * 12], subject="planted", statistics=["gtd"])
+    write_diagnosis([found], tmp_path)
+    opened = open_page(write_diagnosis_page([found], tmp_path, "some words"))
+    (heat,) = opened.drawn("map-0")["data"]
+    kinds = ["", "self", "first token", "previous token", ""]
+    words = [
+        ", ".join(filter(None, [head.verdict, kind])) for head, kind in zip(found.heads, kinds, strict=True)
+    ]
+    assert heat["customdata"] == [words]
+    opened.tab.get_by_text("Every head of planted").first.click()
+    table = opened.tab.get_by_role("table", name="Every head of planted")
+    column = table.locator("thead th").all_inner_texts().index("kind")
+    rows = table.locator("tbody tr").all()
+    shown = [row.locator("th, td").nth(column).inner_text() for row in rows]
+    assert shown == ["\N{EN DASH}", "self", "first token", "previous token", "\N{EN DASH}"]
+    table.locator(".term", has_text="previous token").hover()
+    assert opened.tab.locator("#tip").inner_text() == "It looks at the token before."
+    assert opened.complaints == []
 
 
 def test_an_old_browser_is_told_and_has_the_rest(report: tuple[Path, Any], chromium: Any) -> None:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from saobp.metrics.diagnosis.head_kinds import KIND_FROM, Kind
 from saobp.metrics.health.verdicts import HEALTHY_FROM, HEALTHY_TO
 from saobp.report.summaries import MEANINGS
 
+KIND_MEANINGS: dict[Kind, str] = {
+    "first token": "It looks at the first token of the text.",
+    "previous token": "It looks at the token before.",
+    "next token": "It looks at the token after.",
+    "self": "Each token looks at itself.",
+    "delimiter": "It looks at punctuation, line ends and special tokens other than the first.",
+    "duplicate token": "It looks at the earlier copy of the same token, found on random tokens that repeat.",
+    "induction": "It looks at the token after the earlier copy of the same token, found on random tokens "
+    "that repeat.",
+}
 TERMS: dict[str, str] = {
     "GTD": "Global token dependency: of all that a head passes on, the share that takes indirect paths of "
     f"two to four hops. From {HEALTHY_FROM} to {HEALTHY_TO} counts as healthy.",
@@ -32,6 +43,9 @@ TERMS: dict[str, str] = {
     "arcs": "An arc joins a token to one that it looks at; the wider, the more.",
     "perplexity": "Among how many tokens the model is unsure, as if it guessed: lower is better.",
     "seed": "The random start of a run. Runs that differ in the seed alone show how much is chance.",
+    "kind": f"What a head looks at, if that takes at least {KIND_FROM} of its attention beyond what even "
+    "rows would give. It is no verdict.",
+    **{str(name): meaning for name, meaning in KIND_MEANINGS.items()},
     **{str(name): f"{meaning[0].upper()}{meaning[1:]}." for name, meaning in MEANINGS.items()},
 }
 """By the words that the page shows."""

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 
 from saobp.metrics.diagnosis.diagnose import Diagnosis
+from saobp.metrics.diagnosis.head_kinds import KINDS
 from saobp.metrics.health.head_health import CROSS_LAYER, HeadHealth
 from saobp.metrics.health.uniform_map import UniformMap, uniform_map
 from saobp.metrics.health.verdicts import Verdict, verdict
@@ -27,6 +28,7 @@ class Snapshot:
     strengths: grid of lambda, for a model that learns it
     across:    cross-layer GTD by layer, from the second layer on
     largest_entropy: of uniform rows, if the length of the texts is known
+    kinds:     what each head looks at, in a diagnosis; empty for no known kind
     """
 
     step: int | None
@@ -37,6 +39,7 @@ class Snapshot:
     strengths: Grid | None = None
     across: dict[int, float] = field(default_factory=dict)
     largest_entropy: float | None = None
+    kinds: list[list[str]] | None = None
 
     def count(self, kind: Verdict) -> int:
         return sum(word == kind for row in self.verdicts for word in row)
@@ -58,6 +61,7 @@ class Snapshot:
             "values": {name: _rounded(grid) for name, grid in grids.items()},
             "verdicts": [[VERDICTS.index(word) for word in row] for row in self.verdicts],
             "across": [[layer, round(value, 4)] for layer, value in self.across.items()],
+            "kinds": self.kinds,
         }
 
     def diagnosis(self, subject: str) -> Diagnosis:
@@ -126,7 +130,10 @@ def diagnosed(record: dict[str, Any]) -> Snapshot | None:
         known = [name.removesuffix("_error") for name in heads[0] if name.endswith("_error")]
         grids: dict[str, Grid] = {name: [[None] * width for width in widths] for name in known}
         errors: dict[str, Grid] = {name: [[None] * width for width in widths] for name in known}
+        kinds = [[""] * width for width in widths]
         for (layer, index), head in zip(indices, heads, strict=True):
+            if head.get("kind") in KINDS:
+                kinds[layer][index] = head["kind"]
             if head["verdict"] in VERDICTS:
                 words[layer][index] = head["verdict"]
             for name in known:
@@ -141,7 +148,8 @@ def diagnosed(record: dict[str, Any]) -> Snapshot | None:
         if str(layer).isdigit() and number(value) is not None
     }
     layers = [names.get(layer, f"layer {layer}") for layer in range(len(widths))]
-    return Snapshot(None, layers, grids, words, errors, None, across)
+    has_kinds = any("kind" in head for head in heads)
+    return Snapshot(None, layers, grids, words, errors, across=across, kinds=kinds if has_kinds else None)
 
 
 def _across(values: Any, layers: int) -> dict[int, float]:

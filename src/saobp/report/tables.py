@@ -59,8 +59,17 @@ def head_table(run: Run) -> PageTable:
         text = shown(grids[name][layer][head])
         return f"{text} ± {shown(error)}" if error is not None and error >= SMALLEST_ERROR else text
 
+    def kind(layer: int, head: int) -> list[str]:
+        return [] if last.kinds is None else [last.kinds[layer][head] or NONE]
+
     rows = [
-        [f"{layer}.{head}", last.layers[layer], word, *(cell(name, layer, head) for name in grids)]
+        [
+            f"{layer}.{head}",
+            last.layers[layer],
+            word,
+            *kind(layer, head),
+            *(cell(name, layer, head) for name in grids),
+        ]
         for layer, words in enumerate(last.verdicts)
         for head, word in enumerate(words)
     ]
@@ -68,7 +77,7 @@ def head_table(run: Run) -> PageTable:
     when = "" if last.step is None else f", at step {last.step:,}"
     return PageTable(
         f"Every head of {run.name}",
-        ["layer.head", "module", "verdict", *titles],
+        ["layer.head", "module", "verdict", *([] if last.kinds is None else ["kind"]), *titles],
         rows,
         f"{len(rows):,} head{'' if len(rows) == 1 else 's'}{when}.",
     )

@@ -33,7 +33,7 @@ export function startHeads(data, open) {
               title,
               label,
               layout: run.layout,
-              data: [heatMap(heads.scales[statistic], grid, words, data.marks)],
+              data: [heatMap(heads.scales[statistic], grid, words, data.marks, moment.kinds)],
             }
           : null,
         `This run has no ${heads.titles[statistic]}.`,
@@ -67,14 +67,17 @@ export function startHeads(data, open) {
  * @param {import("./types.js").Grid} z
  * @param {string[][]} words  the verdicts
  * @param {Record<string, string>} marks
+ * @param {string[][] | null} kinds  what heads look at, where it is known
  */
-export function heatMap(scale, z, words, marks) {
+export function heatMap(scale, z, words, marks, kinds = null) {
   const own = words.map((row) => row.map((word) => marks[word] ?? ""));
   const hasRoom = z.every((row) => row.length <= NUMBERS_UP_TO);
   return {
     ...scale,
     z,
-    customdata: words,
+    customdata: words.map((row, layer) =>
+      row.map((word, head) => (kinds?.[layer][head] ? `${word}, ${kinds[layer][head]}` : word)),
+    ),
     meta: { ...scale.meta, marks: own },
     text: own.map((row, layer) =>
       row.map((mark, head) => `${hasRoom ? cellText(z[layer][head], scale.meta.limits) : ""}${mark}`),

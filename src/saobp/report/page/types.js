@@ -20,6 +20,7 @@
  * @property {Record<string, Grid>} values  by statistic
  * @property {number[][]} verdicts  indices into PageData.verdicts
  * @property {[number, number][]} across  layer and cross-layer GTD
+ * @property {string[][] | null} kinds  what heads look at, in a diagnosis
  *
  * @typedef {{ name: string, place: number, layout: any, moments: Moment[] }} HeadRun
  *
