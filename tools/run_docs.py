@@ -13,8 +13,8 @@ What needs a GPU must refuse in a sentence; what needs the hub, or is a target o
 Not run here, because they need what this machine may lack:
 
 - the hub: ``export google-bert/...`` (export.md), fine-tuning and evaluation without ``--data-dir``;
-- a GPU: ``bench attention``, ``bench model`` (these must refuse in a sentence), scripts in ``benchmarks/`` that time
-  kernels, pretraining by ``python -m`` with compiled steps;
+- a GPU: ``bench attention`` and ``bench model``, which must refuse in a sentence; scripts of
+  ``benchmarks/`` that time kernels; pretraining with compiled steps;
 - a cluster: the job script of cluster.md, ``accelerate launch`` on several machines (one process here);
 - models and texts of others: ``benchmarks/gallery.py`` (gallery.md);
 - executorch: ``export --to executorch`` must name the missing package in a sentence;
@@ -220,13 +220,14 @@ def main(pages: Sequence[Path], *, only_list: bool, log: Path | None, folder: Pa
     environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "110"}
     ran = failed = 0
     with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory() as name:
+        Path(name).mkdir(parents=True, exist_ok=True)
         if not Path(name, "runs/readme").exists():
             prepare(Path(name), environment)
         for one in found:
             if one.why_not:
                 print(f"not run  {one.page}:{one.line}  {one.text}  ({one.why_not})", flush=True)
                 continue
-            made = re.search(r"saobp pretrain .*--out (\S+)", one.small)
+            made = re.search(r"saobp (?:pretrain|export) .*--out (\S+)", one.small)
             if made and "--resume" not in one.small:
                 shutil.rmtree(Path(name, made[1]), ignore_errors=True)
             began = time.monotonic()
