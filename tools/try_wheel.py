@@ -35,10 +35,11 @@ def main() -> None:
         program.write_text(first_block() + LAST_LINES, encoding="utf-8")
         subprocess.run([python, "-I", program], cwd=name, check=True)
         if not asked.offline:
-            names = subprocess.run(
+            lines = subprocess.run(
                 [python, "-I", "-m", "pip", "freeze"], capture_output=True, text=True, check=True
-            ).stdout.split()
-            print(f"{len(names)} packages: {', '.join(one.partition('==')[0] for one in names)}")
+            ).stdout.splitlines()
+            names = [re.split("==| @", line)[0] for line in lines]
+            print(f"{len(names)} packages: {', '.join(names)}")
 
 
 LAST_LINES = """
