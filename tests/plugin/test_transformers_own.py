@@ -49,7 +49,7 @@ def classes_of(family: str) -> tuple[type, ...]:
     return tuple(getattr(transformers, kind) for kind in kinds)
 
 
-def test_case(family: str, common: type, generation: type) -> type:
+def case_of(family: str, common: type, generation: type) -> type:
     """One of Transformers' test classes for a family."""
     bases = (common, generation) if family in DECODERS else (common,)
 
@@ -72,9 +72,6 @@ def test_case(family: str, common: type, generation: type) -> type:
     return Case
 
 
-test_case.__test__ = False  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_are_refined_when_they_are_built_and_loaded(family: str, tmp_path: Path) -> None:
     config = tiny_model(family).config
@@ -92,10 +89,15 @@ if SOURCE:
     pytest.importorskip("parameterized", reason="Transformers' tests need the package parameterized")
     _mixins: Any = mixins(SOURCE)
     for _family in FAMILIES:
-        _case = test_case(_family, *_mixins)
+        _case = case_of(_family, *_mixins)
         globals()[_case.__name__] = _case
     del _case
-else:
 
-    def test_transformers_own() -> None:
-        pytest.skip("TRANSFORMERS_SOURCE does not name an unpacked source of Transformers with its tests")
+
+@pytest.mark.skipif(
+    not SOURCE, reason="TRANSFORMERS_SOURCE does not name an unpacked source of Transformers with its tests"
+)
+def test_every_family_has_the_tests_of_transformers() -> None:
+    for family in FAMILIES:
+        case = globals()[f"{NAMES[family]}Test"]
+        assert any(name.startswith("test_") for name in dir(case))
