@@ -34,10 +34,12 @@ test: $(READY) chromium
 	$(BIN)/oxlint --deny-warnings src/saobp/report/page
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-# On a machine with an NVIDIA GPU, which 14 processes share; its last line is the one to record.
+# The tests that use a GPU where there is one; 14 processes share it. The last line is the one to record.
+GPU_TESTS := tests/kernels tests/operation tests/metrics/test_refined_products.py tests/training/test_graphed_step.py \
+  tests/training/test_pretraining.py tests/portable/test_hub_kernel.py
 test-gpu: $(READY)
 	@nvidia-cuda-mps-control -d 2>/dev/null && mine=yes; \
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 14; found=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 14 $(GPU_TESTS); found=$$?; \
 	if test "$$mine" = yes; then echo quit | nvidia-cuda-mps-control; fi; exit $$found
 
 # Random kills, damaged files, calls and generations; one table at the end. About an hour on one core.
