@@ -26,6 +26,9 @@ from saobp.storage.atomic import write_atomically
 
 COLOURS = ("#009e73", "#0072b2", "#d55e00", "#cc79a7")
 LAYERS = ("#cfe1f2", "#85bcdb", "#3585bf", "#08306b")
+KINDS = {"strength_bias": "strengths", "variants.temperature.head_bias": "temperatures"} | {
+    f"variants.{name}.head_bias": name for name in ("qk-norm", "by-distance", "later-steps")
+}
 SHOWN = 3
 """Methods in the panel of kinds of tokens; the tables have all."""
 
@@ -123,14 +126,17 @@ def draw_heads(axis: Axes, one: dict[str, Any]) -> None:
 
 
 def page(base: dict[str, Any], methods: dict[str, dict[str, Any]]) -> Iterator[str]:
-    rows = [["Original", f"{math.exp(base['loss']):.2f}", "", ""]]
+    rows = [["Original", f"{math.exp(base['loss']):.2f}", "", "", ""]]
     for title, one in methods.items():
         off = one["set_to_zero"]
         layers = ", ".join(f"{in_per_cent(rise):+.0f}" for rise in off.get("layers", []))
         without = f"{in_per_cent(off['all']):+.0f} %" if off else ""
-        rows.append([title, f"{math.exp(one['loss']):.2f}", without, layers])
+        rises = off.get("kinds", {}).items()
+        kinds = ", ".join(f"{KINDS.get(kind, kind)} {in_per_cent(rise):+.0f} %" for kind, rise in rises)
+        rows.append([title, f"{math.exp(one['loss']):.2f}", without, kinds, layers])
     yield markdown_table(
-        ("method", "perplexity", "with its numbers per head set to 0", "those of one layer, %"), rows
+        ("method", "perplexity", "with its numbers per head set to 0", "of one kind", "of one layer, %"),
+        rows,
     )
     cells: list[list[str]] = []
     for criterion, classes in base["by_kind"].items():

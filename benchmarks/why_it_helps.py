@@ -5,7 +5,8 @@
 The first run is the base; all are runs of ``saobp pretrain`` on the same texts with their models. For every
 run: the mean difference of held-out losses from the base, in nats, by frequency, repetition, position and
 distance to the next masked token; the rise of the loss when the numbers per head (strengths, temperatures)
-are set to 0, together, by layer and by head; GTD, entropy and sink mass of every head with and without them.
+are set to 0, together, by kind, layer and head; GTD, entropy and sink mass of every head with and without
+them.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def zeroed(parameters: list[Tensor]) -> Iterator[None]:
 def set_to_zero(
     model: PreTrainedModel, objective: MaskedLM, batches: list[dict[str, Tensor]]
 ) -> dict[str, Any]:
-    """Rise of the loss when numbers per head are 0: all of them, those of a layer, those of a head."""
+    """Rise of the loss when numbers per head are 0: all, those of a kind, of a layer, of a head."""
     numbers = {name: parameter.data for name, parameter in numbers_per_head(model).items()}
     if not numbers:
         return {}
@@ -198,6 +199,10 @@ def set_to_zero(
     usual, usual_few = loss(batches), loss(few)
     with zeroed(list(numbers.values())):
         found: dict[str, Any] = {"all": loss(batches) - usual}
+    found["kinds"] = {}
+    for kind in sorted({name.partition(".")[2] for name in numbers}):
+        with zeroed([parameter for name, parameter in numbers.items() if name.partition(".")[2] == kind]):
+            found["kinds"][kind] = loss(batches) - usual
     layers = sorted({int(name.partition(".")[0]) for name in numbers})
     own = {layer: [p for name, p in numbers.items() if name.startswith(f"{layer}.")] for layer in layers}
     found["layers"], found["heads"] = [], []

@@ -57,6 +57,10 @@ def test_numbers_per_head_are_set_to_zero_and_restored() -> None:
     plain = saobp.remove(strong_model())
     losses = [why.token_losses(one, OBJECTIVE, batches()).mean().item() for one in (plain, model)]
     assert found["all"] == pytest.approx(losses[0] - losses[1], abs=1e-5)
+    assert found["kinds"] == {
+        "strength_bias": pytest.approx(found["all"], abs=1e-6),  # temperatures are still at their start
+        "variants.temperature.head_bias": pytest.approx(0.0, abs=1e-6),
+    }
     assert len(found["heads"]) == len(found["layers"]) == len(list(attached(model)))
     assert any(abs(rise) > 1e-6 for heads in found["heads"] for rise in heads)
     for name, value in why.numbers_per_head(model).items():
@@ -78,6 +82,7 @@ def test_what_was_found_becomes_a_page_and_a_picture(tmp_path: Path) -> None:
     page = "\n".join(draw.page({**one, "set_to_zero": {}}, {"High": one}))
     assert "| position: all | 12 |" in page
     assert "High, set to 0" in page
+    assert "strengths +" in page or "strengths -" in page
     lines = [{"step": step, "strengths": [[0.0, step]]} for step in (0, 50)]
     draw.save_figure(draw.picture({"High": one}, lines), tmp_path / "why")
     assert (tmp_path / "why.svg").stat().st_size > 5000

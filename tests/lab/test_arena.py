@@ -19,6 +19,7 @@ from saobp.lab.experiments import choose_experiments
 from saobp.lab.scales import get_scale
 from saobp.lab.statistics import pairs_needed
 from saobp.lab.tabulate import tabulate
+from saobp.lab.two_by_two import combinations
 from saobp.sizes import FAMILY_NAMES
 from saobp.training.recipes import named_recipe
 
@@ -122,6 +123,12 @@ def test_a_gain_that_two_methods_share_is_not_there_beside_the_other(tmp_path: P
     assert cells[0] == alone
     assert cells[1].replace("-", "+").startswith(beside)
     assert cells[2:] == [between, both]
+
+
+def test_a_sum_of_three_is_divided_at_either_plus_sign() -> None:
+    names = ("none", "a", "b+c", "a+b", "c", "a+b+c", "x+y")
+    found = list(combinations({name: {42: 3.0} for name in names}, "none"))
+    assert found == [("a", "b+c", "a+b+c"), ("a+b", "c", "a+b+c")]
 
 
 def test_later_runs_join_those_that_are_recorded(tmp_path: Path) -> None:

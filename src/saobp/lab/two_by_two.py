@@ -11,11 +11,16 @@ HEADERS = ("method", "beside", "alone", "beside it", "difference of the two [95 
 
 
 def combinations(losses: Losses, original: str) -> Iterator[tuple[str, str, str]]:
-    """``(first, second, both)``: methods trained alone and together, as in ``a``, ``b``, ``a+b``."""
+    """``(first, second, both)``: methods trained alone and together, as in ``a``, ``b``, ``a+b``.
+
+    A sum of three is divided at either plus sign.
+    """
     for both in losses:
-        first, plus, second = both.rpartition("+")
-        if plus and first in losses and second in losses and original in losses:
-            yield first, second, both
+        parts = both.split("+")
+        for count in range(1, len(parts)):
+            first, second = "+".join(parts[:count]), "+".join(parts[count:])
+            if first in losses and second in losses and original in losses:
+                yield first, second, both
 
 
 def two_by_two(
