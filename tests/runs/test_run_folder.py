@@ -218,11 +218,19 @@ def test_a_recipe_that_is_no_object_is_named(tmp_path: Path, content: str) -> No
         started(tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("line", ["[1]", "7"])
-def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("[1]", "line 1 holds no JSON object"),
+        ("7", "line 1 holds no JSON object"),
+        ('{"a": []}', "a line has no step"),
+        ('{"step": "2"}', "a line has no step"),
+    ],
+)
+def test_a_line_that_is_none_of_a_log_is_named(tmp_path: Path, line: str, problem: str) -> None:
     run = started(tmp_path)
     run.file("metrics.jsonl").write_text(line + "\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 1 holds no JSON object"):
+    with pytest.raises(ValueError, match=rf"metrics\.jsonl: {problem}"):
         run.rewind(0)
 
 

@@ -82,7 +82,9 @@ def readers(root: Path) -> list[Reader]:
         return json.loads((out / "diagnosis.json").read_text())[0]["heads"]
 
     def reported(folder: Path) -> Any:
-        command("report", str(folder), "--out", str(folder.with_name("page.html")))
+        page = folder.with_name("page.html")
+        page.unlink(missing_ok=True)
+        command("report", str(folder), "--out", str(page))
 
     def tokens(folder: Path) -> Any:
         found = find_pretraining_data(

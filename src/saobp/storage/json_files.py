@@ -69,7 +69,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines_up_to(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a truncated last one."""
+    """Drop the lines of later steps, and a truncated last one; every line must have its step."""
     if path.exists():
-        kept = [json.dumps(line) for line in read_lines(path) if line.get("step", 0) <= step]
+        lines = read_lines(path)
+        for line in lines:
+            if not isinstance(line.get("step"), int):
+                raise ValueError(f"{path}: a line has no step, but {json.dumps(line)[:60]}")
+        kept = [json.dumps(line) for line in lines if line["step"] <= step]
         write_atomically(path, "".join(f"{line}\n" for line in kept))

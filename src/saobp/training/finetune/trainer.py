@@ -51,7 +51,10 @@ class TaskTrainer(Trainer):
         self.spec, self.recipe, self.rows, self.run = spec, recipe, rows, run
         self.batches = LengthBatches(rows["train"].lengths, recipe.batch, seed)
         earlier = run.metrics()
-        self.checkpoint_seconds, self.earlier = checkpoint_seconds, earlier[-1]["seconds"] if earlier else 0.0
+        self.checkpoint_seconds, self.earlier = (
+            checkpoint_seconds,
+            earlier[-1].get("seconds", 0.0) if earlier else 0.0,
+        )
         self.began = self.last_checkpoint = time.monotonic()
         super().__init__(
             model=model,
