@@ -1,7 +1,7 @@
 """Does ``high:learned`` help a trained decoder that goes on training? In pairs of seeds, on held-out text.
 
     python benchmarks/existing_decoder.py tokens --model FOLDER --data-dir FOLDER --out TOKENS
-    python benchmarks/existing_decoder.py run --model FOLDER --tokens TOKENS --out FOLDER --workers 9
+    python benchmarks/existing_decoder.py run --model FOLDER --tokens TOKENS --out FOLDER --workers 3
     python benchmarks/existing_decoder.py table --out FOLDER
 
 Three ways to go on from the same weights, over three seeds (the order of the blocks) and two corpora: *plain*
@@ -13,22 +13,23 @@ Fixed before the first run: for each corpus, learned minus plain with a 95 % pai
 It helps if the interval lies below zero, harms if above; an interval that holds zero is no gain. Strengths
 alone are compared with the model as it was, which is one number: they help if the interval of that difference
 lies below zero.
+
+How many steps fit a given time is measured by the command pace, before any loss is known. Runs of one seed
+are made before those of the next, and finished ones are not repeated.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
+from paired_runs import claimed, compare, run_workers
 
-from saobp.runs.worker_processes import WATCH_VARIABLE, end_with_parent
+from saobp.runs.worker_processes import end_with_parent
 from saobp.storage.json_files import write_json
 
 METHODS = ("plain", "learned", "strengths")
@@ -38,6 +39,8 @@ LENGTH, BATCH, EVALUATION_BATCH = 512, 16, 32
 RATE, STRENGTH_RATE, WARMUP = 1e-4, 5e-3, 0.05
 HELD_OUT = 200_000
 """Tokens of held-out text, at most."""
+OTHER_SECONDS = 15
+"""What a run takes beside its steps: loading, compiling from the cache, two passes over held-out text."""
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -101,108 +104,140 @@ def run(
     ] = 6000,
     seeds: Annotated[str, typer.Option(help="Seeds joined by commas.")] = ",".join(map(str, SEEDS)),
     corpora: Annotated[str, typer.Option(help="Corpora joined by commas.")] = ",".join(CORPORA),
+    compiled: Annotated[bool, typer.Option(help="Compile the layers on a GPU.")] = True,
 ) -> None:
     """Train every corpus, method and seed that is not finished, then print the table."""
-    claims = out / "claims"
-    claims.mkdir(parents=True, exist_ok=True)
-    for claim in claims.iterdir():
-        claim.unlink()
-    began = time.monotonic()
-    given = json.dumps([str(model), str(tokens), steps, [*map(int, seeds.split(","))], corpora.split(",")])
-    line = [sys.executable, __file__, "work", "--out", str(out), "--given", given]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", WATCH_VARIABLE: "1"}
-    children = []
-    for number in range(workers):
-        with (out / f"worker-{number}.log").open("w") as log:
-            children.append(
-                subprocess.Popen(
-                    line, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment
-                )
-            )
-    codes = [child.wait() for child in children]
-    print(f"{workers} processes, {time.monotonic() - began:.0f} s, {sum(map(bool, codes))} of them failed")
+    names = [f"{c}-{method}-{s}" for c in corpora.split(",") for s in seeds.split(",") for method in METHODS]
+    names = [name for name in names if not (out / f"{name}.json").exists()]
+    run_workers(__file__, out, [str(model), str(tokens), compiled, steps, names], workers)
     table(out)
+
+
+@app.command()
+def pace(
+    model: Annotated[Path, typer.Option(help="Folder of the model.")],
+    tokens: Annotated[Path, typer.Option(help="Folder that the command tokens has written.")],
+    out: Annotated[Path, typer.Option(help="Folder for the measurements.")],
+    seconds: Annotated[float, typer.Option(help="Time for all runs of a corpus.")],
+    corpus: Annotated[str, typer.Option(help="The corpus.")] = "wikipedia",
+    seeds: Annotated[int, typer.Option(help="How many seeds, one after the other.")] = len(SEEDS),
+    compiled: Annotated[bool, typer.Option(help="Compile the layers on a GPU.")] = True,
+) -> None:
+    """Print how many steps fit, a multiple of 50: all methods are timed at once, as they will run."""
+    names = [f"{corpus}-{method}-0" for method in METHODS]
+    run_workers(__file__, out, [str(model), str(tokens), compiled, None, names], len(names))
+    found = [json.loads((out / f"{name}.json").read_text()) for name in names]
+    step = sum(one["step_seconds"] for one in found) / len(found)
+    print([round(one["step_seconds"], 4) for one in found])
+    print(max(50, int((seconds / seeds - OTHER_SECONDS) / step) // 50 * 50))
 
 
 @app.command(hidden=True)
 def work(out: Annotated[Path, typer.Option()], given: Annotated[str, typer.Option()]) -> None:
     """One worker: takes runs until none is left, all seeds of a corpus before the next."""
     end_with_parent()
-    model, tokens_dir, steps, seeds, corpora = json.loads(given)
-    for corpus in corpora:
-        for seed in seeds:
-            for method in METHODS:
-                result = out / f"{corpus}-{method}-{seed}.json"
-                try:
-                    (out / "claims" / result.stem).touch(exist_ok=False)
-                except FileExistsError:
-                    continue
-                if not result.exists():
-                    write_json(result, go_on(model, Path(tokens_dir), corpus, method, seed, steps))
-                    print(result.stem, flush=True)
+    model, tokens_dir, compiled, steps, names = json.loads(given)
+    for name in claimed(out, names):
+        corpus, method, seed = name.split("-")
+        run = Continuation(model, Path(tokens_dir), corpus, method, int(seed))
+        if compiled and run.device == "cuda":
+            for layer in run.model.model.layers:
+                layer.compile(dynamic=False)  # all layers share one graph
+        found = run.timed(out / "claims", len(names)) if steps is None else run.whole(steps)
+        write_json(out / f"{name}.json", found)
 
 
-def go_on(
-    model_dir: str, tokens_dir: Path, corpus: str, method: str, seed: int, steps: int
-) -> dict[str, Any]:
-    """Train one model, and measure its loss on held-out text before and after."""
-    import torch
-    from transformers import AutoModelForCausalLM
+class Continuation:
+    """A trained model that goes on training in one of the three ways."""
 
-    from saobp.training.checkpoints import load_model
-    from saobp.training.head_records import strengths_of
-    from saobp.transformers.apply import apply
-    from saobp.transformers.layer_refinement import strength_parameters
+    def __init__(self, model_dir: str, tokens_dir: Path, corpus: str, method: str, seed: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    began = time.monotonic()
-    model = load_model(model_dir, AutoModelForCausalLM).to(device)
-    held, train = (_blocks(tokens_dir / f"{corpus}-{part}.npy", device) for part in ("held-out", "train"))
-    before = held_out_loss(model, held)
-    if method != "plain":
-        apply(model, "high:learned")
-    strengths = strength_parameters(model)
-    apart = {id(one) for one in strengths}
-    weights = [one for one in model.parameters() if id(one) not in apart]
-    if method == "strengths":
-        for one in weights:
-            one.requires_grad_(False)
-        weights = []
-    groups = [{"params": weights, "lr": RATE}, {"params": strengths, "lr": STRENGTH_RATE}]
-    optimiser = torch.optim.AdamW(
-        [group for group in groups if group["params"]], betas=(0.9, 0.95), weight_decay=0.0
-    )
-    steps = min(steps, len(train) // BATCH)
-    warm = max(1, round(WARMUP * steps))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
-    )
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).to(device)
-    losses = []
-    model.train()
-    for step in range(steps):
-        ids = train[order[step * BATCH : (step + 1) * BATCH]]
-        with torch.autocast(device, torch.bfloat16):
-            loss = model(ids, labels=ids, use_cache=False).loss
+        from saobp.training.checkpoints import load_model
+        from saobp.transformers.apply import apply
+        from saobp.transformers.layer_refinement import strength_parameters
+
+        self.began = time.monotonic()
+        self.facts = {"corpus": corpus, "method": method, "seed": seed}
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model: Any = load_model(model_dir, AutoModelForCausalLM).to(self.device)
+        parts = ("held-out", "train")
+        self.held, self.train = (_blocks(tokens_dir / f"{corpus}-{part}.npy", self.device) for part in parts)
+        self.before = held_out_loss(self.model, self.held)
+        if method != "plain":
+            apply(self.model, "high:learned")
+        strengths = strength_parameters(self.model)
+        apart = {id(one) for one in strengths}
+        weights = [one for one in self.model.parameters() if id(one) not in apart]
+        if method == "strengths":
+            for one in weights:
+                one.requires_grad_(False)
+            weights = []
+        groups = [{"params": weights, "lr": RATE}, {"params": strengths, "lr": STRENGTH_RATE}]
+        self.trained = [*weights, *strengths]
+        self.optimiser = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=self.device == "cuda",
+        )
+        self.order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
+
+    def step(self, number: int) -> Any:
+        """One step of training; returns its loss."""
+        import torch
+
+        rows = self.order[number * BATCH : (number + 1) * BATCH]
+        ids = self.train[rows.to(self.device)]
+        with torch.autocast(self.device, torch.bfloat16):
+            loss = self.model(ids, labels=ids, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_([*weights, *strengths], 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-        schedule.step()
-        losses.append(loss.detach())
-    return {
-        "corpus": corpus,
-        "method": method,
-        "seed": seed,
-        "steps": steps,
-        "tokens": steps * BATCH * LENGTH,
-        "before": before,
-        "after": held_out_loss(model, held),
-        "held_out_tokens": held.numel(),
-        "losses": [round(float(loss), 4) for loss in losses[:: max(1, steps // 50)]],
-        "strengths": strengths_of(model),
-        "seconds": round(time.monotonic() - began, 1),
-    }
+        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        return loss.detach()
+
+    def whole(self, steps: int) -> dict[str, Any]:
+        """Train, with a linear warm-up and decay, and measure the loss on held-out text again."""
+        import torch
+
+        from saobp.training.head_records import strengths_of
+
+        steps = min(steps, len(self.train) // BATCH)
+        warm = max(1, round(WARMUP * steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimiser, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
+        )
+        losses = []
+        self.model.train()
+        for number in range(steps):
+            losses.append(self.step(number))
+            schedule.step()
+        return {
+            **self.facts,
+            "steps": steps,
+            "tokens": steps * BATCH * LENGTH,
+            "before": self.before,
+            "after": held_out_loss(self.model, self.held),
+            "held_out_tokens": self.held.numel(),
+            "losses": [round(float(loss), 4) for loss in losses[:: max(1, steps // 50)]],
+            "strengths": strengths_of(self.model),
+            "seconds": round(time.monotonic() - self.began, 1),
+        }
+
+    def timed(self, folder: Path, processes: int, warm: int = 5, steps: int = 20) -> dict[str, float]:
+        """Seconds of a step while so many processes train."""
+        self.model.train()
+        for number in range(warm):
+            self.step(number).item()
+        (folder / f"{self.facts['method']}.ready").touch()
+        while len([*folder.glob("*.ready")]) < processes:
+            time.sleep(0.05)
+        began = time.monotonic()
+        for number in range(warm, warm + steps):
+            self.step(number).item()
+        return {"step_seconds": (time.monotonic() - began) / steps}
 
 
 def held_out_loss(model: Any, blocks: Any) -> float:
@@ -211,7 +246,8 @@ def held_out_loss(model: Any, blocks: Any) -> float:
 
     model.eval()
     total = 0.0
-    with torch.no_grad(), torch.autocast(blocks.device.type, torch.bfloat16):
+    eager = torch.compiler.set_stance("force_eager")  # compiling for a few batches would take longer
+    with eager, torch.no_grad(), torch.autocast(blocks.device.type, torch.bfloat16):
         for ids in blocks.split(EVALUATION_BATCH):
             total += float(model(ids, labels=ids, use_cache=False).loss) * len(ids)
     return total / len(blocks)
@@ -228,13 +264,9 @@ def _blocks(path: Path, device: str) -> Any:
 @app.command()
 def table(out: Annotated[Path, typer.Option(help="Folder of the results.")]) -> None:
     """Print losses and paired differences, and write them to OUT/summary.json."""
-    from saobp.lab.statistics import paired_gain
-
     found = [json.loads(path.read_text()) for path in sorted(out.glob("*-*-*.json"))]
     summary: dict[str, Any] = {"runs": found, "comparisons": {}}
-    print(
-        "| corpus | compared | tokens | pairs | losses | difference [95 %] | |\n|---|---|---|---|---|---|---|"
-    )
+    print("| corpus | compared | tokens | pairs | losses | | difference [95 %] | |\n" + "|---" * 8 + "|")
     for corpus in CORPORA:
         own = [one for one in found if one["corpus"] == corpus]
         after = {
@@ -247,15 +279,10 @@ def table(out: Annotated[Path, typer.Option(help="Folder of the results.")]) -> 
             "plain - before": (after["plain"], start),
         }
         for name, (method, base) in pairs.items():
-            gain = paired_gain(method, base, higher_is_better=False)
-            if gain is None:
-                continue
-            means = [np.mean([side[seed] for seed in method if seed in side]) for side in (base, method)]
-            between = "" if gain.low is None else f" [{gain.low:+.5f}, {gain.high:+.5f}]"
-            seen = f"{own[0]['tokens']:,}"
-            cells = [corpus, name, seen, str(gain.pairs), f"{means[0]:.4f} to {means[1]:.4f}"]
-            print("| " + " | ".join([*cells, f"{gain.difference:+.5f}{between}", gain.verdict]) + " |")
-            summary["comparisons"][f"{corpus}: {name}"] = vars(gain)
+            tokens = f"{own[0]['tokens']:,}" if own else ""
+            gain = compare([corpus, name, tokens], method, base, digits=5, higher_is_better=False)
+            if gain is not None:
+                summary["comparisons"][f"{corpus}: {name}"] = vars(gain)
     write_json(out / "summary.json", summary)
 
 

@@ -18,16 +18,13 @@ Workers are processes that take the next run that nobody has, the longest first;
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from paired_runs import claimed, compare, run_workers
 
-from saobp.runs.worker_processes import WATCH_VARIABLE, end_with_parent
+from saobp.runs.worker_processes import end_with_parent
 
 TASKS = ("sst2", "cola", "stsb", "rte", "mrpc")
 """The longest first."""
@@ -52,27 +49,8 @@ def run(
     limit: Annotated[int, typer.Option(help="Most rows of a split.")] = ROWS,
 ) -> None:
     """Fine-tune every task, method and seed that is not finished, then print the table."""
-    claims = out / "claims"
-    claims.mkdir(parents=True, exist_ok=True)
-    for claim in claims.iterdir():
-        claim.unlink()
-    began = time.monotonic()
-    given = json.dumps(
-        [str(model), str(data_dir), tasks.split(","), [*map(int, seeds.split(","))], epochs, limit]
-    )
-    line = [sys.executable, __file__, "work", "--out", str(out), "--given", given]
-    threads = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", WATCH_VARIABLE: "1"}
-    environment = {**os.environ, **threads}
-    children = []
-    for number in range(workers):
-        with (out / f"worker-{number}.log").open("w") as log:
-            children.append(
-                subprocess.Popen(
-                    line, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment
-                )
-            )
-    codes = [child.wait() for child in children]
-    print(f"{workers} processes, {time.monotonic() - began:.0f} s, {sum(map(bool, codes))} of them failed")
+    given = [str(model), str(data_dir), tasks.split(","), [*map(int, seeds.split(","))], epochs, limit]
+    run_workers(__file__, out, given, workers)
     table(out)
 
 
@@ -89,26 +67,20 @@ def work(out: Annotated[Path, typer.Option()], given: Annotated[str, typer.Optio
     end_with_parent()
     logging.set_verbosity_error()
     model, data_dir, tasks, seeds, epochs, limit = json.loads(given)
-    for seed in seeds:
-        for name in tasks:
-            for method, refinement in METHODS.items():
-                try:
-                    (out / "claims" / f"{name}-{method}-{seed}").touch(exist_ok=False)
-                except FileExistsError:
-                    continue
-                recipe = recipe_for(name, rate=RATE, epochs=epochs)
-                rows = load_task(name, data_dir, limit=limit)
-                finetune(
-                    model, rows, out / name / method / f"{seed}", seeds=[seed], refinement=refinement,
-                    recipe=replace(recipe, health_texts=8), keep_model=False, checkpoint_seconds=1e9,
-                )  # fmt: skip
-                print(f"{name} {method} {seed}", flush=True)
+    names = [f"{task}-{method}-{seed}" for seed in seeds for task in tasks for method in METHODS]
+    for name in claimed(out, names):
+        task, method, seed = name.split("-")
+        recipe = recipe_for(task, rate=RATE, epochs=epochs)
+        rows = load_task(task, data_dir, limit=limit)
+        finetune(
+            model, rows, out / task / method / seed, seeds=[int(seed)], refinement=METHODS[method],
+            recipe=replace(recipe, health_texts=8), keep_model=False, checkpoint_seconds=1e9,
+        )  # fmt: skip
 
 
 @app.command()
 def table(out: Annotated[Path, typer.Option(help="Folder of the runs.")]) -> None:
     """Print scores and paired differences, and write them to OUT/summary.json."""
-    from saobp.lab.statistics import paired_gain
     from saobp.storage.json_files import write_json
 
     scores: dict[str, dict[str, dict[int, float]]] = {}
@@ -131,17 +103,9 @@ def table(out: Annotated[Path, typer.Option(help="Folder of the runs.")]) -> Non
     print("| task | metric | pairs | plain | learned | difference [95 %] | |\n|---|---|---|---|---|---|---|")
     for name in [*whole, "mean"]:
         own = scores[name]
-        gain = paired_gain(own["learned"], own["plain"])
-        if gain is None:
-            continue
-        means = [sum(own[method].values()) / len(own[method]) for method in METHODS]
-        between = "" if gain.low is None else f" [{gain.low:+.2f}, {gain.high:+.2f}]"
-        cells = [name, metrics.get(name, ""), str(gain.pairs), *(f"{mean:.2f}" for mean in means)]
-        print("| " + " | ".join([*cells, f"{gain.difference:+.2f}{between}", gain.verdict]) + " |")
-        summary["tasks"][name] = {
-            "metric": metrics.get(name), "scores": own, "difference": gain.difference,
-            "low": gain.low, "high": gain.high, "pairs": gain.pairs, "verdict": gain.verdict,
-        }  # fmt: skip
+        gain = compare([name, metrics.get(name, "")], own["learned"], own["plain"], digits=2)
+        if gain is not None:
+            summary["tasks"][name] = {"metric": metrics.get(name), "scores": own, **vars(gain)}
     write_json(out / "summary.json", summary)
 
 
