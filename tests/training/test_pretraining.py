@@ -57,6 +57,22 @@ def test_a_run_leaves_everything_it_should(tmp_path: Path) -> None:
     assert len(AutoTokenizer.from_pretrained(run.model)) == len(small_tokenizer())
 
 
+def test_a_run_can_stop_early_on_the_schedule_of_a_longer_one(tmp_path: Path) -> None:
+    whole = small_recipe(steps=8)
+    train_small(whole, tmp_path / "whole")
+    result = train_small(replace(whole, stop_after=5), tmp_path / "part")
+    part, lines = RunFolder(tmp_path / "part"), RunFolder(tmp_path / "whole").metrics()
+    assert (result.steps, result.tokens) == (5, 5 * 4 * 16)
+    assert (part.recipe["steps"], part.recipe["stop_after"]) == (8, 5)
+    assert part.record["status"] == "finished"
+    assert part.model.is_dir()
+    kept = ("step", "loss", "learning_rate")
+    same = [[line[name] for name in kept] for line in part.metrics() if "loss" in line]
+    assert same == [[line[name] for name in kept] for line in lines if "loss" in line][:5]
+    assert part.metrics()[-1]["step"] == 5
+    assert "eval_loss" in part.metrics()[-1], "the held-out loss of the last step"
+
+
 def test_a_decoder_learns(tmp_path: Path) -> None:
     recipe = small_recipe(family="gpt2", steps=60, batch_size=16, learning_rate=2e-2, checkpoint_steps=60)
     result = train_small(recipe, tmp_path)

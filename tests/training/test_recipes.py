@@ -102,6 +102,8 @@ def test_recipes_survive_json(refinement: str | None) -> None:
         ({"precision": "fp16"}, "precision must be fp32 or bf16"),
         ({"warmup_steps": 200}, "warmup_steps must be below the 200 steps"),
         ({"checkpoint_steps": 15}, r"checkpoint_steps must be a multiple of log_steps \(10\), not 15"),
+        ({"stop_after": 201}, "stop_after must be from 1 to 200, not 201"),
+        ({"stop_after": 0}, "stop_after must be from 1 to 200, not 0"),
         ({"size": "huge"}, "unknown size 'huge'"),
         ({"family": "t5"}, "unknown family 't5'"),
         ({"refinement": "hihg"}, "unknown factor"),
@@ -123,6 +125,8 @@ def test_names_and_overrides() -> None:
     assert parse_override("learning_rate=5e-4") == ("learning_rate", 5e-4)
     assert parse_override("compiled=no") == ("compiled", False)
     assert parse_override("betas=0.9,0.95") == ("betas", (0.9, 0.95))
+    assert parse_override("stop_after=300") == ("stop_after", 300)
+    assert parse_override("stop_after=none") == ("stop_after", None)
     assert parse_override("schedule=cosine") == ("schedule", "cosine")
     for wrong in ("learning_rate", "speed=3", "steps=many", "compiled=perhaps", "betas=1"):
         with pytest.raises(ValueError, match=wrong.split("=")[0]):

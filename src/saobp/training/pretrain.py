@@ -136,7 +136,7 @@ def pretrain(
             trainer.last_checkpoint = start
             trainer.train(None if start is None else str(run.checkpoint_path(start)))
             trainer.average.settle()
-            if trainer.held_out and trainer.last_evaluation != recipe.steps:
+            if trainer.held_out and trainer.last_evaluation != recipe.last_step:
                 trainer.evaluate()
         result = _result(recipe, trainer, model)
         _save_model(trainer, run, model, tokenizer, result, portable)

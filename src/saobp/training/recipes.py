@@ -26,6 +26,7 @@ class PretrainRecipe:
 
     name:            the recipe it came from
     steps:           optimiser steps; batch_size rows of length tokens each, over all processes together
+    stop_after:      steps after which a run ends although its learning rate is scheduled over ``steps``
     accumulation: micro-batches of a batch, to save memory
     optimizer: adamw, or muon for hidden matrices and AdamW for the rest
     muon_rate:       learning rate of hidden matrices under muon, as a multiple of the others'
@@ -51,6 +52,7 @@ class PretrainRecipe:
     length: int
     learning_rate: float
     warmup_steps: int
+    stop_after: int | None = None
     accumulation: int = 1
     schedule: str = "linear"
     weight_decay: float = 0.01
@@ -109,6 +111,7 @@ class PretrainRecipe:
         _check(
             "warmup_steps", self.warmup_steps < self.steps, f"below the {self.steps} steps", self.warmup_steps
         )
+        _check("stop_after", 1 <= self.last_step <= self.steps, f"from 1 to {self.steps}", self.stop_after)
         for name in ("evaluation_steps", "checkpoint_steps"):
             value = getattr(self, name)
             rule = f"a multiple of log_steps ({self.log_steps})"
@@ -127,7 +130,12 @@ class PretrainRecipe:
     @property
     def tokens(self) -> int:
         """The token budget."""
-        return self.steps * self.tokens_per_step
+        return self.last_step * self.tokens_per_step
+
+    @property
+    def last_step(self) -> int:
+        """Steps that a run takes."""
+        return self.steps if self.stop_after is None else self.stop_after
 
     @property
     def tokens_per_step(self) -> int:
@@ -159,7 +167,8 @@ def paper(family: str, size: str) -> PretrainRecipe:
     if size not in known:
         raise ValueError(f"the paper has no size {size!r}: choose mini, small or medium")
     steps, rate, warmup = known[size]
-    every: dict[str, Any] = {"evaluation_steps": 2500, "checkpoint_steps": 2500}
+    every: dict[str, Any] = {"evaluation_steps": 1000, "checkpoint_steps": 2000, "evaluation_rows": 1024}
+    every["health_texts"] = 0  # heads are measured afterwards
     return PretrainRecipe("paper", family, size, steps, 32, 128, rate, warmup, schedule="cosine", **every)
 
 
@@ -260,6 +269,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ValueError(f"{name} is not for --set: write --{OPTIONS[name]} {value}")
     readers: dict[str, Callable[[str], Any]] = {
         "int": int,
+        "int | None": lambda text: None if text == "none" else int(text),
         "float": float,
         "float | None": lambda text: None if text == "none" else float(text),
         "bool": _boolean,

@@ -69,7 +69,7 @@ def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingA
         logging_nan_inf_filter=False,
         eval_strategy="steps" if recipe.evaluation_rows else "no",
         eval_steps=recipe.evaluation_steps,
-        save_strategy="steps" if recipe.checkpoint_steps < recipe.steps else "no",
+        save_strategy="steps" if recipe.checkpoint_steps < recipe.last_step else "no",
         save_steps=recipe.checkpoint_steps,
         ignore_data_skip=True,
         ddp_find_unused_parameters=False,
@@ -121,13 +121,20 @@ class PretrainTrainer(Trainer):
         self.last_checkpoint: int | None = None
         self._graphed: GraphedStep | None = None
         self._learning: list[nn.Parameter] | None = None
-        first = recipe.steps - round(recipe.averaged_share * recipe.steps) + 1
+        first = recipe.last_step - round(recipe.averaged_share * recipe.last_step) + 1
         self.average = WeightAverage([p for p in model.parameters() if p.requires_grad], first)
         if recipe.averaged_share:
             self.add_callback(AfterSteps(self.average.add))
+        if recipe.stop_after is not None:
+            self.add_callback(AfterSteps(self._stop_after))
 
     def get_train_dataloader(self) -> Any:
         return TrainingStream(self.rows, self.shard, lambda: self.state.global_step)
+
+    def _stop_after(self, step: int) -> None:
+        """End training after the last step, with its log, evaluation and model."""
+        if step >= self.recipe.last_step:
+            self.control.should_training_stop = True
 
     def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
         """Trainer's parameter groups (weight decay for matrices only), and one more for learned strengths."""
@@ -276,7 +283,7 @@ class PretrainTrainer(Trainer):
 
         None at the last step, after which the model itself is saved.
         """
-        if self.state.global_step >= self.recipe.steps:
+        if self.state.global_step >= self.recipe.last_step:
             return
         with self.clock.paused():
             step = self.state.global_step
