@@ -131,6 +131,40 @@ def test_a_sum_of_three_is_divided_at_either_plus_sign() -> None:
     assert found == [("a", "b+c", "a+b+c"), ("a+b", "c", "a+b+c")]
 
 
+def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
+    for seed, effect in ((42, -0.03), (1, -0.03), (2, -0.03), (6, -0.01), (7, -0.01), (8, -0.01)):
+        made_up_run(tmp_path / "runs", "modernbert", "none", seed, 3.0)
+        made_up_run(tmp_path / "runs", "modernbert", "gate", seed, 3.0 + effect)
+    options = ["arena", str(tmp_path / "runs"), "--out", str(tmp_path), "--fresh"]
+    assert CliRunner().invoke(app, [*options, "6,7,8"]).exit_code == 0
+    page = (tmp_path / "arena" / "README.md").read_text()
+    first, second = page.split("\n## ")[1:]
+    assert first.splitlines()[0].endswith("fresh seeds 6, 7, 8")
+    assert "| -1.0 % [-1.0, -1.0] | 3 of 3 |" in first
+    assert "| -3.0 % [-3.0, -3.0] | 3 of 3 |" in second
+    wrong = CliRunner().invoke(app, [*options, "six"])
+    assert wrong.exit_code == 1
+    assert "seeds with commas between them" in wrong.output
+
+
+def test_measured_times_stand_beside_gains_and_notes_below(tmp_path: Path) -> None:
+    for method, loss in (("none", 3.0), ("gate", 2.99)):
+        made_up_run(tmp_path / "runs", "modernbert", method, 42, loss)
+        made_up_run(tmp_path / "runs", "modernbert", method, 1, loss, size="small")
+    recipe = named_recipe("modern", "modernbert", "mini")
+    times = {name: getattr(recipe, name) for name in ("family", "size", "batch_size", "length")}
+    times |= {"command": "python ...", "environment": {"GPU": "A GPU, 80 GiB", "CPU": "a CPU"}}
+    times["seconds"] = {"none": [0.010, 0.011, 0.012], "gate": [0.0102, 0.01122, 0.01224]}
+    (tmp_path / "arena").mkdir()
+    (tmp_path / "arena" / "time.json").write_text(json.dumps(times))
+    (tmp_path / "arena" / "notes.md").write_text("## Not run\n")
+    page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
+    assert "| +0 | 1.02 [1.02, 1.02] |" in page
+    assert "relative to Original's 11.00 ms, alone on a quiet A GPU, in turns, 3 rounds" in page
+    assert page.count("time of a step |") == 1  # the other size was not measured
+    assert page.endswith("\n\n## Not run\n")
+
+
 def test_later_runs_join_those_that_are_recorded(tmp_path: Path) -> None:
     for method, loss in (("none", 3.0), ("gate", 2.99)):
         made_up_run(tmp_path / "first", "modernbert", method, 42, loss)

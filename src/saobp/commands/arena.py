@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,10 @@ from saobp.commands.streams import tell
 def arena(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that collect them.")],
     out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    fresh: Annotated[
+        str,
+        typer.Option(help="Seeds that confirm a choice made on the others, compared apart, as in 6,7,8."),
+    ] = "",
 ) -> None:
     """Compare pretraining runs with Original of the same recipe and seed; write a page and a forest plot."""
     try:
@@ -22,7 +27,9 @@ def arena(
             raise ValueError(f"there is no folder {absent[0]}")
         from saobp.lab.arena import write_arena
 
-        written = write_arena(runs, out)
+        if not re.fullmatch(r"(\d+(,\d+)*)?", fresh):
+            raise ValueError(f"--fresh takes seeds with commas between them, as in 6,7,8, not {fresh!r}")
+        written = write_arena(runs, out, [int(seed) for seed in fresh.split(",") if seed])
     except (ValueError, OSError) as problem:
         fail(problem)
     for path in written:

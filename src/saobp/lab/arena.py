@@ -24,6 +24,7 @@ from saobp.lab.figures import panels, save_figure
 from saobp.lab.methods import METHODS
 from saobp.lab.result_page import gain_in_words, in_words, made_on, markdown_table, verdict_in_words
 from saobp.lab.statistics import LEAST_PAIRS, Gain, paired_gain, pairs_needed, spread
+from saobp.lab.step_times import StepTimes
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
 from saobp.runs.layout import RESULT, run_folders
@@ -38,6 +39,8 @@ BLIMP = "blimp"
 EFFECT = 0.5
 """Effect of the power analysis, in per cent of perplexity."""
 MARKERS = "osD^vP"
+COMPARED = 8
+"""Methods compared with each other: the lowest."""
 FREE = (
     "refinement",
     "regularizer",
@@ -54,9 +57,13 @@ FREE = (
 
 @dataclass
 class Setting:
-    """Runs that differ in method and seed alone: loss, BLiMP's accuracy and results by method."""
+    """Runs that differ in method and seed alone: loss, BLiMP's accuracy and results by method.
+
+    fresh: the seeds, if they confirm a choice that was made on others
+    """
 
     recipe: dict[str, Any]
+    fresh: tuple[int, ...] = ()
     losses: dict[str, dict[int, float]] = field(default_factory=dict)
     blimp: dict[str, dict[int, float]] = field(default_factory=dict)
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -69,7 +76,9 @@ class Setting:
     def title(self) -> str:
         tokens = self.recipe["steps"] * self.recipe["batch_size"] * self.recipe["length"]
         family = FAMILY_NAMES.get(self.recipe["family"], self.recipe["family"])
-        return f"{family}-{self.recipe['size']}, length {self.recipe['length']}, {tokens / 1e6:,.0f} M tokens"
+        size, length = self.recipe["size"], self.recipe["length"]
+        seeds = f", fresh seeds {', '.join(map(str, self.fresh))}" if self.fresh else ""
+        return f"{family}-{size}, length {length}, {tokens / 1e6:,.0f} M tokens{seeds}"
 
     def gains(self) -> dict[str, Gain]:
         """Paired differences from Original in per cent of perplexity, ascending; lower is better."""
@@ -150,29 +159,38 @@ def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def settings_of(records: Iterable[Mapping[str, Any]]) -> list[Setting]:
-    """Runs grouped by setting, largest group first; a repeated seed counts once."""
+def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[int] = ()) -> list[Setting]:
+    """Runs grouped by setting, largest group first; a repeated seed counts once.
+
+    Runs of ``fresh`` seeds are a group of their own: a choice made on the others is confirmed on them alone.
+    """
     found: dict[str, Setting] = {}
     for record in records:
         recipe, result = record["recipe"], record["result"]
         shared = {name: value for name, value in recipe.items() if name not in FREE}
-        key = json.dumps([shared, record.get("data")], sort_keys=True)
-        setting = found.setdefault(key, Setting(shared))
+        own = tuple(fresh) if recipe["seed"] in fresh else ()
+        key = json.dumps([shared, record.get("data"), own], sort_keys=True)
+        setting = found.setdefault(key, Setting(shared, own))
         method = method_of(recipe)
         if result.get("eval_loss") is not None:
             setting.losses.setdefault(method, {})[recipe["seed"]] = result["eval_loss"]
             setting.results.setdefault(method, []).append(result)
         if BLIMP in record:
             setting.blimp.setdefault(method, {})[recipe["seed"]] = record[BLIMP]["accuracy"]
-    return sorted(found.values(), key=lambda one: (one.is_decoder, -sum(map(len, one.losses.values()))))
+    return sorted(
+        found.values(), key=lambda one: (one.is_decoder, not one.fresh, -sum(map(len, one.losses.values())))
+    )
 
 
-def write_arena(folders: Sequence[Path], out: Path) -> list[Path]:
-    """``arena/README.md`` and ``arena/runs.json`` in a results folder, and ``forest.svg`` and ``.png``."""
+def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[int] = ()) -> list[Path]:
+    """``arena/README.md`` and ``arena/runs.json`` in a results folder, and ``forest.svg`` and ``.png``.
+
+    Times of steps come from ``arena/time.json``, if there is one; ``arena/notes.md`` is put after the tables.
+    """
     kept = out / "arena" / "runs.json"
     before = {record["run"]: record for record in read_json(kept)} if kept.exists() else {}
     records = {**before, **recorded(folders)}
-    settings = settings_of(records.values())
+    settings = settings_of(records.values(), fresh)
     paired = [setting for setting in settings if setting.gains()]
     if not paired:
         raise ValueError(
@@ -182,11 +200,18 @@ def write_arena(folders: Sequence[Path], out: Path) -> list[Path]:
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_json(kept, [records[name] for name in sorted(records)])
     page = out / "arena" / "README.md"
-    write_atomically(page, "\n\n".join(_page(paired, list(records.values()))) + "\n")
+    times = StepTimes.read(page.with_name("time.json"))
+    notes = page.with_name("notes.md")
+    parts = [*_page(paired, list(records.values()), times)]
+    if notes.exists():
+        parts.append(notes.read_text().strip())
+    write_atomically(page, "\n\n".join(parts) + "\n")
     return [page, kept, *save_figure(forest(paired), out / "forest")]
 
 
-def _page(settings: Sequence[Setting], records: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+def _page(
+    settings: Sequence[Setting], records: Sequence[Mapping[str, Any]], times: StepTimes | None
+) -> Iterable[str]:
     yield "# Which way of attention is better?"
     yield (
         "Written by `saobp arena` from the runs in [runs.json](runs.json), which holds command, commit, "
@@ -197,7 +222,12 @@ def _page(settings: Sequence[Setting], records: Sequence[Mapping[str, Any]]) -> 
     yield "![Paired differences from Original with intervals](../forest.svg)"
     for setting in settings:
         yield f"## {setting.title}"
-        yield markdown_table(HEADERS, list(rows(setting)))
+        measured = times if times is not None and times.fits(setting.recipe) else None
+        yield markdown_table(
+            HEADERS if measured is None else (*HEADERS, "time of a step"), list(rows(setting, measured))
+        )
+        if measured is not None:
+            yield measured.in_words(ORIGINAL)
         if len(setting.gains()) > 1:
             yield _against_each_other(setting)
         both = list(_together(setting))
@@ -219,10 +249,10 @@ HEADERS = (
     "verdict",
     "parameters",
 )
-"""No timings: runs may have shared their GPU with others."""
+"""Times come from a measurement of their own: runs may have shared their GPU with others."""
 
 
-def rows(setting: Setting) -> Iterable[list[str]]:
+def rows(setting: Setting, times: StepTimes | None = None) -> Iterable[list[str]]:
     gains = setting.gains()
     plain = setting.results.get(ORIGINAL, [{}])[0].get("parameters", 0)
     for method in [ORIGINAL, *gains]:
@@ -231,8 +261,9 @@ def rows(setting: Setting) -> Iterable[list[str]]:
         assert perplexities is not None
         own = f"{perplexities.mean:.2f} ({perplexities.seeds})"
         more = results[0].get("parameters", plain) - plain
+        time = [] if times is None else [times.ratio(method, ORIGINAL)]
         if method == ORIGINAL:
-            yield [title_of(method), own, "", "", "", f"{plain:,}"]
+            yield [title_of(method), own, "", "", "", f"{plain:,}", *time]
         else:
             gain = gains[method]
             verdict = verdict_in_words(gain, perplexities)
@@ -243,12 +274,13 @@ def rows(setting: Setting) -> Iterable[list[str]]:
                 setting.lower_in(method),
                 verdict,
                 f"+{more:,}",
+                *time,
             ]
 
 
 def _against_each_other(setting: Setting) -> str:
     """Paired differences of the row's method from the column's, in per cent of perplexity."""
-    methods = list(setting.gains())
+    methods = list(setting.gains())[:COMPARED]
     lines = []
     for method in methods[:-1]:
         own = setting.losses[method]

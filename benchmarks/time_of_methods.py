@@ -1,0 +1,192 @@
+"""Time of a training step with each method, in turns on one quiet GPU.
+
+    python benchmarks/time_of_methods.py none high:learned temperature --tokens TOKENS --out time.json
+
+Each method is a run of ``saobp pretrain`` (compiled, captured, with its optimiser and its data) in a process
+of its own. All compile side by side; then one process at a time trains a block of steps while the others
+wait, round by round, so that a drift of the machine meets every method. ``saobp arena`` reads the file if it
+lies beside its page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from saobp.refinement import Refinement
+from saobp.runs.machine import machine
+from saobp.training.dataset import find_pretraining_data
+from saobp.training.graphed_step import WARMUP_STEPS
+from saobp.training.pretrain import pretrain
+from saobp.training.recipes import PretrainRecipe, named_recipe
+
+FIRST = 70
+"""Step after which the first block begins: compiled, captured and warm."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("methods", nargs="+")
+    parser.add_argument("--tokens", required=True)
+    parser.add_argument("--corpus", default="wikipedia_en,gutenberg_books,imdb_reviews")
+    parser.add_argument("--family", default="modernbert")
+    parser.add_argument("--size", default="mini")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=40, help="steps of a block")
+    parser.add_argument("--first", type=int, default=FIRST)
+    parser.add_argument("--out", type=Path, default=Path("time.json"))
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        train(given)
+    else:
+        measure(given)
+
+
+def measure(given: argparse.Namespace) -> None:
+    """Start a process for each method and let them train in turns; writes after each round."""
+    options = [word for word in sys.argv[1:] if word not in given.methods]
+    children = {
+        method: subprocess.Popen(
+            [sys.executable, __file__, method, *options, "--child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for method in given.methods
+    }
+    seconds: dict[str, list[float]] = {}
+    try:
+        ready = {method: child for method, child in children.items() if answer(child) == "ready"}
+        print("ready:", *ready, flush=True)
+        for number in range(given.rounds):
+            for method, child in ready.items():
+                assert child.stdin is not None
+                child.stdin.write("go\n")
+                child.stdin.flush()
+                seconds.setdefault(method, []).append(float(answer(child)))
+                answer(child)  # ready for the next block, or done
+            write(given, seconds)
+            print(f"round {number + 1}", {m: f"{1e3 * s[-1]:.3f} ms" for m, s in seconds.items()}, flush=True)
+    finally:
+        for child in children.values():
+            child.kill()
+
+
+def answer(child: subprocess.Popen[str]) -> str:
+    """The next line of a process, empty at its end."""
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def write(given: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
+    recipe = recipe_of(given, given.methods[0])
+    found = {
+        "command": " ".join(["python", "benchmarks/time_of_methods.py", *sys.argv[1:]]),
+        "environment": machine("cuda" if torch.cuda.is_available() else "cpu"),
+        **{name: getattr(recipe, name) for name in ("family", "size", "batch_size", "length")},
+        "steps": given.steps,
+        "seconds": seconds,
+    }
+    given.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def recipe_of(given: argparse.Namespace, method: str) -> PretrainRecipe:
+    recipe = named_recipe("modern", given.family, given.size)
+    last = blocks(given.first, given.steps, given.rounds)[-1][1]
+    return replace(
+        recipe,
+        steps=last + 1,
+        warmup_steps=1,
+        **dict.fromkeys(("log_steps", "evaluation_steps", "checkpoint_steps"), last + 1),
+        batch_size=given.rows,
+        refinement=None if method == "none" else Refinement.of(method),
+        corpus=given.corpus,
+        health_texts=0,
+        **({} if torch.cuda.is_available() else {"precision": "fp32", "compiled": False}),
+    )
+
+
+def blocks(first: int, steps: int, count: int) -> list[tuple[int, int]]:
+    """``count`` blocks of steps (begin, end), without those in which a captured step is checked.
+
+    It is compared with the uncompiled one at replays 1, 2, 4, 8 and so on, which takes time of its own.
+    """
+    found: list[tuple[int, int]] = []
+    begin = first
+    while len(found) < count:
+        checks = [2**n + WARMUP_STEPS for n in range(20)]
+        inside = [step for step in checks if begin < step <= begin + steps]
+        if inside:
+            begin = inside[-1] + 2
+        else:
+            found.append((begin, begin + steps))
+            begin += steps
+    return found
+
+
+class Turns(TrainerCallback):
+    """Waits for a line on stdin before each block and prints the seconds of a step after it."""
+
+    def __init__(self, planned: Sequence[tuple[int, int]], say: Any) -> None:
+        self.begins, self.ends = ([block[end] for block in planned] for end in (0, 1))
+        self.say, self.began, self.steps = say, 0.0, planned[0][1] - planned[0][0]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        if state.global_step in self.ends:
+            settle()
+            self.say((time.perf_counter() - self.began) / self.steps)
+        if state.global_step in self.begins:
+            settle()
+            self.say("ready")
+            if not sys.stdin.readline():
+                sys.exit("the process that gives turns is gone")
+            self.began = time.perf_counter()
+        elif state.global_step == self.ends[-1]:
+            self.say("done")
+
+
+def settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def train(given: argparse.Namespace) -> None:
+    """A run that trains when it is its turn."""
+    (method,) = given.methods
+    recipe = recipe_of(given, method)
+    texts = find_pretraining_data(
+        recipe.family, recipe.corpus, length=recipe.length, seed=recipe.seed, tokens=given.tokens
+    )
+    planned = blocks(given.first, given.steps, given.rounds)
+
+    def say(word: object) -> None:
+        print(word, flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        pretrain(
+            recipe,
+            Path(folder) / "run",
+            train=texts.train,
+            validation=None,
+            tokenizer=texts.tokenizer,
+            progress=False,
+            callbacks=[Turns(planned, say)],
+            notify=lambda words: print(words, file=sys.stderr, flush=True),
+        )
+
+
+if __name__ == "__main__":
+    main()
