@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaModel, MPNetConfig, MPNetModel
+from transformers import MambaConfig, MambaModel, MegatronBertConfig, MegatronBertModel
 from typer.testing import CliRunner, Result
 
 import saobp
@@ -278,11 +278,11 @@ def test_planted_maps_get_their_kinds(causal: bool) -> None:
 
 
 def test_a_model_outside_the_registry_is_measured_by_the_maps_it_returns() -> None:
-    config = MPNetConfig(
+    config = MegatronBertConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8
     )
     torch.manual_seed(0)
-    model, tokenizer = MPNetModel(config).eval(), example_model()[1]
+    model, tokenizer = MegatronBertModel(config).eval(), example_model()[1]
     texts = ["some words of a text", "a second text"]
     names = ["gtd", "attention_entropy", "sink_mass", "cross_layer_gtd"]
     found = diagnose(model, tokenizer, texts, statistics=names)

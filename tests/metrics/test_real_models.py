@@ -56,7 +56,7 @@ def test_kinds_of_an_encoder() -> None:
     assert found.count("diffuse") < 36
 
 
-def test_a_model_outside_the_registry() -> None:
+def test_an_encoder_with_a_position_bias() -> None:
     found = diagnosed("mpnet")
     assert len(found.heads) == 144
     assert sum(head.kind == "delimiter" for head in found.heads) > 14

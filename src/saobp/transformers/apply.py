@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar
 
@@ -34,6 +36,7 @@ Modules = list[tuple[str, nn.Module]]
 
 _BEFORE = "_saobp_before"
 _FLASH = "_supports_flash_attn"
+_MPNET = "transformers.models.mpnet.modeling_mpnet"
 ALL_BUT_NOTHING = 0.03
 """Strengths below this hardly change rows: the paper's smallest is 0.05."""
 
@@ -132,6 +135,8 @@ def has_decoder(model: PreTrainedModel) -> bool:
 
 def attention_modules(model: nn.Module) -> Modules:
     """The attention modules of a model that use the attention registry, with names, first layer first."""
+    if _MPNET in sys.modules:
+        import_module("saobp.transformers.mpnet").use_registry(model)
     found = [(name, module) for name, module in model.named_modules() if uses_registry(type(module))]
     if not found:
         raise ValueError(

@@ -1,0 +1,110 @@
+"""MPNet, whose own attention code adds a bias of relative positions to the scores."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import MPNetConfig, MPNetForMaskedLM, MPNetForSequenceClassification
+
+import saobp
+from saobp.transformers.layer_refinement import strength_parameters
+
+HEADS = 4
+
+
+def mpnet(kind: type = MPNetForMaskedLM):
+    torch.manual_seed(0)
+    config = MPNetConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=64,
+        max_position_embeddings=40, initializer_range=0.3,
+    )  # fmt: skip
+    return kind(config).eval()
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    ids[1, 8:], mask[1, 8:] = 1, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run(model, **options) -> tuple[Tensor, list[Tensor]]:
+    """Logits, and rows of each layer."""
+    with torch.no_grad():
+        found = model(**(batch() | options), output_attentions=True)
+    return found.logits, list(found.attentions)
+
+
+def real() -> Tensor:
+    return batch()["attention_mask"].bool()
+
+
+def test_strength_zero_is_the_model_as_it_was() -> None:
+    model = mpnet()
+    expected, rows = run(model)
+    logits, refined = run(saobp.apply(model, "high:0"))
+    torch.testing.assert_close(logits[real()], expected[real()])
+    torch.testing.assert_close(refined[0][0], rows[0][0])
+    logits, _ = run(saobp.remove(model))
+    torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("refinement", ["high:0.7", "low:0.4", "elemmul", "high:0.5,steps=2,damping=0.3"])
+def test_rows_are_those_of_the_operation(refinement: str) -> None:
+    model = mpnet()
+    plain = run(model)[1][0]
+    refined = run(saobp.apply(model, refinement))[1][0]
+    expected = saobp.refine(plain, refinement, padding_mask=real())
+    assert (expected - plain).abs().max() > 1e-3
+    for text, row in zip(real(), range(2), strict=True):
+        torch.testing.assert_close(refined[row][:, text], expected[row][:, text], atol=1e-5, rtol=1e-4)
+
+
+def test_padding_changes_nothing() -> None:
+    model = saobp.apply(mpnet(), "high:0.7")
+    padded = run(model)[0][1, :8]
+    alone = run(model, **{name: one[1:, :8] for name, one in batch().items()})[0][0]
+    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-4)
+
+
+def test_strengths_and_position_bias_learn_and_are_saved(tmp_path: Path) -> None:
+    model = saobp.apply(mpnet(MPNetForSequenceClassification), "high:learned").train()
+    model(**batch(), labels=torch.tensor([0, 1])).loss.backward()
+    strengths = strength_parameters(model)
+    assert [one.shape for one in strengths] == [(HEADS,)] * 2
+    bias = model.mpnet.encoder.relative_attention_bias.weight
+    for parameter in (*strengths, bias):
+        assert parameter.grad is not None
+        assert parameter.grad.abs().max() > 0
+    with torch.no_grad():
+        for one in strengths:
+            one.fill_(0.6)
+    model.eval().save_pretrained(tmp_path)
+    loaded = saobp.load(tmp_path, MPNetForSequenceClassification)
+    torch.testing.assert_close(run(loaded)[0], run(model)[0])
+
+
+def test_copies_and_pickles() -> None:
+    model = saobp.apply(mpnet(), "high:0.7")
+    expected = run(model)[0]
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(run(again)[0], expected)
+
+
+def test_watched_numbers_are_those_of_its_rows() -> None:
+    model = mpnet()
+    expected, rows = run(model)
+    with torch.no_grad(), saobp.watch(model) as heads:
+        logits = model(**batch()).logits
+    torch.testing.assert_close(logits, expected)
+    for head in heads.heads():
+        own = [rows[head.layer][text, head.head][real()[text]] for text in range(2)]
+        entropy = sum(float(torch.special.entr(one).sum(-1).mean()) for one in own) / 2
+        assert head.values["attention_entropy"] == pytest.approx(entropy, abs=1e-4)
+        sink = sum(float(one[:, 0].mean()) for one in own) / 2
+        assert head.values["sink_share"] == pytest.approx(sink, abs=1e-5)
