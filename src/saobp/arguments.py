@@ -32,15 +32,31 @@ class BoundedStrength(NamedTuple):
 
 
 def read_strength(
-    refinement: Refinement, strength: Tensor | BoundedStrength | None, heads: int, device: torch.device
+    refinement: Refinement,
+    strength: Tensor | BoundedStrength | None,
+    heads: int,
+    device: torch.device,
+    *,
+    by_step: bool = False,
 ) -> BoundedStrength:
-    """The strength of each head: the given one, or that of the refinement."""
+    """The strength of each head: the given one, or that of the refinement.
+
+    ``by_step`` allows ``[steps, heads]``, also as ``[steps, 1, heads, 1, 1]``.
+    """
     bound = refinement.strongest if strength is None else None
     if isinstance(strength, BoundedStrength):
         strength, bound = strength
     if strength is not None:
         if not isinstance(strength, Tensor) or strength.is_complex():
             raise ValueError(f"strength must be a tensor of one real number per head, not {_kind(strength)}")
+        steps = len(strength) if strength.ndim else 0
+        if (
+            by_step
+            and strength.shape in ((steps, heads), (steps, 1, heads, 1, 1))
+            and steps <= refinement.steps
+        ):
+            strength = strength.reshape(steps, heads) if steps > 1 else strength.reshape(heads)
+            return BoundedStrength(strength.to(device), bound)
         if strength.shape != (heads,):
             raise ValueError(
                 f"strength must have shape ({heads},), one per head, not {tuple(strength.shape)}"

@@ -86,8 +86,6 @@ def explain_call(first: Tensor, *others: Any, **options: Any) -> Path:
     from saobp.kernels.runtime.launcher import kernels_for
 
     known = None if read.strength.requires_grad else call.strongest
-    numbers = numbers_of(
-        call.refinement.factor, call.query[2], call.query[3], call.scale, call.dropout_p, known
-    )
+    numbers = numbers_of(call.refinement, call.query[2], call.query[3], call.scale, call.dropout_p, known)
     spec = CallSpec.of(CallTensors(*states, read.strength, read.padding_mask), numbers)
     return path._replace(kernels=kernels_for(path.family, spec, *states))

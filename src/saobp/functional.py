@@ -59,7 +59,8 @@ def attention(
     name). Returns ``[batch, heads, queries, dim]``. Padding rows send no message; rows that see no key give
     zeros. Under autocast the states are cast, as for PyTorch's own attention.
 
-    strength ``[heads]``, of either sign, overrides ``refinement.strength``, for trained values. The kernels
+    strength ``[heads]``, of either sign, overrides ``refinement.strength``, for trained values; several steps
+    may have their own, ``[steps, heads]``, of which the last is for all further steps. The kernels
     are for strengths up to 8: beyond, half precision lacks range and single precision errs by 0.05 and more
     on rows with all weight on one key.
 
@@ -136,7 +137,7 @@ class ReadCall(NamedTuple):
     """The arguments of :func:`attention`, checked.
 
     query, key, value: cast under autocast
-    strength:          ``[heads]``
+    strength:          ``[heads]``, or of each step ``[steps, heads]``
     padding_mask:      bool ``[batch, keys]``
     seen, bias:        of ``attn_mask``: visible entries, and numbers added to the scores
     """
@@ -180,7 +181,7 @@ def read_call(
     if attn_mask is not None:
         seen, bias = read_attn_mask(attn_mask, (batch, heads, queries, keys), device)
     check_lengths(queries, keys, refinement, is_causal)
-    strengths, strongest = read_strength(refinement, strength, heads, device)
+    strengths, strongest = read_strength(refinement, strength, heads, device, by_step=True)
     call = Call.of(
         query, key, value, refinement, strengths, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
         backend=backend, strongest=strongest, has_attn_mask=seen is not None, has_bias=bias is not None,

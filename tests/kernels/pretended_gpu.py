@@ -94,11 +94,12 @@ def compile_call(
     from saobp.refinement import Refinement
 
     learned = options.pop("learned", False)
+    several = {name: options.pop(name) for name in ("steps", "damping") if name in options}
     query, key, value = (
         torch.zeros(1, length, heads, 64, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
     )
     strength = torch.full((heads,), 0.2, requires_grad=learned)
-    refinement = Refinement(factor, "learned" if learned else 0.2)
+    refinement = Refinement(factor, "learned" if learned else 0.2, **several)
     turns = []
     for _ in range(2):
         launched.clear()
@@ -165,6 +166,11 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
     ),
     "statistics": compile_sweep,
     "elemmul": lambda launched: compile_call(launched, "elemmul", torch.float16, 256),
+    "steps": lambda launched: (
+        compile_call(launched, "high", torch.bfloat16, 512, steps=2)
+        + compile_call(launched, "high", torch.float16, 300, steps=2, learned=True, **_padded(300))
+        + compile_call(launched, "low", torch.float32, 100, steps=3, damping=0.3, learned=True)
+    ),
 }
 
 

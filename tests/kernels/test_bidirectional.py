@@ -338,18 +338,18 @@ def test_under_a_cuda_graph() -> None:
 @pytest.mark.skipif(not GPU, reason="falling back is announced on a GPU")
 def test_auto_says_once_why_it_falls_back() -> None:
     query, key, value, _ = attention_inputs(1, 1, 8, 16, device=DEVICE).leaves()
-    with pytest.warns(UserWarning, match="2 steps were asked for"):
-        saobp.attention(query, key, value, Refinement("high", 0.2, steps=2))
+    with pytest.warns(UserWarning, match="5 steps were asked for"):
+        saobp.attention(query, key, value, Refinement("high", 0.2, steps=5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        saobp.attention(query, key, value, Refinement("high", 0.2, steps=2))
+        saobp.attention(query, key, value, Refinement("high", 0.2, steps=5))
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"refinement": Refinement("elemmul-prior")}, "'elemmul-prior' has no kernel"),
-        ({"refinement": Refinement("high", 0.2, steps=3)}, "3 steps"),
+        ({"refinement": Refinement("high", 0.2, steps=5)}, "5 steps"),
         ({"scale": -1.0}, "not positive"),
         ({"dim": 300}, "head size 300"),
         ({"dtype": torch.float64}, "float64"),

@@ -25,6 +25,17 @@ KERNELS = {
     "short causal": {"short_causal_forward", "short_causal_backward"},
     "statistics": {"row_sweep"},
     "elemmul": {"row_sums", "elemmul_output", "elemmul_key_gradient"},
+    "steps": {
+        "row_sums",
+        "column_messages",
+        "step_rows",
+        "step_messages",
+        "step_row_sums",
+        "step_key_sums",
+        "step_query_gradient",
+        "step_key_gradient",
+        "strength_gradient",
+    },
 }
 
 

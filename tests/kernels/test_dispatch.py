@@ -48,7 +48,8 @@ def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
     ("given", "name", "words"),
     [
         (call(dtype=torch.float64), "reference", "because torch.float64 is not float16, bfloat16 or float32"),
-        (call(refinement=Refinement("high", 0.2, steps=2)), "reference", "2 steps were asked for"),
+        (call(refinement=Refinement("high", 0.2, steps=2)), "reference", "several steps are not used"),
+        (call(refinement=Refinement("high", 0.2, steps=5)), "reference", "5 steps were asked for"),
         (
             call(refinement=Refinement("elemmul"), is_causal=True),
             "reference",

@@ -31,8 +31,8 @@ class Block:
 
 
 class CallTensors(NamedTuple):
-    """Tensors of a call, in the order of every operator: states ``[batch, heads, length, dim]``, strengths ``[heads]``,
-    padding ``[batch, length]``, cumulative lengths of a packed batch ``[sequences + 1]``, the seed of dropout ``[1]``."""
+    """Tensors of a call, in the order of every operator: states ``[batch, heads, length, dim]``, strengths ``[heads]``
+    (``[steps, heads]`` for several steps), padding ``[batch, length]``, cumulative lengths of a packed batch ``[sequences + 1]``, the seed of dropout ``[1]``."""
 
     query: Tensor
     key: Tensor
@@ -66,8 +66,8 @@ def layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 class CallNumbers(NamedTuple):
     """Scalars of a call, in the order of every operator: length of the longest sequence, scale of scores, dropout
-    probability, sign of the strength, whom a row hears (0: none, 1: the others, 2: its own message too), and a bound on
-    gamma (0 if unknown)."""
+    probability, sign of the strength, whom a row hears (0: none, 1: the others, 2: its own message too), a bound on
+    gamma (0 if unknown), steps of propagation, and the share of the old belief that each of several keeps."""
 
     longest: int
     scale: float
@@ -75,6 +75,8 @@ class CallNumbers(NamedTuple):
     sign: float = 1.0
     hears: int = 0
     bound: float = 0.0
+    steps: int = 1
+    damping: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,17 +104,19 @@ class CallSpec:
     packed: bool
     heads_first: bool = False
     """Whether queries, keys and values are contiguous ``[batch, heads, length, dim]``, as gradients then are too."""
+    steps: int = 1
+    damping: float = 0.0
 
     @classmethod
     def of(cls, tensors: CallTensors, numbers: CallNumbers) -> CallSpec:
         batch, heads, length, dim = tensors.query.shape
-        longest, scale, dropout, sign, hears, bound = numbers
+        longest, scale, dropout, sign, hears, bound, steps, damping = numbers
         return cls(
             batch=batch, sequences=batch if tensors.cu is None else tensors.cu.shape[0] - 1, heads=heads,
             group=heads // tensors.key.shape[1], length=length, longest=longest, dim=dim, dtype=tensors.query.dtype,
             scale=scale, dropout=dropout, sign=sign, hears=hears, bound=bound,
             masked=tensors.mask is not None, packed=tensors.cu is not None,
-            heads_first=all(one.is_contiguous() for one in tensors[:3]),
+            heads_first=all(one.is_contiguous() for one in tensors[:3]), steps=steps, damping=damping,
         )  # fmt: skip
 
     @cached_property

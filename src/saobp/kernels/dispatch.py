@@ -15,7 +15,7 @@ from saobp.propagation.cpu_inference import cpu_obstacle, needs_values_only
 from saobp.refinement import MAX_STRENGTH, Refinement
 
 Backend = Literal["auto", "reference", "fused"]
-Family = Literal["short", "long", "short causal", "causal", "elemmul"]
+Family = Literal["short", "long", "short causal", "causal", "elemmul", "steps"]
 
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,6 +26,9 @@ POTTS = {
     "high-listing": (1.0, 0), "low-listing": (-1.0, 0),
 }  # fmt: skip
 """Sign of the strength, and whom a row hears: nobody (0), the other rows (1), or its own message too (2)."""
+
+MAX_STEPS = 4
+"""The kernels for several steps hold the beliefs of every step of a tile in registers."""
 
 HALF_MAX_STRENGTH = 8.0
 """Beyond this strength weights and gradients of single entries leave the range of float16."""
@@ -110,7 +113,8 @@ def _sizes(call: Call) -> tuple[str, ...]:
         tokens = f"{call.query[2]} tokens"
     else:
         tokens = f"packed sequences of up to {call.longest} tokens"
-    return tokens, f"head size {call.query[3]}", str(call.dtype).removeprefix("torch.")
+    several = [f"{call.refinement.steps} steps"] if call.refinement.steps > 1 else []
+    return tokens, f"head size {call.query[3]}", str(call.dtype).removeprefix("torch."), *several
 
 
 def _strength(call: Call) -> str:
@@ -130,9 +134,11 @@ def select(call: Call) -> Path:
         obstacle = unsupported(call)
         if obstacle is None and call.backend == "auto" and call.refinement.factor.endswith("key-bias"):
             obstacle = "kernels for a key bias are not used unasked yet: backend='fused' asks for them"
+        if obstacle is None and call.backend == "auto" and call.refinement.steps > 1:
+            obstacle = "kernels for several steps are not used unasked yet: backend='fused' asks for them"
         if obstacle is None:
             longest = call.query[2] if call.longest is None else call.longest
-            kernels = family(call.refinement.factor, call.is_causal, longest, call.query[3], call.dtype)
+            kernels = family(call.refinement, call.is_causal, longest, call.query[3], call.dtype)
             return Path("fused", call, kernels)
         if call.backend == "fused":
             raise ValueError(f"the fused backend cannot do this call because {obstacle}")
@@ -171,8 +177,11 @@ def unsupported(call: Call) -> str | None:
     known = 0.0 if call.strongest is None or factor not in POTTS else call.strongest
     if known > HALF_MAX_STRENGTH and dtype != torch.float32:
         return f"strength {known:g} is more than the {HALF_MAX_STRENGTH:g} that {dtype} has range for"
-    if refinement.steps != 1:
-        return f"{refinement.steps} steps were asked for and the kernels do one"
+    if refinement.steps > MAX_STEPS:
+        return f"{refinement.steps} steps were asked for and the kernels do up to {MAX_STEPS}"
+    if refinement.steps > 1 and (call.is_causal or factor == "elemmul"):
+        what = "causal attention" if call.is_causal else "'elemmul'"
+        return f"{refinement.steps} steps were asked for and the kernels of {what} do one"
     if call.is_causal and factor in POTTS and POTTS[factor][1] == 2:
         return "causal attention with a key bias has no kernel"
     if call.is_causal and refinement.future == "paper" and POTTS[factor][1]:
@@ -190,10 +199,12 @@ def unsupported(call: Call) -> str | None:
     return None
 
 
-def family(factor: str, is_causal: bool, longest: int, dim: int, dtype: torch.dtype) -> Family:
+def family(refinement: Refinement, is_causal: bool, longest: int, dim: int, dtype: torch.dtype) -> Family:
     """Kernel family of a supported call."""
-    if factor == "elemmul":
+    if refinement.factor == "elemmul":
         return "elemmul"
+    if refinement.steps > 1:
+        return "steps"
     short = is_short(longest, dim, dtype)
     if is_causal:
         return "short causal" if short else "causal"
@@ -201,14 +212,18 @@ def family(factor: str, is_causal: bool, longest: int, dim: int, dtype: torch.dt
 
 
 def numbers_of(
-    factor: str, longest: int, dim: int, scale: float | None, dropout_p: float, strongest: float | None
-) -> CallNumbers:
+    refinement: Refinement, longest: int, dim: int, scale: float | None, dropout_p: float, strongest: float | None
+) -> CallNumbers:  # fmt: skip
     """Scalar arguments of the operators. The bound is set only for strengths without gradient: kernels given a bound
     compute none."""
-    sign, hears = POTTS.get(factor, (1.0, 0))
-    known = strongest is not None and factor in POTTS
+    sign, hears = POTTS.get(refinement.factor, (1.0, 0))
+    known = strongest is not None and refinement.factor in POTTS
     bound = -math.expm1(-sign * min(strongest, MAX_STRENGTH)) if known and strongest is not None else 0.0
-    return CallNumbers(longest, dim**-0.5 if scale is None else scale, dropout_p, sign, hears, bound)
+    scale, damping = (
+        dim**-0.5 if scale is None else scale,
+        refinement.damping if refinement.steps > 1 else 0.0,
+    )
+    return CallNumbers(longest, scale, dropout_p, sign, hears, bound, refinement.steps, damping)
 
 
 HOPPER = 90
@@ -271,7 +286,7 @@ def select_kernels(
     if family == "long":
         axis = split_axis(spec) if entries(spec) >= SPLIT_FROM else None
         return KernelChoice(weak, spec.may_underflow, copy_engine=fetched, split_axis=axis)
-    return KernelChoice(careful=spec.may_underflow)
+    return KernelChoice(weak and family == "steps", spec.may_underflow)
 
 
 def entries(spec: CallSpec) -> int:

@@ -12,9 +12,10 @@ from saobp.kernels.causal.short_launch import SHORT_CAUSAL
 from saobp.kernels.dispatch import family, numbers_of
 from saobp.kernels.elemmul.launch import ELEMMUL
 from saobp.kernels.runtime.custom_op import reject_forward_mode
+from saobp.kernels.steps.launch import STEPS
 from saobp.refinement import Refinement
 
-FAMILIES = {one.family: one for one in (SHORT_FAMILY, LONG, SHORT_CAUSAL, CAUSAL, ELEMMUL)}
+FAMILIES = {one.family: one for one in (SHORT_FAMILY, LONG, SHORT_CAUSAL, CAUSAL, ELEMMUL, STEPS)}
 
 
 def fused_attention(
@@ -44,12 +45,21 @@ def fused_attention(
     longest = length if longest is None else longest
     if padding_mask is not None:
         padding_mask = padding_mask.contiguous()
-    kernels = FAMILIES[family(refinement.factor, is_causal, longest, dim, query.dtype)]
+    kernels = FAMILIES[family(refinement, is_causal, longest, dim, query.dtype)]
     if strength.requires_grad:
         strongest = None
         if not kernels.has_strength:
             strength = strength.detach()
-    numbers = numbers_of(refinement.factor, longest, dim, scale, dropout_p, strongest)
+    numbers = numbers_of(refinement, longest, dim, scale, dropout_p, strongest)
+    if refinement.steps > 1:
+        strength = of_every_step(strength, refinement.steps)
     seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
     strength = strength.contiguous()
     return kernels(query, key, value, strength, padding_mask, cumulative_lengths, seed, *numbers)
+
+
+def of_every_step(strength: Tensor, steps: int) -> Tensor:
+    """``[steps, heads]`` from ``[heads]`` or from fewer steps, of which the last is for all further ones."""
+    if strength.ndim == 1:
+        return strength.expand(steps, -1)
+    return torch.cat([strength, strength[-1:].expand(steps - len(strength), -1)])

@@ -82,7 +82,7 @@ def saobp_attention(
     states = query, key, value
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     why = why_whole_map(
-        attention_mask, (queries, keys), sliding_window, messages, sink, wants_rows, strength.ndim > 1
+        attention_mask, (queries, keys), sliding_window, messages, sink, wants_rows, varies(strength)
     )
     if why is None:
         if messages is not None:
@@ -140,7 +140,7 @@ def why_whole_map(
     if sink is not None:
         return f"{type(sink).__name__} changes the softmax"
     if strength_varies:
-        return "its strengths are not one per head"
+        return "its strengths are not one per head and step"
     if queries != keys or (messages is not None and messages.past is not None):
         return f"{queries} queries see {keys} keys, earlier ones from a cache"
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
@@ -150,6 +150,11 @@ def why_whole_map(
     if mask is not None and are_sequences(mask) and torch.compiler.is_compiling():
         return "a compiled call cannot read where packed sequences begin"
     return None
+
+
+def varies(strength: Tensor) -> bool:
+    """Whether strengths differ between sequences, rows or keys, not just between steps and heads."""
+    return strength.ndim > 1 and strength[0].numel() > strength.shape[2]
 
 
 def rows_wanted(kwargs: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from saobp.transformers.attention_function import (
     rows_wanted,
     sink_of,
     varied_states,
+    varies,
     why_whole_map,
 )
 from saobp.transformers.cache import MessageCacheLayer
@@ -122,7 +123,7 @@ class AttentionCall:
             messages,
             sink,
             rows_wanted(self.options),
-            strength.ndim > 1,
+            varies(strength),
         )
 
     def _own(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:

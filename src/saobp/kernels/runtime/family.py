@@ -21,7 +21,7 @@ from saobp.kernels.runtime.launcher import KernelLaunch, LaunchSequence, cached
 
 TENSORS = len(CallTensors._fields)
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor strength, Tensor? mask, Tensor? cu, Tensor? seed"
-NUMBERS = "SymInt longest, float scale, float dropout, float sign, int hears, float bound"
+NUMBERS = "SymInt longest, float scale, float dropout, float sign, int hears, float bound, int steps=1, float damping=0.0"
 INPUT_NAMES = ("q", "k", "v", "strength", "mask", "cu", "seed")
 """Kernel argument names of a call's tensors."""
 
@@ -46,7 +46,7 @@ class KernelFamily:
     plan_backward: launches on the inputs, "grad", "out" if saved, the saved tensors, "dq", "dk", "dv", "strength_grad"
                    and "scratch"
     saves_output:  whether the backward pass needs the output
-    has_strength:  whether the backward pass computes the gradient of gamma, per row
+    has_strength:  whether the backward pass computes the gradient of gamma, per row (and step)
     inference:     name of an operator for inference, which saves nothing, if that is cheaper
     """
 
@@ -61,6 +61,7 @@ class KernelFamily:
         self.saves_output, self.has_strength = saves_output, has_strength
         self.plans: dict[Any, tuple[Any, ...]] = {}
         count = len(saved(_EXAMPLE))
+        self.end = TENSORS + count + saves_output
         saved_schema = ", ".join(f"Tensor saved{number}" for number in range(count + saves_output))
         outputs = ", ".join(["Tensor"] * (1 + count))
         self.forward = operator(
@@ -120,7 +121,7 @@ class KernelFamily:
         return plan.launches, spec.states_shape, spec.states_strides, specs, plan.scratch
 
     def _backward(self, grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tensors, saved, numbers = flat[:TENSORS], flat[TENSORS:-6], flat[-6:]
+        tensors, saved, numbers = flat[:TENSORS], flat[TENSORS : self.end], flat[self.end :]
         query, out = flat[0], saved[0]
         key = (grad.stride(), grad.dtype, out.stride(), layout(tensors), numbers)
         entry = self.plans.get(key) or cached(
@@ -134,7 +135,7 @@ class KernelFamily:
         plan(*pointers(tensors), grad, *saved, dq, dk, dv, dgamma, *buffers)
         if keys_dtype != query.dtype:
             dk, dv = dk.to(query.dtype), dv.to(query.dtype)
-        d_strength = query.new_empty(0 if finish is None else shape[1], dtype=torch.float32)
+        d_strength = query.new_empty(0 if finish is None else rows[1], dtype=torch.float32)
         if finish is not None:
             finish(dgamma, tensors[3], d_strength)
         return dq, dk, dv, d_strength
@@ -149,15 +150,15 @@ class KernelFamily:
         if self._learns(spec):
             sizes = {
                 "batch": spec.batch,
-                "heads": spec.heads,
+                "heads": spec.steps * spec.heads,
                 "length": spec.length,
                 "sign": spec.sign,
                 "SIZE": 4096,
             }
             finish = KernelLaunch(
-                strength_gradient, spec.heads, sizes | {"num_warps": 16}, tensors.query.device
+                strength_gradient, spec.steps * spec.heads, sizes | {"num_warps": 16}, tensors.query.device
             )
-        rows = spec.rows_shape if self.has_strength else (0,)
+        rows = (spec.batch, spec.steps * spec.heads, spec.length) if self.has_strength else (0,)
         return (
             plan.launches, spec.states_shape, spec.gradient_strides, plan.keys_dtype or tensors.query.dtype, rows,
             plan.scratch, finish,
@@ -175,9 +176,11 @@ class KernelFamily:
 
     def _fake_backward(self, _grad: Tensor, *flat: Any) -> tuple[Tensor, ...]:
         query = flat[0]
-        spec = CallSpec.of(CallTensors(*flat[:TENSORS]), CallNumbers(*flat[-6:]))
+        spec = CallSpec.of(CallTensors(*flat[:TENSORS]), CallNumbers(*flat[self.end :]))
         states = (query.new_empty_strided(spec.states_shape, spec.gradient_strides) for _ in range(3))
-        return *states, query.new_empty(spec.heads if self._learns(spec) else 0, dtype=torch.float32)
+        return *states, query.new_empty(
+            spec.steps * spec.heads if self._learns(spec) else 0, dtype=torch.float32
+        )
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:TENSORS], *output[0 if self.saves_output else 1 :])
@@ -193,10 +196,10 @@ class KernelFamily:
             dk, dv = (d.unflatten(1, (key.shape[1], -1)).sum(2) for d in (dk, dv))
         learned = None
         if ctx.needs_input_grad[3] and self.has_strength:
-            bound = ctx.numbers[-1]
+            bound = CallNumbers(*ctx.numbers).bound
             if bound:
                 raise RuntimeError(f"a strength that learns needs bound 0, which is unknown, not {bound}")
-            learned = d_strength.to(strength.dtype)
+            learned = d_strength.to(strength.dtype).view(strength.shape)
         return dq, dk, dv, learned, *[None] * (len(ctx.needs_input_grad) - 5)
 
 

@@ -1,0 +1,1 @@
+"""Several steps of propagation, bidirectional, in memory linear in length."""

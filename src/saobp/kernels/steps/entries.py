@@ -1,0 +1,174 @@
+"""The beliefs of one entry of the map, step by step, from its prior and vectors of its row and its key.
+
+Step t (from 0) turns beliefs b_t into b_t+1; b_0 is the prior a, and gamma_t the weight of its messages:
+
+    m_t = 1 - gamma_t b_t        u_t = a weight_t[key] / m_t * norm_t[row]        b_t+1 = (1 - damping) u_t + damping b_t
+
+``weight_t = 2^(heard_t)`` and ``norm_t``, one over the row's sum, are all that an entry needs to know of the others. So
+every sweep recomputes the beliefs of its tiles from a, and 2 T vectors are stored instead of T maps.
+
+Undamped, with x = 1 - gamma_0 a, two steps need one division: m_1 = y / x with y = x - gamma_1 a weight_0 norm_0. And the
+sum over rows of log y is that of log m_1 plus that of log m_0, which is known.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.bidirectional.forward import is_careful
+from saobp.kernels.library.arithmetic import (
+    _hardware_inverse,
+    _hardware_log2,
+    head_message,
+    inverse_message,
+    load_vector,
+    log2_message,
+)
+
+
+@triton.jit
+def head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS: tl.constexpr):
+    """As ``head_message``, of each step; strengths are ``[steps, heads]``."""
+    messages = ()
+    for step in tl.static_range(STEPS):
+        messages = messages + (head_message(strength_ptr + step * heads, head, sign, r0, r1, r2, l0, l1, l2),)
+    return messages
+
+
+@triton.jit
+def spoken(messages, speaks, STEPS: tl.constexpr, MASKED: tl.constexpr):
+    """The same for each row: gamma is 0 where ``speaks`` is False, for padding."""
+    if MASKED:
+        sent = speaks.to(tl.float32)
+        silenced = ()
+        for step in tl.static_range(STEPS):
+            gamma, r0, r1, r2, l0, l1, l2 = messages[step]
+            silenced = silenced + ((gamma * sent, r0, r1 * sent, r2 * sent, l0 * sent, l1 * sent, l2 * sent),)
+        return silenced
+    else:
+        return messages
+
+
+@triton.jit
+def load_steps(
+    base, plane, places, tokens, other, STEPS: tl.constexpr, TAIL: tl.constexpr, AXIS: tl.constexpr
+):
+    """A vector of each step, ``plane`` apart, with a new axis to broadcast along."""
+    vectors = ()
+    for step in tl.static_range(STEPS):
+        vector = load_vector(base + step * plane, places, tokens, other, TAIL)
+        vectors = vectors + (tl.expand_dims(vector, AXIS),)
+    return vectors
+
+
+@triton.jit
+def load_key_parts(
+    base, plane, keys, tokens, STEPS: tl.constexpr, TAIL: tl.constexpr, AXIS: tl.constexpr, HEARS: tl.constexpr
+):  # fmt: skip
+    """What each key's belief is multiplied by, or its logarithm; nothing is read if rows hear none."""
+    if HEARS:
+        return load_steps(base, plane, keys, tokens, 0.0, STEPS, TAIL, AXIS)
+    else:
+        return load_steps(base, 0, keys, 0, 0.0, STEPS, True, AXIS)
+
+
+@triton.jit
+def weigh(scores, a, key_part, anchor, HEARS: tl.constexpr, CAREFUL: tl.constexpr):
+    """a times the key's factor, whose logarithm is ``key_part`` if CAREFUL; then relative to the row's ``anchor``."""
+    if CAREFUL:
+        return tl.exp2(scores + key_part - anchor)
+    elif HEARS:
+        return a * key_part
+    else:
+        return a
+
+
+@triton.jit
+def mix(updated, before, damping, PRECISE: tl.constexpr, DAMPED: tl.constexpr):
+    """The belief after a step. With gamma near 1 a weight rounded above 1 would give messages below 0."""
+    if DAMPED:
+        updated += damping * (before - updated)
+    return tl.minimum(updated, 1.0) if PRECISE == 2 else updated
+
+
+@triton.jit
+def run_steps(
+    scores, a, key_parts, anchors, norms, messages, damping,
+    STEPS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
+):  # fmt: skip
+    """b_t, u_t and 1 / m_t of each step, as three tuples."""
+    if STEPS == 2 and PRECISE == 1 and HEARS == 1 and not DAMPED:
+        x = 1.0 - messages[0][0] * a
+        first = weigh(scores, a, key_parts[0], anchors[0], HEARS, CAREFUL) * norms[0]
+        y = x - messages[1][0] * first
+        both = _hardware_inverse(x * y)
+        inverse, inverse_2 = both * y, both * x * x
+        first *= inverse
+        second = weigh(scores, a, key_parts[1], anchors[1], HEARS, CAREFUL) * norms[1] * inverse_2
+        return (a, first), (first, second), (inverse, inverse_2)
+    else:
+        before, updated, inverses = (), (), ()
+        belief = a
+        for step in tl.static_range(STEPS):
+            inverse = inverse_message(belief, messages[step], PRECISE)
+            new = weigh(scores, a, key_parts[step], anchors[step], HEARS, CAREFUL) * norms[step]
+            if HEARS != 2:
+                new *= inverse
+            before, updated, inverses = before + (belief,), updated + (new,), inverses + (inverse,)
+            belief = mix(new, belief, damping, PRECISE, DAMPED)
+        return before, updated, inverses
+
+
+@triton.jit
+def belief_before(
+    scores, a, key_parts, anchors, norms, messages, damping,
+    STEP: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
+):  # fmt: skip
+    """b_t for t = STEP."""
+    belief = a
+    for step in tl.static_range(STEP):
+        new = weigh(scores, a, key_parts[step], anchors[step], HEARS, CAREFUL) * norms[step]
+        if HEARS != 2:
+            new *= inverse_message(belief, messages[step], PRECISE)
+        belief = mix(new, belief, damping, PRECISE, DAMPED)
+    return belief
+
+
+@triton.jit
+def own_inverse(
+    scores, a, belief, key_parts, anchors, norms, messages,
+    STEP: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
+):  # fmt: skip
+    """1 / m_t for t = STEP, from b_t, unless both come from one division."""
+    if STEP == 1 and PRECISE == 1 and HEARS == 1 and not DAMPED:
+        x = 1.0 - messages[0][0] * a
+        first = weigh(scores, a, key_parts[0], anchors[0], HEARS, CAREFUL) * norms[0]
+        return x * _hardware_inverse(x - messages[1][0] * first)
+    else:
+        return inverse_message(belief, messages[STEP], PRECISE)
+
+
+@triton.jit
+def log2_sent(
+    scores, a, key_parts, anchors, norms, messages, damping,
+    STEP: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
+):  # fmt: skip
+    """log2(m_t) for t = STEP; log2(m_0 m_1) where ``step_messages`` takes log2(m_0) off the sum."""
+    if STEP == 1 and PRECISE == 1 and HEARS == 1 and not DAMPED:
+        first = weigh(scores, a, key_parts[0], anchors[0], HEARS, CAREFUL) * norms[0]
+        return _hardware_log2(1.0 - messages[0][0] * a - messages[1][0] * first)
+    else:
+        belief = belief_before(
+            scores, a, key_parts, anchors, norms, messages, damping, STEP, HEARS, PRECISE, CAREFUL, DAMPED
+        )
+        return log2_message(belief, messages[STEP], PRECISE)
+
+
+@triton.jit
+def any_careful(lowest_ptr, line, blocks, plane, lowest_sum, STEPS: tl.constexpr, BLOCKS: tl.constexpr):
+    """1 if in one of the first STEPS steps a normaliser of this head was so small that products may underflow."""
+    careful = line * 0
+    for step in tl.static_range(STEPS):
+        careful = tl.maximum(careful, is_careful(lowest_ptr + step * plane, line, blocks, lowest_sum, BLOCKS))
+    return careful

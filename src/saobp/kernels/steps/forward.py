@@ -1,0 +1,198 @@
+"""Several steps: sweeps forward. Each step after the first adds ``step_rows`` and ``step_messages``, without values.
+
+After ``row_sums`` and ``column_messages`` of one step, for t = 0 ... T - 1:
+
+- ``step_rows`` (over rows): each row's sum of a weight_t / m_t, whose inverse is norm_t. In the last step also the output,
+  with values.
+- ``step_messages`` (over keys): heard_t+1 = sum over rows of log2(m_t+1), which needs norm_t.
+
+Where a row's sum may underflow, each sweep is launched twice: CAREFUL, with keys' factors as logarithms, for the heads
+where that happened, and once for the others.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.bidirectional.sums import raw_scores, store_heard
+from saobp.kernels.library.arithmetic import (
+    head_seed,
+    kept,
+    load_lse,
+    load_rows,
+    load_vector,
+    real_tokens,
+    relative,
+    store_rows,
+)
+from saobp.kernels.library.indexing import locate, row_bases, states_base
+from saobp.kernels.library.packed_bf16 import sums_by_thread
+from saobp.kernels.steps.entries import (
+    any_careful,
+    belief_before,
+    head_messages,
+    load_key_parts,
+    load_steps,
+    log2_sent,
+    own_inverse,
+    spoken,
+    weigh,
+)
+
+
+@triton.jit
+def step_rows(
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    heads, group, length, blocks, lowest_blocks, lowest_plane, plane, score_scale, lowest_sum, drop_threshold, keep_scale,
+    damping, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    STEP: tl.constexpr, VALUES: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """norm_t of a block of rows for t = STEP and its smallest sum; with VALUES also their output."""
+    pid = tl.program_id(0)
+    block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
+    own_lowest = lowest_ptr + STEP * lowest_plane + pid
+    if block * ROWS >= tokens:
+        if not CAREFUL:
+            tl.store(own_lowest, 1.0)
+        return
+    if CHECKED:
+        earlier = any_careful(
+            lowest_ptr, pid // blocks, lowest_blocks, lowest_plane, lowest_sum, STEP, LOWEST_BLOCKS
+        )
+        if CAREFUL:
+            if (earlier == 0) & (tl.load(own_lowest) >= lowest_sum):
+                return
+        else:
+            if earlier != 0:
+                tl.store(own_lowest, 1.0)
+                return
+    rows = block * ROWS + tl.arange(0, ROWS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+    high, low = load_lse(lse_ptr + row_base, plane, rows, tokens, PRECISE, True)
+    anchors = load_steps(anchor_ptr + row_base, plane, rows, tokens, 0.0, STEP, True, 1)
+    norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 0.0, STEP, True, 1)
+    by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEP + 1)
+    messages = spoken(by_head, real_tokens(mask_base, rows, tokens, MASKED)[:, None], STEP + 1, MASKED)
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    KIND: tl.constexpr = v_ptr.dtype.element_ty
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    anchor = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, 8], tl.float32)
+    out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    out_before = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    for start in tl.range(0, tokens, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        raw = raw_scores(q, k, real_tokens(mask_base, keys, tokens, MASKED), TAIL or MASKED, PRECISION)
+        scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
+        a = tl.exp2(scores)
+        key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEP + 1, TAIL, 0, HEARS)
+        belief = belief_before(
+            scores, a, key_parts, anchors, norms, messages, damping, STEP, HEARS, PRECISE, CAREFUL, DAMPED
+        )
+        if CAREFUL:
+            raised = tl.maximum(top, tl.max(scores + key_parts[STEP], 1))
+            anchor = tl.where(raised == float("-inf"), 0.0, raised)
+            shrink = tl.exp2(top - anchor)
+            top = raised
+            total *= shrink[:, None]
+            out *= shrink[:, None]
+        refined = weigh(scores, a, key_parts[STEP], anchor[:, None], HEARS, CAREFUL)
+        if HEARS != 2:
+            refined *= own_inverse(
+                scores, a, belief, key_parts, anchors, norms, messages, STEP, HEARS, PRECISE, CAREFUL, DAMPED
+            )
+        if VALUES:  # sums of rounded weights, so that a row that sees one key returns exactly its value
+            refined = refined.to(KIND)
+        total += sums_by_thread(refined.to(tl.float32))
+        if VALUES:
+            v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
+            if DROPS:
+                keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
+                refined = tl.where(keep, refined, 0.0)
+            out = tl.dot(refined, v, out, input_precision=PRECISION)
+            if DAMPED:
+                belief = belief.to(KIND)
+                if DROPS:
+                    belief = tl.where(keep, belief, 0.0)
+                out_before = tl.dot(belief, v, out_before, input_precision=PRECISION)
+    sums = tl.sum(total, 1)
+    visible = (high < float("inf")) & (sums > 0)
+    norm = tl.where(visible, 1.0 / tl.where(visible, sums, 1.0), 0.0)
+    step_base = row_base + STEP * tl.cast(plane, tl.int64) + rows
+    tl.store(norm_ptr + step_base, norm, mask=rows < tokens)
+    tl.store(anchor_ptr + step_base, anchor, mask=rows < tokens)
+    if not CAREFUL:
+        tl.store(own_lowest, tl.min(tl.where(high < float("inf"), sums, 1.0), 0))
+    if VALUES:
+        out *= norm[:, None]
+        if DAMPED:
+            out += damping * (out_before - out)
+        if DROPS:
+            out *= keep_scale
+        out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+        store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def step_messages(
+    q_ptr, k_ptr, mask_ptr, cu_ptr, strength_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, first_heard_ptr, heard_ptr, peak_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    heads, group, length, blocks, lowest_blocks, lowest_plane, plane, score_scale, lowest_sum,
+    damping, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    STEP: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, LOWEST_BLOCKS: tl.constexpr,
+    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum over rows of base-2 log messages of step t = STEP about each key, up to a constant of the head, and the largest."""
+    pid = tl.program_id(0)
+    block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        tl.store(peak_ptr + pid, float("-inf"))
+        return
+    if CHECKED:
+        careful = any_careful(
+            lowest_ptr, pid // blocks, lowest_blocks, lowest_plane, lowest_sum, STEP, LOWEST_BLOCKS
+        )
+        if careful != (1 if CAREFUL else 0):
+            return
+    keys = block * KEYS + tl.arange(0, KEYS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEP, True, 1, HEARS)
+    by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEP + 1)
+    sums = tl.zeros([KEYS, 8], tl.float32)
+    for start in tl.range(0, tokens, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        high, low = load_lse(lse_ptr + row_base, plane, rows, tokens, PRECISE, TAIL)
+        anchors = load_steps(anchor_ptr + row_base, plane, rows, tokens, 0.0, STEP, TAIL, 0)
+        norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 0.0, STEP, TAIL, 0)
+        messages = spoken(by_head, real_tokens(mask_base, rows, tokens, MASKED)[None, :], STEP + 1, MASKED)
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
+        sums += sums_by_thread(
+            log2_sent(
+                scores, tl.exp2(scores), key_parts, anchors, norms, messages, damping,
+                STEP, HEARS, PRECISE, CAREFUL, DAMPED,
+            )
+        )  # fmt: skip
+    if STEP == 1 and PRECISE == 1 and HEARS == 1 and not DAMPED:  # log2_sent has both messages
+        known = load_vector(first_heard_ptr + row_base, keys, tokens, 0.0, True)
+        known = tl.where(known == float("-inf"), 0.0, known)
+        sums -= tl.where(tl.arange(0, 8)[None, :] == 0, known[:, None], 0.0)
+    peak = store_heard(heard_ptr + row_base, keys, tokens, mask_base, sums, 1.0, MASKED)
+    tl.store(peak_ptr + pid, peak)

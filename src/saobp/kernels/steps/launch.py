@@ -1,0 +1,164 @@
+"""Several steps of propagation: tile sizes and launches of the sweeps, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saobp.kernels.bidirectional import gradient_terms, sums
+from saobp.kernels.bidirectional.launch import BACKWARD_NAMES, sweep_block
+from saobp.kernels.call_spec import (
+    Block,
+    CallSpec,
+    CallTensors,
+    blocks,
+    ceil_div,
+    named_strides,
+    next_power_of_2,
+    strides,
+)
+from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
+from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, lay_out_buffer
+from saobp.kernels.steps import backward, forward
+
+
+def step_block(spec: CallSpec, sweep: str) -> Block:
+    """Tile of a sweep; with the sizes of one step's where registers are scarce."""
+    dim = int(spec.dim)
+    if spec.dtype == torch.float32:
+        return Block(32, 32, warps=4, stages=1) if dim > 64 else Block(64, 32, warps=4, stages=2)
+    if dim > 128:
+        return Block(64, 32, warps=4, stages=2)
+    if dim > 64:
+        return Block(64, 64, warps=4, stages=2)
+    return {
+        "step_rows": Block(64, 64, 4, 3),
+        "step_messages": Block(64, 64, 4, 3),
+        "step_row_sums": Block(64, 64, 4, 3),
+        "step_key_sums": Block(64, 64, 4, 3),
+        "step_query_gradient": Block(64, 64, 4, 3),
+        "step_key_gradient": Block(64, 64, 4, 3),
+    }[sweep]
+
+
+def lowest_blocks(spec: CallSpec) -> int:
+    """Blocks of rows of a head, each of which records its smallest normaliser in each step."""
+    return ceil_div(spec.longest, step_block(spec, "step_rows").rows)
+
+
+def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
+    """What the backward pass needs besides the output, a step's vectors right after those of the step before."""
+    floats, rows = torch.float32, spec.rows_shape
+    keys = rows if spec.hears else (0,)
+    lowest = (spec.sequences * spec.heads * lowest_blocks(spec),)
+    tile = min(sweep_block(spec, "column_messages").keys, step_block(spec, "step_messages").keys)
+    shapes = {"heard": keys, "weight": keys, "anchor": rows, "norm": rows, "lowest": lowest}
+    return lay_out_buffer("saved", {
+        "lse": (spec.lse_shape, floats), "peak": ((spec.programs(tile) if spec.hears else 0,), floats),
+        **{f"{name}_{step}": (shape, floats) for name, shape in shapes.items() for step in range(spec.steps)},
+    }, alignment=4)  # fmt: skip
+
+
+def saved_buffer(spec: CallSpec) -> Saved:
+    return {"saved": ((saved_slices(spec)[1],), torch.uint8)}
+
+
+def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPlan:
+    query, key, value, *_ = tensors
+    launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved"), saved_slices(spec)[0])
+    numbers = _numbers(spec, query, key, value) | named_strides("o", spec.states_strides)
+    block = sweep_block(spec, "row_sums")
+    launches.add(
+        sums.row_sums, spec.programs(block.rows), numbers | blocks(spec, block, block.rows, block.keys)
+    )
+    for step in range(spec.steps):
+        if spec.hears:
+            _add_messages(launches, spec, numbers, step)
+        own = {"STEP": step, "VALUES": step == spec.steps - 1}
+        _add_sweep(launches, spec, forward.step_rows, numbers | own, by_rows=True)
+    return LaunchPlan(launches)
+
+
+def _add_messages(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any], step: int) -> None:
+    """heard and weight of a step. The first is that of a single step."""
+    heard, weight = f"heard_{step}", f"weight_{step}"
+    if step == 0:
+        block = sweep_block(spec, "column_messages")
+        own = numbers | blocks(spec, block, block.keys, block.rows) | {"MAPPED": False}
+        launches.add(sums.column_messages, spec.programs(block.keys), own, heard=heard)
+    else:
+        block = step_block(spec, "step_messages")
+        own = numbers | {"STEP": step}
+        _add_sweep(launches, spec, forward.step_messages, own, heard=heard, first_heard="heard_0")
+    count = ceil_div(spec.longest, block.keys)
+    own = numbers | {"blocks": count, "KEYS": block.keys, "BLOCKS": next_power_of_2(count)}
+    launches.add(sums.key_weights, spec.programs(block.keys), own, heard=heard, weight=weight)
+
+
+def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tensor) -> LaunchPlan:
+    query, key, value, *_ = tensors
+    stacks = {f"{name}_{step}" for name in ("delta", "heard_grad") for step in range(spec.steps)}
+    vectors = (*sorted(stacks), "row_term")
+    scratch, size = lay_out_buffer(
+        "scratch", dict.fromkeys(vectors, (spec.rows_shape, torch.float32)), alignment=4
+    )
+    launches = LaunchSequence(query.device, BACKWARD_NAMES, saved_slices(spec)[0] | scratch)
+    numbers = _numbers(spec, query, key, value) | strides("g", grad)
+    numbers |= strides("o", out) | named_strides("d", spec.gradient_strides)
+    last = spec.steps - 1
+    for step in range(last, -1, -1):
+        if step == last and not spec.damping:
+            own = {"blocks": ceil_div(spec.longest, 64), "ROWS": 64}
+            launches.add(gradient_terms.row_products, spec.programs(64), numbers | own, delta=f"delta_{step}")
+        else:
+            _add_sweep(launches, spec, backward.step_row_sums, numbers | {"STEP": step}, by_rows=True)
+        if spec.hears or step == last:
+            _add_sweep(launches, spec, backward.step_key_sums, numbers | {"STEP": step})
+    _add_sweep(launches, spec, backward.step_query_gradient, numbers, by_rows=True)
+    _add_sweep(launches, spec, backward.step_key_gradient, numbers)
+    return LaunchPlan(launches, size)
+
+
+def _add_sweep(
+    launches: LaunchSequence,
+    spec: CallSpec,
+    kernel: Any,
+    numbers: dict[str, Any],
+    *,
+    by_rows: bool = False,
+    **named: str,
+) -> None:
+    """A sweep, and where products may underflow the same in logarithms."""
+    block = step_block(spec, kernel.__name__)
+    gridded, walked = (block.rows, block.keys) if by_rows else (block.keys, block.rows)
+    own = numbers | blocks(spec, block, gridded, walked)
+    stacks = {name: f"{name}_0" for name in ("anchor", "norm", "lowest", "delta", "heard_grad")}
+    ways = [("weight_0", False), ("heard_0", True)] if spec.may_underflow else [("weight_0", False)]
+    for key_part, careful in ways:
+        launches.add(
+            kernel,
+            spec.programs(gridded),
+            own | {"CAREFUL": careful},
+            **stacks | {"key_part": key_part} | named,
+        )
+
+
+def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Arguments common to the sweeps."""
+    lowest = lowest_blocks(spec)
+    return {
+        **strides("q", query), **strides("k", key), **strides("v", value), **spec.numbers, **spec.constants,
+        **spec.drop_numbers, **spec.message_numbers, "plane": spec.low_plane, "low_plane": spec.low_plane,
+        "scale": spec.scale, "damping": spec.damping, "lowest_sum": spec.lowest_sum, "lowest_blocks": lowest,
+        "lowest_plane": spec.sequences * spec.heads * lowest, "LOWEST_BLOCKS": next_power_of_2(lowest),
+        "STEPS": spec.steps, "COLUMNS": next_power_of_2(spec.steps), "DAMPED": spec.damping > 0,
+        "CHECKED": spec.may_underflow, "HEARS": spec.hears, "PRECISE": spec.precise, "DROPS": spec.dropout > 0,
+        "LEARNS": not spec.bound,
+    }  # fmt: skip
+
+
+STEPS = KernelFamily(
+    "steps", "refined_steps", saved=saved_buffer, plan_forward=plan_forward, plan_backward=plan_backward
+)
