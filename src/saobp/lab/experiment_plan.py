@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from saobp.lab.experiments import Experiment
 from saobp.lab.methods import METHODS, Method, method_name
-from saobp.lab.scales import SEEDS, Scale, first_seeds
+from saobp.lab.scales import PAPER_BATCHES, SEEDS, Scale, first_seeds
 from saobp.runs.folder import RunError, RunFolder
 from saobp.training.recipes import PretrainRecipe
 
@@ -100,7 +100,8 @@ class ExperimentPlan:
         most = SMOKE_SEEDS if self.scale.name == "smoke" else len(SEEDS)
         seeds = first_seeds(self.seeds or min(experiment.seeds, most))
         found = [
-            self.model(family, key, seed)
+            self.model(family, key, seed, batch=batch)
+            for batch in self.batches_of(experiment)
             for family in FAMILIES
             for key in getattr(experiment, family)
             for seed in seeds
@@ -114,8 +115,22 @@ class ExperimentPlan:
             ]
         return found
 
-    def model(self, family: str, method: str, seed: int, other_corpus: str | None = None) -> PretrainRun:
-        recipe = self.scale.recipe_of(family, method, seed, other_corpus)
+    def batches_of(self, experiment: Experiment) -> tuple[int | None, ...]:
+        """Batch sizes of an experiment: its own for the recipe ``paper`` at the default, else the scale's."""
+        scale = self.scale
+        own = scale.recipe == "paper" and scale.batch == PAPER_BATCHES[0] and experiment.batches
+        return own or (scale.batch,)
+
+    def model(
+        self,
+        family: str,
+        method: str,
+        seed: int,
+        other_corpus: str | None = None,
+        batch: int | None = None,
+    ) -> PretrainRun:
+        scale = self.scale if batch is None else replace(self.scale, batch=batch)
+        recipe = scale.recipe_of(family, method, seed, other_corpus)
         return PretrainRun(family, METHODS[method], seed, recipe, other_corpus)
 
     def pretrain_runs(self) -> list[PretrainRun]:
@@ -169,10 +184,15 @@ class ExperimentPlan:
         return SEEDS.index(model.seed), model.method.tier + (len(METHODS) if model.other_corpus else 0)
 
 
-def check_same(run: RunFolder, recipe: PretrainRecipe) -> None:
-    """Raise if a finished run of this name has another recipe; checkpoint intervals may differ."""
+def check_same(run: RunFolder, recipe: PretrainRecipe, *, whole: bool = True) -> None:
+    """Raise if a run of this name has another recipe; checkpoint intervals may differ.
+
+    whole: whether a run that stopped early counts as another one
+    """
     found = PretrainRecipe.from_dict(run.recipe)
+    if not whole:
+        found = replace(found, stop_after=recipe.stop_after)
     if replace(found, checkpoint_steps=recipe.checkpoint_steps) != recipe:
         was, asked = found.to_dict(), recipe.to_dict()
         changed = sorted(name for name in asked if was[name] != asked[name])
-        raise RunError(f"the finished run in {run.path} differs in {', '.join(changed)}: name other --runs")
+        raise RunError(f"the run in {run.path} differs in {', '.join(changed)}: name other --runs")

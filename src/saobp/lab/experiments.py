@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from saobp.data.tasks import ALL, GLUE
+from saobp.lab.scales import PAPER_BATCHES
 
 FACTORS = ("original", "high", "low", "elemmul")
 """The four rows of the paper's tables."""
@@ -38,7 +39,8 @@ class Experiment:
     tasks:     that the BERT models are fine-tuned on
     seeds:     how many, unless the command says otherwise
     corpora: single corpora on which all of this is repeated, in addition to the mixture
-    logs: whether its page also plots training logs
+    batches: batch sizes at which all of this is repeated with the recipe ``paper``, which does not print one
+    logs: whether its page also plots training logs; with ``batches``, also those of runs that did not finish
     """
 
     name: str
@@ -53,6 +55,7 @@ class Experiment:
     tasks: tuple[str, ...] = ()
     seeds: int = 3
     corpora: tuple[str, ...] = field(default=())
+    batches: tuple[int, ...] = ()
     logs: bool = False
 
 
@@ -235,6 +238,16 @@ EXPERIMENTS = {
             "Do two or three steps help?",
             "One, two and three steps of belief propagation at the same strength.",
             bert=("original", "high", "two-steps", "three-steps"),
+        ),
+        Experiment(
+            "plateau",
+            "question",
+            "When does attention come to be of use?",
+            "At the paper's printed rate and steps, by batch size, which it does not print: where do models "
+            "leave the plateau of word frequencies, and does High leave it sooner?",
+            bert=("original", "high"),
+            batches=PAPER_BATCHES,
+            logs=True,
         ),
         Experiment(
             "arena",

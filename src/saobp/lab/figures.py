@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -23,6 +23,16 @@ PANEL = (3.3, 2.7)
 PLAIN: dict[Any, Any] = {"svg.hashsalt": "saobp", "svg.fonttype": "none"}
 
 Points = Sequence[tuple[float, float]]
+
+
+class LoggedRun(NamedTuple):
+    """The log of a run: perplexity at its steps, and whether it reached the end of its schedule."""
+
+    method: str
+    seed: int
+    tokens_per_step: int
+    points: Points
+    is_whole: bool
 
 
 def save_figure(figure: Figure, path: Path) -> list[Path]:
@@ -159,6 +169,37 @@ def progress(methods: Mapping[str, Mapping[int, Points]]) -> Figure:
         axis.set_xlabel("million tokens", fontsize=8)
         axis.tick_params(labelsize=8)
     _legend_below(figure, list(methods))
+    return figure
+
+
+def plateau(panels_of: Mapping[str, Sequence[LoggedRun]], level: float) -> Figure:
+    """A column per batch size: perplexity over steps, and below it over tokens; a line per run.
+
+    A cross ends the line of a run that stopped before the end of its schedule; ``level`` is drawn dotted.
+    """
+    columns = len(panels_of)
+    figure = Figure(figsize=(3.1 * columns + 0.6, 5.4), layout="constrained")
+    grid = figure.subplots(2, columns, squeeze=False, sharex="row", sharey=True)
+    for column, (title, runs) in enumerate(panels_of.items()):
+        for place, (label, size) in enumerate((("thousand steps", 1e3), ("million tokens", 1e6))):
+            axis = grid[place][column]
+            for run in runs:
+                per_step = run.tokens_per_step if place else 1
+                points = [(step * per_step / size, value) for step, value in run.points]
+                colour = STYLES[run.method].colour
+                axis.plot(*zip(*points, strict=True), color=colour, lw=1.2, alpha=0.8)
+                if not run.is_whole:
+                    axis.plot(*points[-1], "x", color=colour, ms=6)
+            axis.axhline(level, color="#777777", lw=0.8, ls=":")
+            logarithmic(axis, "y")
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.set_xlabel(label, fontsize=8)
+            axis.tick_params(labelsize=8)
+        grid[0][column].set_title(_safe(title), fontsize=9)
+    for row in grid:
+        row[0].set_xlim(left=0)
+        row[0].set_ylabel("held-out perplexity", fontsize=8)
+    _legend_below(figure, list(dict.fromkeys(run.method for runs in panels_of.values() for run in runs)))
     return figure
 
 

@@ -58,18 +58,22 @@ class Results:
     runs: Path
 
     def models(self, family: str = "bert", other_corpus: str | None = None) -> list[PretrainRun]:
-        """Models of the experiment whose runs are finished."""
+        """Models of the experiment whose runs are finished, or have losses where it looks at curves only."""
         return [
             model
             for model in self.plan.models_of(self.experiment)
-            if model.family == family and model.other_corpus == other_corpus and self.run(model).is_finished
+            if model.family == family and model.other_corpus == other_corpus and self.is_there(model)
         ]
 
+    def is_there(self, model: PretrainRun) -> bool:
+        run = self.run(model)
+        return run.is_finished or (bool(self.experiment.batches) and run.has_begun and bool(run.metrics()))
+
     def check(self) -> None:
-        """Raise if a finished run has another recipe than its name implies."""
+        """Raise if a run has another recipe than its name implies."""
         for model in self.plan.models_of(self.experiment):
-            if self.run(model).is_finished:
-                check_same(self.run(model), model.recipe)
+            if self.is_there(model):
+                check_same(self.run(model), model.recipe, whole=not self.experiment.batches)
 
     def run(self, model: PretrainRun) -> RunFolder:
         return RunFolder(model.folder(self.runs))
@@ -171,7 +175,7 @@ class Results:
     def missing(self) -> list[str]:
         """Names of the missing runs and measurements."""
         one = ExperimentPlan([self.experiment], self.plan.scale, self.plan.seeds)
-        names = [model.name for model in one.pretrain_runs() if not self.run(model).is_finished]
+        names = [model.name for model in one.pretrain_runs() if not self.is_there(model)]
         names += [t.name for t in one.finetune_runs() if not RunFolder(t.folder(self.runs)).is_finished]
         return names + [m.name for m in one.measurements() if not m.file(self.runs).exists()]
 
@@ -199,5 +203,5 @@ def _recorded(name: str, kind: str, run: RunFolder) -> dict[str, Any]:
         **record,
         "command": command,
         "recipe": run.recipe,
-        "result": run.result,
+        "result": run.result if run.is_finished else None,
     }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from saobp.lab.pages import arena
+from saobp.lab.pages import arena, plateau
 from saobp.lab.pages import open_questions as questions
 from saobp.lab.pages import paper_figures as figures
 from saobp.lab.pages import paper_tables as tables
@@ -31,5 +31,6 @@ PAGES: dict[str, Callable[[Results, Page], None]] = {
     "strengths": questions.strengths,
     "learned": questions.learned,
     "steps": questions.steps,
+    "plateau": plateau.plateau,
     "arena": arena.arena,
 }
