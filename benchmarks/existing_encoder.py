@@ -47,9 +47,11 @@ def run(
     seeds: Annotated[str, typer.Option(help="Seeds joined by commas.")] = ",".join(map(str, SEEDS)),
     epochs: Annotated[int | None, typer.Option(help="Instead of each task's own.")] = None,
     limit: Annotated[int, typer.Option(help="Most rows of a split.")] = ROWS,
+    rate: Annotated[float, typer.Option(help="Learning rate of the weights.")] = RATE,
 ) -> None:
     """Fine-tune every task, method and seed that is not finished, then print the table."""
-    given = [str(model), str(data_dir), tasks.split(","), [*map(int, seeds.split(","))], epochs, limit]
+    chosen = tasks.split(","), [*map(int, seeds.split(","))]
+    given = [str(model), str(data_dir), *chosen, epochs, limit, rate]
     run_workers(__file__, out, given, workers)
     table(out)
 
@@ -66,11 +68,11 @@ def work(out: Annotated[Path, typer.Option()], given: Annotated[str, typer.Optio
 
     end_with_parent()
     logging.set_verbosity_error()
-    model, data_dir, tasks, seeds, epochs, limit = json.loads(given)
+    model, data_dir, tasks, seeds, epochs, limit, rate = json.loads(given)
     names = [f"{task}-{method}-{seed}" for seed in seeds for task in tasks for method in METHODS]
     for name in claimed(out, names):
         task, method, seed = name.split("-")
-        recipe = recipe_for(task, rate=RATE, epochs=epochs)
+        recipe = recipe_for(task, rate=rate, epochs=epochs)
         rows = load_task(task, data_dir, limit=limit)
         finetune(
             model, rows, out / task / method / seed, seeds=[int(seed)], refinement=METHODS[method],
