@@ -203,12 +203,28 @@ def read_attn_mask(
         )
     if mask.device != device:
         raise ValueError(f"attn_mask must be on {device} like the rest, not on {mask.device}")
-    mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
+    mask = four_dimensional(mask)
     mask = mask.expand(*mask.shape[:3], shape[-1])
     if mask.dtype == torch.bool:
         return mask, None
     hidden = mask <= torch.finfo(mask.dtype).min / 2
     return ~hidden, mask.masked_fill(hidden, 0.0)
+
+
+def four_dimensional(mask: Tensor) -> Tensor:
+    """A mask that broadcasts to ``[batch, heads, queries, keys]``, with all four dimensions."""
+    return mask.view(*[1] * (4 - mask.ndim), *mask.shape)
+
+
+def read_window(window: int | None, queries: int, keys: int) -> int | None:
+    """A sliding window that hides something, else None."""
+    if window is None:
+        return None
+    if isinstance(window, bool) or not isinstance(window, int | torch.SymInt) or window < 1:
+        raise ValueError(f"sliding_window must be a whole number of keys, at least 1, not {window!r}")
+    if queries > keys:
+        raise ValueError(f"sliding_window needs at least as many keys as queries, not {keys} and {queries}")
+    return window if window < keys else None
 
 
 def check_symmetric_mask(graph: FactorGraph, refinement: Refinement, is_causal: bool) -> None:

@@ -64,13 +64,16 @@ def explain_model(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Model
 def _layer_path(call: AttentionCall) -> LayerPath:
     if not call.is_refined:
         return LayerPath(call.name, None, f"{call.implementation} attention: its rows are not refined")
-    why = call.why_whole_map()
+    why, by_mask_kernels = call.whole_map()
     if why is not None:
         return LayerPath(call.name, None, f"reference path with the whole map: because {why}")
+    if by_mask_kernels is not None:
+        return LayerPath(call.name, by_mask_kernels, by_mask_kernels.reason)
     refinement, strength = call.refinement()
     path = explain_call(
         call.query, call.key, call.value, refinement, attention_mask=call.mask, is_causal=call.is_causal,
         dropout_p=call.dropout, scale=call.scaling, strength=BoundedStrength(strength, refinement.strongest),
+        sliding_window=call.sliding_window if call.sequences is None else None,
     )  # fmt: skip
     packed = "within each packed sequence, " if call.sequences is not None else ""
     return LayerPath(call.name, path, f"{packed}{path.reason}")
@@ -81,7 +84,7 @@ def explain_call(first: Tensor, *others: Any, **options: Any) -> Path:
     read = read_call(first, *others, **options)
     call, states = read.call, (read.query, read.key, read.value)
     path = select(call)
-    if path.family is None:
+    if path.family is None or path.family == "masked":
         return path
     from saobp.kernels.runtime.launcher import kernels_for
 

@@ -16,9 +16,11 @@ from saobp.arguments import (
     check_numbers,
     check_states,
     check_symmetric_mask,
+    four_dimensional,
     read_attn_mask,
     read_padding,
     read_strength,
+    read_window,
     require_tensors,
     under_autocast,
 )
@@ -26,7 +28,7 @@ from saobp.kernels.dispatch import Backend, Call, Path, select
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.cpu_inference import can_mask_by_adding, cpu_attention, plain_attention
 from saobp.propagation.factors import get_factor
-from saobp.propagation.graph import FactorGraph
+from saobp.propagation.graph import FactorGraph, in_window
 from saobp.propagation.reference import head_strength, reference_attention
 from saobp.refinement import Refinement
 
@@ -51,6 +53,7 @@ def attention(
     backend: Backend = "auto",
     strength: Tensor | BoundedStrength | None = None,
     padding_mask: Tensor | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """Scaled dot-product attention whose rows are refined by belief propagation.
 
@@ -70,7 +73,11 @@ def attention(
     may attend to a key, unless no row may attend to its own token, which is then padding. Without is_causal
     every node hears all others, so a mask that is not symmetric between nodes (a causal or a prefix mask)
     raises, except for ``none``, the listing factors and ElemMul. With is_causal later keys are hidden too and
-    nodes hear earlier ones, under any mask. There is no kernel for attn_mask yet.
+    nodes hear earlier ones, under any mask.
+
+    sliding_window: a row sees fewer than this many keys back, and as many forward if not causal. Without
+    is_causal, kernels compute windows and masks in memory linear in length (the mask itself apart); they give
+    an attn_mask no gradient, so one that requires it goes by the reference.
 
     backend ``auto`` takes the fused kernels on a CUDA GPU where they support the call and warns once why
     where they do not; ``fused`` raises instead. On a CPU, ``auto`` takes a faster path where no gradient is
@@ -83,11 +90,29 @@ def attention(
     query, key, value, refinement, strength, padding_mask, seen, bias, call = read_call(
         query, key, value, refinement, attention_mask=attention_mask, attn_mask=attn_mask,
         is_causal=is_causal, dropout_p=dropout_p, scale=scale, backend=backend, strength=strength,
-        padding_mask=padding_mask,
+        padding_mask=padding_mask, sliding_window=sliding_window,
     )  # fmt: skip
     if is_causal and refinement.future == "paper":
         warn_of_leak()
     path = choose_path(call)
+    queries, keys = query.shape[-2], key.shape[-2]
+    graph_options: dict[str, Any] = {"seen": seen, "window": call.window}
+    if path.family == "masked":
+        from saobp.kernels.masked.attention import masked_attention
+
+        nodes = None if padding_mask is None else padding_mask[:, None]
+        if seen is not None:
+            graph = build_graph(
+                queries, keys, refinement, padding_mask, is_causal, query.device, **graph_options
+            )
+            check_symmetric_mask(graph, refinement, is_causal)
+            assert attn_mask is not None
+            assert graph.speaks is not None
+            nodes, attn_mask = graph.speaks.squeeze(-1), four_dimensional(attn_mask)
+        return masked_attention(
+            query, key, value, refinement, strength, nodes=nodes, mask=attn_mask, window=call.window,
+            dropout_p=dropout_p, scale=scale,
+        )  # fmt: skip
     if path.name == "fused":
         from saobp.kernels.fused import fused_attention
 
@@ -95,14 +120,15 @@ def attention(
             query, key, value, refinement, strength, strongest=call.strongest,
             padding_mask=padding_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
         )  # fmt: skip
-    queries, keys = query.shape[-2], key.shape[-2]
-    graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device, seen=seen)
+    graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device, **graph_options)
     if seen is not None:
         check_symmetric_mask(graph, refinement, is_causal)
     if path.name in ("torch", "cpu inference") and can_mask_by_adding(query, key, graph, scale):
         if path.name == "cpu inference":
             return cpu_attention(query, key, value, refinement, strength, graph, scale=scale)
-        triangle = is_causal and padding_mask is None and seen is None and queries == keys
+        triangle = (
+            is_causal and padding_mask is None and seen is None and call.window is None and queries == keys
+        )
         return plain_attention(
             query, key, value, None if triangle else graph.visible,
             bias=bias, is_causal=triangle, dropout_p=dropout_p, scale=scale,
@@ -122,8 +148,9 @@ def attention_with_rows(
         warn_of_leak()
     lengths = given.query.shape[-2], given.key.shape[-2]
     graph = build_graph(
-        *lengths, refinement, given.padding_mask, is_causal, given.query.device, seen=given.seen
-    )
+        *lengths, refinement, given.padding_mask, is_causal, given.query.device, seen=given.seen,
+        window=given.call.window,
+    )  # fmt: skip
     if given.seen is not None:
         check_symmetric_mask(graph, refinement, is_causal)
     output, rows, _ = reference_attention(
@@ -167,6 +194,7 @@ def read_call(
     backend: Backend = "auto",
     strength: Tensor | BoundedStrength | None = None,
     padding_mask: Tensor | None = None,
+    sliding_window: int | None = None,
 ) -> ReadCall:
     """Check and normalise the arguments of :func:`attention`."""
     refinement = Refinement.of(refinement)
@@ -181,10 +209,12 @@ def read_call(
     if attn_mask is not None:
         seen, bias = read_attn_mask(attn_mask, (batch, heads, queries, keys), device)
     check_lengths(queries, keys, refinement, is_causal)
+    window = read_window(sliding_window, queries, keys)
     strengths, strongest = read_strength(refinement, strength, heads, device, by_step=True)
     call = Call.of(
         query, key, value, refinement, strengths, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
         backend=backend, strongest=strongest, has_attn_mask=seen is not None, has_bias=bias is not None,
+        bias_learns=bias is not None and bias.requires_grad and torch.is_grad_enabled(), window=window,
     )  # fmt: skip
     return ReadCall(query, key, value, refinement, strengths, real, seen, bias, call)
 
@@ -259,13 +289,17 @@ def build_graph(
     device: torch.device,
     groups: tuple[int, ...] = (1,),
     seen: Tensor | None = None,
+    window: int | None = None,
 ) -> FactorGraph:
     """The graph of a padded or causal batch; ``groups`` are the dimensions between batch and node.
 
-    ``seen`` is the caller's own mask ``[.., queries or 1, keys]``: a token that no row sees is padding.
+    ``seen`` is the caller's own mask ``[.., queries or 1, keys]``: a token that no row sees is padding;
+    ``window`` as in :func:`in_window`.
     """
     visible = speaks = None
-    if is_causal:
+    if window is not None:
+        visible = in_window(window, queries, keys, is_causal, device)
+    elif is_causal:
         positions = torch.arange(keys - queries, keys, device=device)
         visible = positions[:, None] >= torch.arange(keys, device=device)
     if padding_mask is not None:

@@ -21,7 +21,9 @@ def clear_plans() -> None:
         return
     from saobp.kernels.bidirectional import launch
     from saobp.kernels.fused import FAMILIES
+    from saobp.kernels.masked import launch as masked_launch
 
     launch._plans.clear()
+    masked_launch._plans.clear()
     for family in FAMILIES.values():
         family.plans.clear()

@@ -144,6 +144,28 @@ def compile_sweep(launched: list[Launched]) -> list[str]:
     return [first.name]
 
 
+def compile_masked(launched: list[Launched]) -> list[str]:
+    """A window; and everything at once: numbers to add, a window, padding, dropout, learned strengths."""
+    from saobp.kernels.masked.attention import masked_attention
+    from saobp.refinement import Refinement
+
+    names: list[str] = []
+    calls: list[tuple[torch.dtype, dict[str, Any]]] = [
+        (torch.bfloat16, {"window": 65}),
+        (torch.float16, {
+            "window": 65, "mask": torch.zeros(1, 1, 300, 300, dtype=torch.bfloat16), "dropout_p": 0.1,
+            "nodes": torch.ones(1, 1, 300, dtype=torch.bool),
+        }),
+    ]  # fmt: skip
+    for dtype, options in calls:
+        states = [torch.zeros(1, 300, 2, 64, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
+        strength = torch.zeros(2, requires_grad=True)
+        masked_attention(*states, Refinement("high", "learned"), strength, **options).sum().backward()
+        names += [one.name for one in launched]
+        launched.clear()
+    return names
+
+
 CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
     "short": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 128)
@@ -164,6 +186,7 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
         + compile_call(launched, "low", torch.float16, 100, is_causal=True, learned=True, **_padded(100))
         + compile_call(launched, "high-listing", torch.bfloat16, 30, is_causal=True)
     ),
+    "masked": compile_masked,
     "statistics": compile_sweep,
     "elemmul": lambda launched: compile_call(launched, "elemmul", torch.float16, 256),
     "steps": lambda launched: (

@@ -24,6 +24,17 @@ KERNELS = {
     "causal": {"causal_row_sums", "weak_messages", "weak_output", "weak_climb", "weak_query_gradient"},
     "short causal": {"short_causal_forward", "short_causal_backward"},
     "statistics": {"row_sweep"},
+    "masked": {
+        "mask_spans",
+        "masked_row_sums",
+        "masked_column_messages",
+        "masked_output",
+        "row_products",
+        "masked_value_gradient",
+        "masked_query_gradient",
+        "masked_key_gradient",
+        "strength_gradient",
+    },
     "elemmul": {"row_sums", "elemmul_output", "elemmul_key_gradient"},
     "steps": {
         "row_sums",
@@ -43,7 +54,7 @@ KERNELS = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.slow) if case == "statistics" else case
+        pytest.param(case, marks=pytest.mark.slow) if case in ("statistics", "masked") else case
         for case in pretended_gpu.CASES
     ],
 )

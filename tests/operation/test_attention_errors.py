@@ -111,8 +111,9 @@ def attend(**changes: Any) -> None:
             "would hear of tokens that are hidden from them: pass is_causal=True, or",
         ),
         (
-            {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "backend": "fused"},
-            "the fused backend cannot do this call because there is no kernel for attn_mask yet",
+            {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "is_causal": True, "backend": "fused"},
+            "the fused backend cannot do this call because causal attention with attn_mask has no kernel: "
+            "there each row needs its own sums of earlier messages",
         ),
         ({"strength": [0.1] * 4}, "strength must be a tensor of one real number per head, not list"),
         (

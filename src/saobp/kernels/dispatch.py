@@ -15,7 +15,7 @@ from saobp.propagation.cpu_inference import cpu_obstacle, needs_values_only
 from saobp.refinement import MAX_STRENGTH, Refinement
 
 Backend = Literal["auto", "reference", "fused"]
-Family = Literal["short", "long", "short causal", "causal", "elemmul", "steps"]
+Family = Literal["short", "long", "short causal", "causal", "elemmul", "steps", "masked"]
 
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,7 +38,8 @@ class Call(NamedTuple):
     """All that the path of a call depends on, apart from the memory layout of its tensors.
 
     ``strongest`` bounds the strengths if known without a device sync; ``longest`` is the longest sequence of a packed
-    batch; ``values_only``: no gradient, compiler or tracer is involved (used on a CPU only).
+    batch; ``window``: rows see keys less than this many places away; ``values_only``: no gradient, compiler or tracer is
+    involved (used on a CPU only).
     """
 
     query: tuple[int, ...]
@@ -55,7 +56,14 @@ class Call(NamedTuple):
     longest: int | None = None
     has_attn_mask: bool = False
     has_bias: bool = False
+    bias_learns: bool = False
+    window: int | None = None
     values_only: bool = False
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether rows see different keys for other reasons than padding and causality."""
+        return self.has_attn_mask or (self.window is not None and self.window < self.key[2])
 
     @classmethod
     def of(
@@ -98,7 +106,7 @@ class Path(NamedTuple):
         call = self.call
         if self.name == "fused":
             words = (*_sizes(call), _strength(call), *([] if self.kernels is None else [str(self.kernels)]))
-            return ", ".join(words)
+            return ", ".join((*words, *_masks(call)))
         if self.name == "torch":
             return "factor 'none' is ordinary attention, which PyTorch has"
         if self.name == "cpu inference":
@@ -115,6 +123,11 @@ def _sizes(call: Call) -> tuple[str, ...]:
         tokens = f"packed sequences of up to {call.longest} tokens"
     several = [f"{call.refinement.steps} steps"] if call.refinement.steps > 1 else []
     return tokens, f"head size {call.query[3]}", str(call.dtype).removeprefix("torch."), *several
+
+
+def _masks(call: Call) -> tuple[str, ...]:
+    window = () if call.window is None or not call.is_masked else (f"sliding window of {call.window}",)
+    return (*window, *(("attn_mask",) if call.has_attn_mask else ()))
 
 
 def _strength(call: Call) -> str:
@@ -136,10 +149,12 @@ def select(call: Call) -> Path:
             obstacle = "kernels for a key bias are not used unasked yet: backend='fused' asks for them"
         if obstacle is None and call.backend == "auto" and call.refinement.steps > 1:
             obstacle = "kernels for several steps are not used unasked yet: backend='fused' asks for them"
+        if obstacle is None and call.backend == "auto" and call.is_masked:
+            obstacle = "kernels for windows and masks are not used unasked yet: backend='fused' asks for them"
         if obstacle is None:
             longest = call.query[2] if call.longest is None else call.longest
             kernels = family(call.refinement, call.is_causal, longest, call.query[3], call.dtype)
-            return Path("fused", call, kernels)
+            return Path("fused", call, "masked" if call.is_masked else kernels)
         if call.backend == "fused":
             raise ValueError(f"the fused backend cannot do this call because {obstacle}")
     if call.refinement.is_plain and (call.device == "cuda" or call.values_only):
@@ -168,8 +183,8 @@ def unsupported(call: Call) -> str | None:
         return "Triton's interpreter multiplies bfloat16 wrongly"
     if factor not in POTTS and factor != "elemmul":
         return f"factor {factor!r} has no kernel"
-    if call.has_attn_mask:
-        return "there is no kernel for attn_mask yet"
+    if call.is_masked and (why := _masked_obstacle(call)) is not None:
+        return why
     if factor == "elemmul" and call.is_causal:
         return "causal 'elemmul' has no kernel"
     if factor == "elemmul" and call.dropout_p:
@@ -196,6 +211,20 @@ def unsupported(call: Call) -> str | None:
         return f"scale {call.scale} is not positive"
     if 0 in query:
         return "there is nothing to compute"
+    return None
+
+
+def _masked_obstacle(call: Call) -> str | None:
+    """Why the kernels for windows and masks do not support a call."""
+    what = "attn_mask" if call.has_attn_mask else f"a sliding window of {call.window}"
+    if call.refinement.factor not in POTTS:
+        return f"factor {call.refinement.factor!r} has no kernel for {what}"
+    if call.is_causal:
+        return f"causal attention with {what} has no kernel: there each row needs its own sums of earlier messages"
+    if call.refinement.steps != 1:
+        return f"{call.refinement.steps} steps with {what} have no kernel"
+    if call.bias_learns:
+        return "attn_mask requires a gradient, which needs every entry of the map"
     return None
 
 

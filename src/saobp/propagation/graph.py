@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -62,3 +63,14 @@ class FactorGraph:
         rows, labels = beliefs.shape[-2:]
         if rows != labels:
             raise ValueError(f"{why}: it needs as many queries as keys, not {rows} and {labels}")
+
+
+def in_window(window: int, queries: int, keys: int, is_causal: bool, device: torch.device) -> Tensor:
+    """Keys of a sliding window, bool ``[queries, keys]``, the last query aligned with the last key.
+
+    A row sees fewer than ``window`` keys back, and as many forward if not causal.
+    """
+    positions = torch.arange(keys, device=device)
+    distance = positions[keys - queries :, None] - positions
+    visible = distance.abs() < window
+    return visible & (distance >= 0) if is_causal else visible

@@ -61,6 +61,8 @@ def assert_within_budget(
     gradients: bool = True,
     frozen: bool = False,
     times: float = 2.0,
+    attn_mask: Tensor | None = None,
+    sliding_window: int | None = None,
 ) -> list[Error]:
     """Assert that output and gradients are within the budget; returns the measured errors.
 
@@ -83,6 +85,8 @@ def assert_within_budget(
             is_causal=is_causal,
             scale=scale,
             strength=strength,
+            attn_mask=attn_mask,
+            sliding_window=sliding_window,
             backend="reference",
         )
 

@@ -23,6 +23,7 @@ from saobp.transformers.layer_refinement import (
     reject_cross_attention,
     variants_of,
 )
+from saobp.transformers.masked_call import masked_output, masked_path
 from saobp.transformers.masks import graph_of
 from saobp.transformers.packed_sequences import (
     are_sequences,
@@ -81,10 +82,10 @@ def saobp_attention(
     wants_rows = rows_wanted(kwargs)
     states = query, key, value
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
-    why = why_whole_map(
-        attention_mask, (queries, keys), sliding_window, messages, sink, wants_rows, varies(strength)
-    )
-    if why is None:
+    masked = refinement, strength, attention_mask, sliding_window
+    needs_map = why_rows_needed((queries, keys), messages, sink, wants_rows, varies(strength))
+    mask_needs_map = why_mask_needs_map(attention_mask, keys, sliding_window, causal)
+    if needs_map is None and mask_needs_map is None:
         if messages is not None:
             messages.defer(Prefill(query, key, refinement, strength, attention_mask, scaling))
             if torch.compiler.is_exporting():
@@ -95,7 +96,10 @@ def saobp_attention(
             longest = kwargs.get("max_length_q")
             output = attention_of_sequences(*states, refinement, attention_mask, lengths, longest, options)
         else:
+            options["sliding_window"] = sliding_window
             output = attention(*states, refinement, attention_mask=attention_mask, **options)
+    elif needs_map is None and not causal and masked_path(states, *masked, **options).name == "fused":
+        output, rows = masked_output(states, *masked, **options), None
     else:
         graph, bias = graph_of(attention_mask, query, keys, refinement, causal, sliding_window)
         if sink is not None:
@@ -124,16 +128,14 @@ def sink_of(variants: list[Variant]) -> PlusOne | None:
     return next((variant for variant in variants if isinstance(variant, PlusOne)), None)
 
 
-def why_whole_map(
-    mask: Tensor | None,
+def why_rows_needed(
     lengths: tuple[int, int],
-    window: int | None,
     messages: MessageCacheLayer | None,
     sink: PlusOne | None,
     wants_rows: bool,
     strength_varies: bool,
 ) -> str | None:
-    """Why a call of ``(queries, keys)`` computes its whole map in memory; None if it does not."""
+    """Why a call of ``(queries, keys)`` computes its whole map under any mask; None if it does not."""
     queries, keys = lengths
     if wants_rows:
         return "the attention rows were asked for"
@@ -143,10 +145,16 @@ def why_whole_map(
         return "its strengths are not one per head and step"
     if queries != keys or (messages is not None and messages.past is not None):
         return f"{queries} queries see {keys} keys, earlier ones from a cache"
+    return None
+
+
+def why_mask_needs_map(mask: Tensor | None, keys: int, window: int | None, causal: bool) -> str | None:
+    """Why the mask of a call does not go by :func:`saobp.attention`; None if it does."""
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         return "its mask says more than padding or packed sequences"
-    if window is not None and window < keys:
-        return f"its sliding window of {window} is shorter than the {keys} tokens"
+    if window is not None and window < keys and (causal or are_sequences(mask)):
+        also = "rows hear earlier rows only" if causal else "sequences are packed"
+        return f"its sliding window of {window} is shorter than the {keys} tokens, and {also}"
     if mask is not None and are_sequences(mask) and torch.compiler.is_compiling():
         return "a compiled call cannot read where packed sequences begin"
     return None

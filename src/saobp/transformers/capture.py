@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from saobp.propagation.graph import FactorGraph
+from saobp.kernels.dispatch import Path
+from saobp.propagation.graph import FactorGraph, in_window
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
 from saobp.transformers.apply import attention_modules
@@ -22,7 +23,8 @@ from saobp.transformers.attention_function import (
     sink_of,
     varied_states,
     varies,
-    why_whole_map,
+    why_mask_needs_map,
+    why_rows_needed,
 )
 from saobp.transformers.cache import MessageCacheLayer
 from saobp.transformers.layer_refinement import (
@@ -32,7 +34,8 @@ from saobp.transformers.layer_refinement import (
     reject_cross_attention,
     variants_of,
 )
-from saobp.transformers.masks import View, graph_of, in_window, padded_view, read_mask
+from saobp.transformers.masked_call import masked_path
+from saobp.transformers.masks import View, graph_of, padded_view, read_mask
 from saobp.transformers.packed_sequences import (
     are_sequences,
     same_sequence,
@@ -109,22 +112,25 @@ class AttentionCall:
             past=None if messages is None else messages.past,
         ).rows
 
-    def why_whole_map(self) -> str | None:
-        """Why a refined call computes its whole map in memory; None if it does not."""
-        _, strength, messages = self._own()
+    def whole_map(self) -> tuple[str | None, Path | None]:
+        """Why a refined call computes its whole map in memory, None if it does not; and the path of kernels
+        for masks, if they compute it."""
+        refinement, strength, messages = self._own()
         mask = self.mask if self.sequences is None else with_sequences(self.mask, self.sequences)
         lengths = self.query.shape[-2], self.key.shape[-2]
         sink = sink_of(variants_of(own_layer(self.module)))
         messages = messages if self.is_causal else None
-        return why_whole_map(
-            mask,
-            lengths,
-            self.sliding_window,
-            messages,
-            sink,
-            rows_wanted(self.options),
-            varies(strength),
-        )
+        why = why_rows_needed(lengths, messages, sink, rows_wanted(self.options), varies(strength))
+        if why is not None:
+            return why, None
+        why = why_mask_needs_map(mask, lengths[1], self.sliding_window, self.is_causal)
+        if why is None or self.is_causal:
+            return why, None
+        path = masked_path(
+            (self.query, self.key, self.value), refinement, strength, mask, self.sliding_window,
+            dropout_p=self.dropout, scale=self.scaling,
+        )  # fmt: skip
+        return (None, path) if path.name == "fused" else (why, None)
 
     def _own(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
         if self.is_refined:

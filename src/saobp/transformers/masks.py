@@ -17,10 +17,12 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from saobp.functional import build_graph
-from saobp.propagation.graph import FactorGraph
+from saobp.propagation.graph import FactorGraph, in_window
 from saobp.refinement import Refinement
 from saobp.transformers.packed_sequences import are_sequences, packed_sequences, same_sequence
 
+PASS_THEIR_WINDOW = frozenset({"modernbert"})
+"""Model types whose bidirectional local layers pass ``sliding_window``, so that masks need not hold it."""
 HIDDEN, SEEN, SEEN_BY_PADDING = 0, 1, 2
 """Entries of the int8 mask ``[batch, 1, queries, keys]``."""
 
@@ -62,7 +64,9 @@ def saobp_mask(
     starts = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0
     covered = attention_mask is None or attention_mask.shape[-1] == kv_length
     square = starts and covered and q_length == kv_length
-    if may_skip and square:
+    if square and (
+        may_skip or is_plain_window(allow_is_bidirectional_skip and not allow_is_causal_skip, **kwargs)
+    ):
         if attention_mask is None or is_tracing(attention_mask) or not bool(attention_mask.all()):
             return attention_mask
         return None
@@ -87,6 +91,17 @@ def saobp_mask(
     rows = torch.arange(q_length, device=attention_mask.device) + q_offset
     real = functional.pad(attention_mask, (0, missing)).index_select(1, rows)
     return seen.to(torch.int8) * torch.where(real, SEEN, SEEN_BY_PADDING).to(torch.int8)[:, None, :, None]
+
+
+def is_plain_window(is_bidirectional: bool, **kwargs: Any) -> bool:
+    """Whether a mask is a symmetric window and nothing else, of a model whose layers pass the window.
+
+    is_bidirectional: the mask may be skipped as bidirectional but not as causal. Transformers forbids both
+    where it combines the window with another mask function.
+    """
+    kind = getattr(kwargs.get("config"), "model_type", None)
+    windowed = kwargs.get("local_size") is not None and kind in PASS_THEIR_WINDOW
+    return windowed and is_bidirectional
 
 
 def graph_of(
@@ -117,6 +132,17 @@ def graph_of(
 
 def read_mask(mask: Tensor, queries: int, keys: int) -> View:
     """Read a 4-D mask: ours (int8), or the user's (bool, or numbers to add to the scores)."""
+    mask = check_mask(mask, queries, keys)
+    if mask.dtype == torch.int8:
+        return View(mask != HIDDEN, ~(mask == SEEN_BY_PADDING).any(-1, keepdim=True))
+    if mask.dtype == torch.bool:
+        return View(mask, _rows_that_are_keys(mask, queries, keys))
+    seen = mask > torch.finfo(mask.dtype).min / 2
+    return View(seen, _rows_that_are_keys(seen, queries, keys), mask.masked_fill(~seen, 0.0))
+
+
+def check_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
+    """A 4-D mask, cut to the keys; raises on what cannot be read as one."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         what = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"saobp reads masks [batch, keys] or [batch, heads, queries, keys], not {what}")
@@ -125,14 +151,9 @@ def read_mask(mask: Tensor, queries: int, keys: int) -> View:
         raise ValueError(
             f"a mask of shape {tuple(mask.shape)} does not fit {queries} queries and {keys} keys"
         )
-    if mask.dtype == torch.int8:
-        return View(mask != HIDDEN, ~(mask == SEEN_BY_PADDING).any(-1, keepdim=True))
-    if mask.dtype == torch.bool:
-        return View(mask, _rows_that_are_keys(mask, queries, keys))
-    if mask.is_floating_point():
-        seen = mask > torch.finfo(mask.dtype).min / 2
-        return View(seen, _rows_that_are_keys(seen, queries, keys), mask.masked_fill(~seen, 0.0))
-    raise ValueError(f"a 4-D attention mask must be bool or floating point, not {mask.dtype}")
+    if mask.dtype not in (torch.int8, torch.bool) and not mask.is_floating_point():
+        raise ValueError(f"a 4-D attention mask must be bool or floating point, not {mask.dtype}")
+    return mask
 
 
 def window_view(
@@ -140,17 +161,6 @@ def window_view(
 ) -> View:
     """A sliding window over a padding mask ``[batch, keys]``, as :func:`in_window` has it."""
     return padded_view(in_window(window, queries, keys, is_causal, device), padding)
-
-
-def in_window(window: int, queries: int, keys: int, is_causal: bool, device: torch.device) -> Tensor:
-    """Keys of a sliding window, bool ``[queries, keys]``, the last query aligned with the last key.
-
-    A row sees fewer than ``window`` keys back, and as many forward if not causal.
-    """
-    positions = torch.arange(keys, device=device)
-    distance = positions[keys - queries :, None] - positions
-    visible = distance.abs() < window
-    return visible & (distance >= 0) if is_causal else visible
 
 
 def padded_view(visible: Tensor | None, padding: Tensor | None) -> View:

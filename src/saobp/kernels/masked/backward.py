@@ -1,0 +1,251 @@
+"""Masked attention, gradients: the formulas of ``bidirectional.backward`` in the log domain, without atomics.
+
+1. ``row_products``: D = rowsum(dO * O). The output's rounding error counts too: in a collapsed row dO V^T - D cancels.
+2. ``masked_value_gradient`` (over keys): dV = P^T dO and dc = sum_j dT = V . dV - P^T D, from the same rounded weights.
+3. ``masked_query_gradient`` (over rows): H = u (dT - dc), E = rowsum(H), dQ = (dT + gamma H) K - gamma E (a K).
+4. ``masked_key_gradient`` (over keys): dK = (dT + gamma H - gamma E a)^T Q.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.library.arithmetic import (
+    head_message,
+    head_seed,
+    kept,
+    load_lse,
+    load_rows,
+    load_vector,
+    real_tokens,
+    store_rows,
+)
+from saobp.kernels.library.indexing import head_base, locate, states_base
+from saobp.kernels.masked.tiles import reach, seen_scores, weights
+
+
+@triton.jit
+def row_products(
+    grad_ptr, out_ptr, rest_ptr, delta_ptr, g_batch, g_head, g_row, o_batch, o_head, o_row, r_batch, r_head, r_row,
+    heads, length, blocks, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """D of each row: its gradient times its output, with what rounding took from it."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, grad_ptr, False)
+    begin = block * ROWS
+    rows = begin + tl.arange(0, ROWS)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    o_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
+    grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
+    out = load_rows(o_base, begin, tokens, o_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
+    if out_ptr.dtype.element_ty != tl.float32:
+        r_base = states_base(rest_ptr, batch, head, first, r_batch, r_head, r_row)
+        out += load_rows(r_base, begin, tokens, r_row, ROWS, DIM, BLOCK_DIM, True).to(tl.float32)
+    base = head_base(delta_ptr, batch, head, first, heads, length)
+    tl.store(base + rows, tl.sum(grad * out, 1), mask=rows < tokens)
+
+
+@triton.jit
+def masked_value_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, key_spans_ptr,
+    lse_ptr, heard_ptr, belief_ptr, delta_ptr, dv_ptr, heard_grad_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
+    heads, group, length, blocks, window, lowest, low_plane, score_scale, sign, drop_threshold, keep_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
+    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dV of a block of keys and dc, the gradient of their summed messages."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
+    begin = block * KEYS
+    keys = begin + tl.arange(0, KEYS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    nodes_base = nodes_ptr + batch * n_batch + head * n_head
+    mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
+    view = (mask_base, m_row, m_key, lowest, window, length)
+    row_base = head_base(0, batch, head, first, heads, length)
+    message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    KIND: tl.constexpr = q_ptr.dtype.element_ty
+    k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    keys_real = real_tokens(nodes_base, keys, tokens, NODES)
+    heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
+    dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
+    own = tl.zeros([KEYS], tl.float32)
+    span_base = key_spans_ptr + batch * s_batch + head * s_head
+    start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED)
+    for place in tl.range(start, stop, ROWS):
+        rows = place + tl.arange(0, ROWS)
+        q = load_rows(q_base, place, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
+        top, rest = load_lse(belief_ptr + row_base, low_plane, rows, tokens, 2, True)
+        speaks = real_tokens(nodes_base, rows, tokens, NODES)[None, :]
+        scores = seen_scores(
+            raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED
+        )
+        _, refined = weights(
+            scores, (high[None, :], low[None, :]), (top[None, :], rest[None, :]), heard[:, None], speaks, message,
+            HEARS, EXACT,
+        )  # fmt: skip
+        refined = refined.to(KIND)
+        delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
+        own += tl.sum(refined.to(tl.float32) * delta[None, :], 1)
+        if DROPS:
+            refined = tl.where(kept(seed, rows[None, :], keys[:, None], drop_threshold), refined, 0.0)
+        grad = load_rows(g_base, place, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
+        dv = tl.dot(refined, grad, dv, input_precision=PRECISION)
+    dv *= keep_scale
+    dv_base = states_base(dv_ptr, batch, head, first, d_batch, d_head, d_row)
+    store_rows(dv_base, begin, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
+    v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+    heard_grad = tl.sum(v.to(tl.float32) * dv, 1) - own
+    tl.store(heard_grad_ptr + row_base + keys, heard_grad, mask=keys < tokens)
+
+
+@triton.jit
+def message_gradient(a, d_logits, heard_grad, speaks, message, HEARS: tl.constexpr):
+    """H, the gradient of a tile's log messages over -gamma: u (dT - dc) with u = a / (1 - gamma a)."""
+    d_own = -heard_grad
+    if HEARS == 0:
+        d_own = d_logits
+    elif HEARS == 1:
+        d_own = d_logits - heard_grad
+    return tl.where(speaks, a / (1.0 - message[0] * a) * d_own, 0.0)
+
+
+@triton.jit
+def masked_query_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, spans_ptr,
+    lse_ptr, heard_ptr, belief_ptr, delta_ptr, heard_grad_ptr, dq_ptr, gamma_grad_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
+    heads, group, length, blocks, window, lowest, low_plane, scale, score_scale, sign, drop_threshold, keep_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
+    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of a block of rows, and E, the gradient of gamma."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
+    begin = block * ROWS
+    rows = begin + tl.arange(0, ROWS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    nodes_base = nodes_ptr + batch * n_batch + head * n_head
+    mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
+    view = (mask_base, m_row, m_key, lowest, window, length)
+    row_base = head_base(0, batch, head, first, heads, length)
+    message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    KIND: tl.constexpr = q_ptr.dtype.element_ty
+    q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+    grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
+    high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
+    top, rest = load_lse(belief_ptr + row_base, low_plane, rows, tokens, 2, True)
+    delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
+    speaks = real_tokens(nodes_base, rows, tokens, NODES)[:, None]
+    dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    gamma_grad = tl.zeros([ROWS], tl.float32)
+    span_base = spans_ptr + batch * s_batch + head * s_head
+    start, stop = reach(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED)
+    for place in tl.range(start, stop, KEYS):
+        keys = place + tl.arange(0, KEYS)
+        k = load_rows(k_base, place, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+        v = load_rows(v_base, place, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+        raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        real = real_tokens(nodes_base, keys, tokens, NODES)
+        scores = seen_scores(
+            raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED
+        )
+        heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
+        a, refined = weights(
+            scores, (high[:, None], low[:, None]), (top[:, None], rest[:, None]), heard[None, :], speaks, message,
+            HEARS, EXACT,
+        )  # fmt: skip
+        d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        if DROPS:
+            d_rows = tl.where(
+                kept(seed, rows[:, None], keys[None, :], drop_threshold), d_rows * keep_scale, 0.0
+            )
+        d_logits = refined * (d_rows - delta[:, None])
+        heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
+        d_message = message_gradient(a, d_logits, heard_grad[None, :], speaks, message, HEARS)
+        gamma_grad += tl.sum(d_message, 1)
+        dq = tl.dot((d_logits + message[0] * d_message).to(KIND), k, dq, input_precision=PRECISION)
+        prior_k = tl.dot(a.to(KIND), k, prior_k, input_precision=PRECISION)
+    tl.store(gamma_grad_ptr + row_base + rows, gamma_grad, mask=rows < tokens)
+    dq = (dq - (message[0] * gamma_grad)[:, None] * prior_k) * scale
+    dq_base = states_base(dq_ptr, batch, head, first, d_batch, d_head, d_row)
+    store_rows(dq_base, begin, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def masked_key_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, key_spans_ptr,
+    lse_ptr, heard_ptr, belief_ptr, delta_ptr, heard_grad_ptr, gamma_grad_ptr, dk_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
+    heads, group, length, blocks, window, lowest, low_plane, scale, score_scale, sign, drop_threshold, keep_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
+    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK of a block of keys."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
+    begin = block * KEYS
+    keys = begin + tl.arange(0, KEYS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    nodes_base = nodes_ptr + batch * n_batch + head * n_head
+    mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
+    view = (mask_base, m_row, m_key, lowest, window, length)
+    row_base = head_base(0, batch, head, first, heads, length)
+    message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    gamma = message[0]
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    KIND: tl.constexpr = q_ptr.dtype.element_ty
+    k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+    keys_real = real_tokens(nodes_base, keys, tokens, NODES)
+    heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
+    heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
+    dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
+    span_base = key_spans_ptr + batch * s_batch + head * s_head
+    start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED)
+    for place in tl.range(start, stop, ROWS):
+        rows = place + tl.arange(0, ROWS)
+        q = load_rows(q_base, place, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+        grad = load_rows(g_base, place, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
+        top, rest = load_lse(belief_ptr + row_base, low_plane, rows, tokens, 2, True)
+        delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
+        row_term = gamma * load_vector(gamma_grad_ptr + row_base, rows, tokens, 0.0, True)
+        speaks = real_tokens(nodes_base, rows, tokens, NODES)[None, :]
+        scores = seen_scores(
+            raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED
+        )
+        a, refined = weights(
+            scores, (high[None, :], low[None, :]), (top[None, :], rest[None, :]), heard[:, None], speaks, message,
+            HEARS, EXACT,
+        )  # fmt: skip
+        d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        if DROPS:
+            d_rows = tl.where(
+                kept(seed, rows[None, :], keys[:, None], drop_threshold), d_rows * keep_scale, 0.0
+            )
+        d_logits = refined * (d_rows - delta[None, :])
+        d_message = message_gradient(a, d_logits, heard_grad[:, None], speaks, message, HEARS)
+        d_scores = d_logits + gamma * d_message - a * row_term[None, :]
+        dk = tl.dot(d_scores.to(KIND), q, dk, input_precision=PRECISION)
+    dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
+    store_rows(dk_base, begin, tokens, d_row, dk * scale, KEYS, DIM, BLOCK_DIM)

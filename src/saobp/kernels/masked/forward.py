@@ -1,0 +1,170 @@
+"""Masked attention, forward: three sweeps as for long sequences, in the log domain, over the tiles that are seen.
+
+1. ``masked_row_sums``: log-sum-exp of every row's scores, in two parts, its largest score and the rest.
+2. ``masked_column_messages``: sum of all rows' log messages per key.
+3. ``masked_output``: refined rows times values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.library.arithmetic import (
+    head_message,
+    head_seed,
+    kept,
+    load_lse,
+    load_rows,
+    load_vector,
+    real_tokens,
+    store_rows,
+)
+from saobp.kernels.library.indexing import head_base, locate, states_base
+from saobp.kernels.masked.tiles import log2_own, log_belief, reach, seen_scores
+
+
+@triton.jit
+def masked_row_sums(
+    q_ptr, k_ptr, nodes_ptr, mask_ptr, spans_ptr, lse_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
+    heads, group, length, blocks, window, lowest, low_plane, score_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Base-2 log-sum-exp of each row; plus infinity for a row that sees no key, so that its weights are 0."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
+    begin = block * ROWS
+    rows = begin + tl.arange(0, ROWS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    nodes_base = nodes_ptr + batch * n_batch + head * n_head
+    mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
+    view = (mask_base, m_row, m_key, lowest, window, length)
+    q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    span_base = spans_ptr + batch * s_batch + head * s_head
+    start, stop = reach(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED)
+    for place in tl.range(start, stop, KEYS):
+        keys = place + tl.arange(0, KEYS)
+        k = load_rows(k_base, place, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+        raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        real = real_tokens(nodes_base, keys, tokens, NODES)
+        scores = seen_scores(
+            raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED
+        )
+        raised = tl.maximum(top, tl.max(scores, 1))
+        anchor = tl.where(raised == float("-inf"), 0.0, raised)
+        total = total * tl.exp2(top - anchor) + tl.sum(tl.exp2(scores - anchor[:, None]), 1)
+        top = raised
+    lse_base = head_base(lse_ptr, batch, head, first, heads, length)
+    tl.store(lse_base + rows, tl.where(total > 0, top, float("inf")), mask=rows < tokens)
+    total = tl.where(total > 0, total, 1.0)
+    tl.store(lse_base + low_plane + rows, tl.log2(total), mask=rows < tokens)
+
+
+@triton.jit
+def masked_column_messages(
+    q_ptr, k_ptr, strength_ptr, nodes_ptr, mask_ptr, key_spans_ptr, lse_ptr, heard_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
+    heads, group, length, blocks, window, lowest, low_plane, score_scale, sign,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
+    MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum of base-2 log messages about each key, of all rows that are nodes."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
+    begin = block * KEYS
+    keys = begin + tl.arange(0, KEYS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    nodes_base = nodes_ptr + batch * n_batch + head * n_head
+    mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
+    view = (mask_base, m_row, m_key, lowest, window, length)
+    row_base = head_base(0, batch, head, first, heads, length)
+    message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    keys_real = real_tokens(nodes_base, keys, tokens, NODES)
+    heard = tl.zeros([KEYS], tl.float32)
+    span_base = key_spans_ptr + batch * s_batch + head * s_head
+    start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED)
+    for place in tl.range(start, stop, ROWS):
+        rows = place + tl.arange(0, ROWS)
+        q = load_rows(q_base, place, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
+        high = tl.where(real_tokens(nodes_base, rows, tokens, NODES), high, float("inf"))
+        scores = seen_scores(
+            raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED
+        )
+        a = tl.exp2((scores - high[None, :]) - low[None, :])
+        heard += tl.sum(log2_own(a, message, EXACT), 1)
+    tl.store(heard_ptr + row_base + keys, heard, mask=keys < tokens)
+
+
+@triton.jit
+def masked_output(
+    q_ptr, k_ptr, v_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, spans_ptr, lse_ptr, heard_ptr,
+    out_ptr, rest_ptr, belief_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
+    heads, group, length, blocks, window, lowest, low_plane, score_scale, sign, drop_threshold, keep_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
+    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, DROPS: tl.constexpr,
+    SAVES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output of a block of rows; if SAVES also its rounding error, and log2 of the rows' normalisers in two parts."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
+    begin = block * ROWS
+    rows = begin + tl.arange(0, ROWS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    nodes_base = nodes_ptr + batch * n_batch + head * n_head
+    mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
+    view = (mask_base, m_row, m_key, lowest, window, length)
+    row_base = head_base(0, batch, head, first, heads, length)
+    message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    KIND: tl.constexpr = v_ptr.dtype.element_ty
+    q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
+    high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
+    speaks = real_tokens(nodes_base, rows, tokens, NODES)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    span_base = spans_ptr + batch * s_batch + head * s_head
+    start, stop = reach(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED)
+    for place in tl.range(start, stop, KEYS):
+        keys = place + tl.arange(0, KEYS)
+        k = load_rows(k_base, place, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+        raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        real = real_tokens(nodes_base, keys, tokens, NODES)
+        scores = seen_scores(
+            raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED
+        )
+        prior = (scores - high[:, None]) - low[:, None]
+        heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
+        beliefs = log_belief(prior, tl.exp2(prior), heard[None, :], speaks[:, None], message, HEARS, EXACT)
+        raised = tl.maximum(top, tl.max(beliefs, 1))
+        anchor = tl.where(raised == float("-inf"), 0.0, raised)
+        shrink = tl.exp2(top - anchor)
+        refined = tl.exp2(beliefs - anchor[:, None]).to(KIND)
+        total = total * shrink + tl.sum(refined.to(tl.float32), 1)
+        if DROPS:
+            refined = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
+        v = load_rows(v_base, place, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+        out = tl.dot(refined, v, out * shrink[:, None], input_precision=PRECISION)
+        top = raised
+    top = tl.where(total > 0, top, float("inf"))
+    total = tl.where(total > 0, total, 1.0)
+    out *= (keep_scale / total)[:, None]
+    out_offset = states_base(0, batch, head, first, o_batch, o_head, o_row)
+    store_rows(out_ptr + out_offset, begin, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
+    if SAVES:
+        if v_ptr.dtype.element_ty != tl.float32:
+            rest = out - out.to(KIND).to(tl.float32)
+            store_rows(rest_ptr + out_offset, begin, tokens, o_row, rest, ROWS, DIM, BLOCK_DIM)
+        belief_base = belief_ptr + row_base + rows
+        tl.store(belief_base, top, mask=rows < tokens)
+        tl.store(belief_base + low_plane, tl.log2(total), mask=rows < tokens)

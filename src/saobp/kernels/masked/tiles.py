@@ -1,0 +1,123 @@
+"""Masked tiles: which entries a tile may use, which tiles a block needs, and the weights of a tile.
+
+An entry is *seen* if the row may attend to the key: inside the window, allowed by the mask, and the key is a node of the
+graph (no padding). ``view`` is what decides that: pointer to the mask of this head, its two strides, the number up to
+which an added number hides an entry, the window and the length.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.library.arithmetic import log2_message
+
+GRAIN = 64
+"""Tokens of a block whose reach under a mask is known."""
+_GRAIN = tl.constexpr(GRAIN)
+
+
+@triton.jit
+def seen_scores(
+    raw, rows, keys, keys_real, view, score_scale, MASK: tl.constexpr, WINDOWED: tl.constexpr
+):  # fmt: skip
+    """Base-2 scores of a tile from raw products; minus infinity where unseen.
+
+    ``rows``, ``keys`` and ``keys_real`` are shaped to broadcast to the tile. MASK 1: not 0 is seen; 2: numbers to add.
+    """
+    mask_base, mask_row, mask_key, lowest, window, length = view
+    scores = raw * score_scale
+    seen = keys_real
+    if WINDOWED:
+        distance = rows - keys
+        seen = seen & (distance < window) & (distance > -window)
+    if MASK != 0:
+        places = mask_base + (rows.to(tl.int64) * mask_row + keys.to(tl.int64) * mask_key)
+        entries = tl.load(places, mask=(rows < length) & (keys < length), other=0)
+        if MASK == 1:
+            seen = seen & (entries != 0)
+        else:
+            added = entries.to(tl.float32)
+            seen = seen & (added > lowest)
+            scores += added * 1.4426950408889634
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def reach(
+    begin, tokens, window, span_base, SIZE: tl.constexpr, STEP: tl.constexpr, MASK: tl.constexpr, WINDOWED: tl.constexpr
+):  # fmt: skip
+    """First and last (exclusive) token that a block of SIZE tokens from ``begin`` on can need, the first a multiple of
+    STEP."""
+    first, last = begin * 0, begin * 0 + tokens
+    if WINDOWED:
+        first = tl.maximum(begin - window + 1, first)
+        last = tl.minimum(begin + SIZE - 1 + window, last)
+    if MASK != 0:
+        low, high = last, first
+        for part in tl.static_range((SIZE + _GRAIN - 1) // _GRAIN):
+            grain = begin // _GRAIN + part
+            inside = grain * _GRAIN < tokens
+            low = tl.minimum(low, tl.load(span_base + 2 * grain, mask=inside, other=2147483647))
+            high = tl.maximum(high, tl.load(span_base + 2 * grain + 1, mask=inside, other=0))
+        first, last = tl.maximum(first, low), tl.minimum(last, high)
+    return first // STEP * STEP, last
+
+
+@triton.jit
+def mask_spans(
+    mask_ptr, spans_ptr, m_batch, m_head, m_outer, m_inner, mask_heads, length, grains, lowest,
+    SIZE: tl.constexpr, STEP: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """For SIZE consecutive rows (or keys) the first and last (exclusive) key (row) that the mask lets any of them see."""
+    pid = tl.program_id(0)
+    grain, line = pid % grains, pid // grains
+    base = mask_ptr + (line // mask_heads).to(tl.int64) * m_batch + (line % mask_heads).to(tl.int64) * m_head
+    outer = grain * SIZE + tl.arange(0, SIZE)[:, None]
+    low, high = grain * 0 + length, grain * 0
+    for start in tl.range(0, length, STEP):
+        inner = start + tl.arange(0, STEP)[None, :]
+        inside = (outer < length) & (inner < length)
+        places = base + (outer.to(tl.int64) * m_outer + inner.to(tl.int64) * m_inner)
+        entries = tl.load(places, mask=inside, other=0)
+        if MASK == 1:
+            seen = inside & (entries != 0)
+        else:
+            seen = inside & (entries.to(tl.float32) > lowest)
+        low = tl.minimum(low, tl.min(tl.min(tl.where(seen, inner, length), 1), 0))
+        high = tl.maximum(high, tl.max(tl.max(tl.where(seen, inner + 1, 0), 1), 0))
+    tl.store(spans_ptr + 2 * pid, low)
+    tl.store(spans_ptr + 2 * pid + 1, high)
+
+
+@triton.jit
+def log2_own(a, message, EXACT: tl.constexpr):
+    """log2(1 - gamma a); EXACT in all digits of float32."""
+    if EXACT:
+        return log2_message(a, message, 2)
+    return tl.log2(1.0 - message[0] * a)
+
+
+@triton.jit
+def weights(
+    scores, lse, belief, heard, speaks, message, HEARS: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """Prior and refined weights of a tile, all in the log domain.
+
+    ``lse`` and ``belief``: log2 of the rows' normalisers, before and after messages, in two parts each; ``heard``: sum of
+    messages about each key; ``speaks``: rows whose own message is in that sum and is taken out again.
+    """
+    prior = (scores - lse[0]) - lse[1]
+    a = tl.exp2(prior)
+    refined = log_belief(prior, a, heard, speaks, message, HEARS, EXACT)
+    return a, tl.exp2((refined - belief[0]) - belief[1])
+
+
+@triton.jit
+def log_belief(prior, a, heard, speaks, message, HEARS: tl.constexpr, EXACT: tl.constexpr):
+    """Unnormalised base-2 log beliefs: prior and received messages."""
+    if HEARS:
+        prior += heard
+    if HEARS != 2:
+        prior -= tl.where(speaks, log2_own(a, message, EXACT), 0.0)
+    return prior

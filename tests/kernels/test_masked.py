@@ -1,0 +1,179 @@
+"""Kernels for windows and masks against their specification, on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import saobp
+from saobp import Refinement
+from saobp.kernels.masked import attention as masked
+from saobp.kernels.masked.tiles import GRAIN
+from saobp.testing.error_budget import assert_within_budget
+from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+HALF = torch.bfloat16 if GPU else torch.float16
+
+
+def check(inputs: AttentionInputs, refinement: Refinement, **mask: Any) -> None:
+    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
+        return saobp.attention(
+            query, key, value, refinement, padding_mask=inputs.padding_mask, strength=strength,
+            backend="fused", **mask,
+        )  # fmt: skip
+
+    assert_within_budget(fused, inputs, refinement, **mask)
+
+
+def symmetric(length: int, share: float) -> Tensor:
+    """A random mask ``[length, length]`` of pairs that see each other, each token itself."""
+    random = torch.Generator().manual_seed(0)
+    seen = torch.rand(length, length, generator=random) < share
+    return (seen | seen.mT | torch.eye(length, dtype=torch.bool)).to(DEVICE)
+
+
+def added(seen: Tensor) -> Tensor:
+    """Numbers to add to scores, minus infinity where unseen; not symmetric themselves."""
+    random = torch.Generator().manual_seed(1)
+    numbers = torch.randn(seen.shape, generator=random).to(seen.device)
+    return torch.where(seen, numbers, -math.inf)
+
+
+@pytest.mark.parametrize("window", [1, 9, 70])
+@pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+def test_a_sliding_window_with_grouped_heads_and_padding(dtype: torch.dtype, window: int) -> None:
+    inputs = attention_inputs(
+        2, 2, 100 if window > 1 else 20, 16, key_heads=1, strength=(0.9, -0.5), padding="left",
+        transposed=True, dtype=dtype, device=DEVICE,
+    )  # fmt: skip
+    check(inputs, Refinement("high", "learned"), sliding_window=window)
+
+
+@pytest.mark.parametrize(
+    "factor",
+    ["high", *(pytest.param(one, marks=pytest.mark.slow) for one in ("low-listing", "low-key-bias"))],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(HALF, marks=pytest.mark.slow)], ids=str)
+def test_a_mask_of_pairs(factor: str, dtype: torch.dtype) -> None:
+    inputs = attention_inputs(1, 2, 90, 16, strength=(2.0, 0.0), dtype=dtype, device=DEVICE)
+    check(inputs, Refinement(factor, "learned"), attn_mask=symmetric(90, 0.2))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [HALF, *(pytest.param(one, marks=pytest.mark.slow) for one in (torch.float32, torch.float16))],
+    ids=str,
+)
+def test_numbers_to_add_under_a_window_and_padding(dtype: torch.dtype) -> None:
+    inputs = attention_inputs(2, 2, 80, 16, strength=(0.4, 1.0), padding="right", dtype=dtype, device=DEVICE)
+    numbers = added(symmetric(80, 0.5)).to(dtype)
+    check(inputs, Refinement("low", "learned"), attn_mask=numbers, sliding_window=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 1, 40, 40), (1, 2, 40, 40), (2, 1, 1, 40)])
+def test_masks_of_every_shape(shape: tuple[int, ...]) -> None:
+    inputs = attention_inputs(2, 2, 40, 16, dtype=HALF, device=DEVICE)
+    pairs = torch.stack([symmetric(40, share) for share in (0.2, 0.7)])
+    by_text = pairs[:, None] if shape[0] == 2 else pairs[None]
+    mask = (
+        by_text
+        if shape[2] == 40
+        else (torch.arange(40) < torch.tensor([[40], [30]]))[:, None, None].to(DEVICE)
+    )
+    check(inputs, Refinement("high", "learned"), attn_mask=mask.expand(shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collapse", ["sink", "diagonal"])
+@pytest.mark.parametrize("gap", [20.0, 90.0])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
+def test_collapsed_heads(collapse: Any, gap: float, dtype: torch.dtype) -> None:
+    inputs = attention_inputs(1, 2, 70, 16, strength=(0.9, 3.0), dtype=dtype, device=DEVICE)
+    inputs = collapsed_inputs(inputs, gap, collapse)
+    check(inputs, Refinement("high", "learned"), sliding_window=60)
+
+
+def test_rows_that_see_nothing_and_tiles_that_nobody_sees() -> None:
+    length = 3 * GRAIN
+    places = torch.arange(length, device=DEVICE)
+    seen = (places[:, None] // GRAIN == places // GRAIN) & (places >= 5) & (places[:, None] >= 5)
+    inputs = attention_inputs(1, 1, length, 16, dtype=torch.float32, device=DEVICE)
+    states = [one.requires_grad_() for one in (inputs.query, inputs.key, inputs.value)]
+    found = saobp.attention(*states, "high:0.7", attn_mask=seen, backend="fused")
+    assert not found[0, 0, :5].any()
+    assert all(one.isfinite().all() for one in torch.autograd.grad(found.sum(), states))
+    for start in range(0, length, GRAIN):
+        part = slice(start + (5 if start == 0 else 0), start + GRAIN)
+        alone = saobp.attention(*(one[:, :, part] for one in states), "high:0.7", backend="reference")
+        torch.testing.assert_close(found[:, :, part], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_drops_the_same_entries_forward_and_backward() -> None:
+    inputs = attention_inputs(1, 1, 40, 40, dtype=torch.float32, device=DEVICE)
+    options: dict[str, Any] = {"window": 9, "dropout_p": 0.25}
+    refinement, states = Refinement("high", "learned"), (inputs.query, inputs.key)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return masked.masked_attention(query, key, value, refinement, inputs.strength, **options)
+
+    dropped = attend(*states, torch.eye(40, device=DEVICE)[None, None])
+    leaves = [one.detach().requires_grad_() for one in (*states, inputs.value)]
+    found = torch.autograd.grad(attend(*leaves), leaves, inputs.output_gradient)
+    _, rows = saobp.functional.attention_with_rows(
+        *leaves, refinement, strength=inputs.strength, sliding_window=9, backend="reference"
+    )
+    kept = dropped != 0
+    assert 0.6 < kept.sum() / (rows > 0).sum() < 0.9
+    expected = torch.where(kept, rows / 0.75, 0.0)
+    torch.testing.assert_close(dropped, expected, rtol=1e-5, atol=1e-6)
+    wanted = torch.autograd.grad(expected @ leaves[2], leaves, inputs.output_gradient)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_that_learns_goes_by_the_reference() -> None:
+    inputs = attention_inputs(1, 1, 8, 16, device=DEVICE)
+    mask = torch.zeros(8, 8, device=DEVICE, requires_grad=True)
+    with pytest.raises(ValueError, match="attn_mask requires a gradient"):
+        saobp.attention(*inputs.leaves()[:3], "high:0.2", attn_mask=mask, backend="fused")
+
+
+@pytest.mark.slow
+def test_the_compiler_sees_one_operator() -> None:
+    inputs = attention_inputs(1, 2, 40, 16, device=DEVICE)
+
+    def step(*leaves: Tensor) -> Tensor:
+        return saobp.attention(
+            *leaves[:3], Refinement("high", "learned"), strength=leaves[3], sliding_window=9, backend="fused"
+        )
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    outputs = [one(*inputs.leaves()) for one in (step, compiled)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")
+def test_a_hundred_repeats_are_equal_bit_by_bit() -> None:
+    inputs = attention_inputs(
+        2, 4, 700, 64, strength=(0.2, 1.0, -0.5, 3.0), dtype=torch.bfloat16, device=DEVICE
+    )
+    leaves, mask = inputs.leaves(), added(symmetric(700, 0.3))
+
+    def step() -> tuple[Tensor, ...]:
+        out = saobp.attention(
+            *leaves[:3], Refinement("high", "learned"), strength=leaves[3], attn_mask=mask,
+            sliding_window=300, backend="fused",
+        )  # fmt: skip
+        return out, *torch.autograd.grad(out, leaves, inputs.output_gradient)
+
+    first = step()
+    for _ in range(100):
+        assert all(torch.equal(one, again) for one, again in zip(first, step(), strict=True))

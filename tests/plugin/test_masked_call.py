@@ -1,0 +1,73 @@
+"""Windows and masks of a model by the kernels for them, which here run in Triton's interpreter."""
+
+import pytest
+import torch
+from test_masks import ROUNDING, call, logits
+
+import saobp
+from saobp import explanation, functional
+from saobp.kernels import dispatch
+from saobp.testing.tiny_models import tiny_batch, tiny_model
+from saobp.transformers import masked_call
+from saobp.transformers.capture import watch
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """Calls under masks and windows take kernels as if they were on a GPU; the paths they take."""
+    paths = []
+
+    def select(given):
+        path = dispatch.select(given._replace(backend="fused") if given.is_masked else given)
+        paths.append(path.family)
+        return path
+
+    for module in (masked_call, functional, explanation):
+        monkeypatch.setattr(module, "select", select)
+    return paths
+
+
+def masks():
+    seen = torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(0)) < 0.6
+    seen = seen | seen.mT | torch.eye(7, dtype=torch.bool)
+    seen[1, :, :, 5:] = False
+    rows = torch.tensor([[1] * 7, [1] * 5 + [2] * 2])[:, None, :, None]
+    return {
+        "bool": seen,
+        "numbers": torch.where(seen, torch.randn(2, 1, 7, 7), -torch.inf),
+        "ours": (seen * rows).to(torch.int8),
+        "one row for all": seen[:, :, :1],
+        "sequences": torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1]]),
+    }
+
+
+@pytest.mark.parametrize("kind", masks())
+def test_every_mask_means_the_same_to_kernels(kind, request):
+    options = {"mask": masks()[kind], "window": 3 if kind in ("sequences", "ours") else None}
+    expected = call(**options)
+    paths = request.getfixturevalue("by_kernels")
+    torch.testing.assert_close(call(**options), expected, **ROUNDING)
+    assert paths == ["masked"]
+
+
+def test_local_layers_of_modernbert_need_no_mask_of_pairs(by_kernels):
+    model, batch = saobp.apply(tiny_model("modernbert"), "high:0.7"), tiny_batch()
+    masks = []
+    with watch(model, lambda call: masks.append((call.mask, call.sliding_window))):
+        logits(model, batch["input_ids"], batch["attention_mask"])
+    assert {mask.ndim for mask, _ in masks} == {2}
+    assert "masked" in by_kernels
+    windows = [window for _, window in masks]
+    assert any(window is not None and window < 9 for window in windows)
+    assert "sliding window of" in str(saobp.explain(model, batch))
+
+
+def test_a_window_of_modernbert_gives_what_the_mask_of_pairs_gave(monkeypatch):
+    model, batch = saobp.apply(tiny_model("modernbert"), "high:0.7"), tiny_batch()
+    found = logits(model, batch["input_ids"], batch["attention_mask"])
+    monkeypatch.setattr("saobp.transformers.masks.PASS_THEIR_WINDOW", frozenset())
+    expected = logits(model, batch["input_ids"], batch["attention_mask"])
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(found[real], expected[real], **ROUNDING)
