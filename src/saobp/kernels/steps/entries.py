@@ -85,6 +85,15 @@ def weigh(scores, a, key_part, anchor, HEARS: tl.constexpr, CAREFUL: tl.constexp
 
 
 @triton.jit
+def normalise(weights, norm, PRECISE: tl.constexpr):
+    """Weights times ``norm``, in float32 over it: a row that sits on one key then has a weight of exactly 1."""
+    if PRECISE == 2:
+        return tl.div_rn(weights, tl.broadcast_to(norm, weights.shape))
+    else:
+        return weights * norm
+
+
+@triton.jit
 def mix(updated, before, damping, PRECISE: tl.constexpr, DAMPED: tl.constexpr):
     """The belief after a step. With gamma near 1 a weight rounded above 1 would give messages below 0."""
     if DAMPED:
@@ -112,9 +121,10 @@ def run_steps(
         belief = a
         for step in tl.static_range(STEPS):
             inverse = inverse_message(belief, messages[step], PRECISE)
-            new = weigh(scores, a, key_parts[step], anchors[step], HEARS, CAREFUL) * norms[step]
+            new = weigh(scores, a, key_parts[step], anchors[step], HEARS, CAREFUL)
             if HEARS != 2:
                 new *= inverse
+            new = normalise(new, norms[step], PRECISE)
             before, updated, inverses = before + (belief,), updated + (new,), inverses + (inverse,)
             belief = mix(new, belief, damping, PRECISE, DAMPED)
         return before, updated, inverses
@@ -128,9 +138,10 @@ def belief_before(
     """b_t for t = STEP."""
     belief = a
     for step in tl.static_range(STEP):
-        new = weigh(scores, a, key_parts[step], anchors[step], HEARS, CAREFUL) * norms[step]
+        new = weigh(scores, a, key_parts[step], anchors[step], HEARS, CAREFUL)
         if HEARS != 2:
             new *= inverse_message(belief, messages[step], PRECISE)
+        new = normalise(new, norms[step], PRECISE)
         belief = mix(new, belief, damping, PRECISE, DAMPED)
     return belief
 

@@ -80,7 +80,7 @@ def step_rows(
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, plane, rows, tokens, PRECISE, True)
     anchors = load_steps(anchor_ptr + row_base, plane, rows, tokens, 0.0, STEP, True, 1)
-    norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 0.0, STEP, True, 1)
+    norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 1.0, STEP, True, 1)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEP + 1)
     messages = spoken(by_head, real_tokens(mask_base, rows, tokens, MASKED)[:, None], STEP + 1, MASKED)
     seed = head_seed(seed_ptr, row_base, DROPS)
@@ -130,7 +130,8 @@ def step_rows(
     visible = (high < float("inf")) & (sums > 0)
     norm = tl.where(visible, 1.0 / tl.where(visible, sums, 1.0), 0.0)
     step_base = row_base + STEP * tl.cast(plane, tl.int64) + rows
-    tl.store(norm_ptr + step_base, norm, mask=rows < tokens)
+    stored = tl.where(visible, sums, float("inf")) if PRECISE == 2 else norm
+    tl.store(norm_ptr + step_base, stored, mask=rows < tokens)
     tl.store(anchor_ptr + step_base, anchor, mask=rows < tokens)
     if not CAREFUL:
         tl.store(own_lowest, tl.min(tl.where(high < float("inf"), sums, 1.0), 0))
@@ -180,7 +181,7 @@ def step_messages(
         q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
         high, low = load_lse(lse_ptr + row_base, plane, rows, tokens, PRECISE, TAIL)
         anchors = load_steps(anchor_ptr + row_base, plane, rows, tokens, 0.0, STEP, TAIL, 0)
-        norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 0.0, STEP, TAIL, 0)
+        norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 1.0, STEP, TAIL, 0)
         messages = spoken(by_head, real_tokens(mask_base, rows, tokens, MASKED)[None, :], STEP + 1, MASKED)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)

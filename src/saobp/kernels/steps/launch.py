@@ -109,7 +109,7 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tenso
     numbers |= strides("o", out) | named_strides("d", spec.gradient_strides)
     last = spec.steps - 1
     for step in range(last, -1, -1):
-        if step == last and not spec.damping:
+        if step == last and not spec.damping and spec.precise != 2:
             own = {"blocks": ceil_div(spec.longest, 64), "ROWS": 64}
             launches.add(gradient_terms.row_products, spec.programs(64), numbers | own, delta=f"delta_{step}")
         else:
