@@ -240,6 +240,11 @@ def test_nothing_to_compare_is_said_in_a_sentence(tmp_path: Path) -> None:
             "High, learned strengths",
         ),
         ({"refinement": "gate+qk-norm"}, "qk-norm+gate", "QK-norm + Gated heads"),
+        (
+            {"refinement": "high:learned+gate+temperature"},
+            "high:learned+temperature+gate",
+            "High, learned strengths + Temperature + Gated heads",
+        ),
         ({"regularizer": "entropy"}, "entropy", "Entropy-Reg"),
         ({"refinement": "high:0.3"}, "high:0.3", "high:0.3"),
         (

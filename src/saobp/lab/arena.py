@@ -136,7 +136,9 @@ def title_of(method: str) -> str:
     """Title of a method in tables; combined parts are joined by plus signs."""
     titles = {one.refinement or one.regularizer or ORIGINAL: one.title for one in METHODS.values()}
     text, *trained = re.split("(?=, (?:rate|after) )", method, maxsplit=1)
-    parts = titles.get(text) or " + ".join(titles.get(part, part) for part in text.split("+"))
+    parts = titles.get(text) or " + ".join(
+        titles.get(part, part).removesuffix(" per head") for part in text.split("+")
+    )
     return "".join([parts, *trained])
 
 
