@@ -194,6 +194,12 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
         + compile_call(launched, "high", torch.float16, 300, steps=2, learned=True, **_padded(300))
         + compile_call(launched, "low", torch.float32, 100, steps=3, damping=0.3, learned=True)
     ),
+    "short steps": lambda launched: (
+        compile_call(launched, "high", torch.bfloat16, 128, steps=2)
+        + compile_call(
+            launched, "low", torch.float16, 100, steps=3, damping=0.3, learned=True, **_padded(100)
+        )
+    ),
 }
 
 

@@ -47,6 +47,7 @@ KERNELS = {
         "step_key_gradient",
         "strength_gradient",
     },
+    "short steps": {"short_steps_forward", "short_steps_backward"},
 }
 
 
@@ -54,7 +55,7 @@ KERNELS = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.slow) if case in ("statistics", "masked") else case
+        pytest.param(case, marks=pytest.mark.slow) if case in ("statistics", "masked", "steps") else case
         for case in pretended_gpu.CASES
     ],
 )

@@ -48,9 +48,14 @@ def inputs_of(
     return attention_inputs(length=length, strength=strength, dtype=dtype, device=DEVICE, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_two_steps(dtype: torch.dtype) -> None:
-    check(inputs_of(70, dtype=dtype, transposed=True), Refinement("high", "learned", steps=2))
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [(70, torch.float32), (130, HALF)] + [(length, HALF) for length in (1, 7, 37, 64, 111, 128)]
+    + [pytest.param(length, dtype, marks=slow) for length in (129, 200, 256) for dtype in DTYPES],
+)  # fmt: skip
+def test_two_steps(length: int, dtype: torch.dtype) -> None:
+    """Up to 128 tokens in half types a program holds the whole map."""
+    check(inputs_of(length, dtype=dtype, transposed=True), Refinement("high", "learned", steps=2))
 
 
 @pytest.mark.parametrize(
@@ -67,9 +72,10 @@ def test_two_steps(dtype: torch.dtype) -> None:
         pytest.param("low-listing", 3, 0.3, marks=slow),
     ],
 )
-def test_every_factor_damped_and_not(factor: str, steps: int, damping: float) -> None:
+@pytest.mark.parametrize("length", [37, pytest.param(135, marks=slow)])
+def test_every_factor_damped_and_not(length: int, factor: str, steps: int, damping: float) -> None:
     """With padding, on either side, and keys shared by two heads."""
-    inputs = inputs_of(37, batch=2, key_heads=1, padding="both")
+    inputs = inputs_of(length, batch=2, key_heads=1, padding="both")
     check(inputs, Refinement(factor, "learned", steps=steps, damping=damping))
 
 
@@ -77,8 +83,9 @@ def test_every_factor_damped_and_not(factor: str, steps: int, damping: float) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("strength", [0.02, 8.0])
 @pytest.mark.parametrize("factor", ["high", "low"])
-def test_weak_and_strong(factor: str, strength: float, dtype: torch.dtype) -> None:
-    check(inputs_of(70, strength, dtype), Refinement(factor, "learned", steps=2))
+@pytest.mark.parametrize("length", [70, 140])
+def test_weak_and_strong(length: int, factor: str, strength: float, dtype: torch.dtype) -> None:
+    check(inputs_of(length, strength, dtype), Refinement(factor, "learned", steps=2))
 
 
 @pytest.mark.slow
@@ -86,13 +93,14 @@ def test_weak_and_strong(factor: str, strength: float, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("kind", ["sink", "diagonal"])
 @pytest.mark.parametrize("gap", [5.0, 12.0, 90.0])
 @pytest.mark.parametrize("strength", [0.2, 2.0])
-def test_collapsed_heads(strength: float, gap: float, kind: str, dtype: torch.dtype) -> None:
-    inputs = collapsed_inputs(inputs_of(140, strength, dtype), gap, kind)  # type: ignore[arg-type]
+@pytest.mark.parametrize("length", [24, 140])
+def test_collapsed_heads(length: int, strength: float, gap: float, kind: str, dtype: torch.dtype) -> None:
+    inputs = collapsed_inputs(inputs_of(length, strength, dtype), gap, kind)  # type: ignore[arg-type]
     check(inputs, Refinement("high", "learned", steps=2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("length", "dim"), [(20, 1), (140, 48), (33, 80), (20, 128), (20, 256)])
+@pytest.mark.parametrize(("length", "dim"), [(20, 1), (140, 48), (33, 80), (130, 80), (20, 128), (20, 256)])
 def test_head_sizes(length: int, dim: int) -> None:
     check(inputs_of(length, 0.2, dim=dim), Refinement("high", 0.2, steps=2), 0.2)
 
@@ -100,14 +108,15 @@ def test_head_sizes(length: int, dim: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("damping", [0.0, 0.3])
 @pytest.mark.parametrize("padding", [None, "right"])
+@pytest.mark.parametrize("length", [70, 140])
 def test_strengths_known_to_be_weak(
-    padding: str | None, damping: float, monkeypatch: pytest.MonkeyPatch
+    length: int, padding: str | None, damping: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parabolas belong to bfloat16; the interpreter takes float16, and weaker: they are for fewer digits."""
     monkeypatch.setattr(CallSpec, "precise", 0)
     clear_plans()
     strength = 0.2 if GPU else 0.05
-    inputs = inputs_of(70, strength, batch=1 if padding is None else 2, padding=padding)
+    inputs = inputs_of(length, strength, batch=1 if padding is None else 2, padding=padding)
     check(inputs, Refinement("high", strength, steps=2, damping=damping), strength)
 
 
@@ -116,7 +125,7 @@ def test_logarithms_give_the_same(dtype: torch.dtype, monkeypatch: pytest.Monkey
     """The way of rows that underflow, taken by all."""
     monkeypatch.setattr(CallSpec, "lowest_sum", 1e9)
     clear_plans()
-    check(inputs_of(70, 1.0, dtype), Refinement("high", "learned", steps=2))
+    check(inputs_of(140, 1.0, dtype), Refinement("high", "learned", steps=2))
 
 
 def test_each_step_has_its_own_strength() -> None:
@@ -146,23 +155,29 @@ def test_strengths_of_more_steps_than_there_are_raise() -> None:
         )
 
 
-def test_dropout_is_one_mask_in_both_directions() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["long", "short"])
+def test_dropout_is_one_mask_in_both_directions(dtype: torch.dtype) -> None:
     """The output is linear in the values, so <dO, O> = <dV, V> if both passes drop the same entries."""
-    inputs = inputs_of(20, 0.5, dtype=torch.float32)
+    inputs = inputs_of(20, 0.5, dtype)
     query, key, value, _ = inputs.leaves()
     refinement = Refinement("high", 0.5, steps=2, damping=0.3)
     torch.manual_seed(5)
     out = saobp.attention(query, key, value, refinement, dropout_p=0.4, backend="fused")
     (dv,) = torch.autograd.grad(out, value, inputs.output_gradient)
-    torch.testing.assert_close((out * inputs.output_gradient).sum(), (dv * value).sum(), rtol=1e-4, atol=1e-4)
+    close = 1e-4 if dtype == torch.float32 else 0.05
+    found, expected = (one.double().sum() for one in (out * inputs.output_gradient, dv * value))
+    torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
 
 @pytest.mark.slow
-def test_packed_sequences_equal_each_alone() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["long", "short"])
+def test_packed_sequences_equal_each_alone(dtype: torch.dtype) -> None:
     lengths, refinement = (30, 0, 70, 5), Refinement("high", 0.5, steps=2, damping=0.2)
     places = torch.tensor([0, 30, 30, 100, 105], dtype=torch.int32, device=DEVICE)
-    query, key, value = (torch.randn(105, 2, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-    grad = torch.randn(105, 2, 16, device=DEVICE)
+    query, key, value = (
+        torch.randn(105, 2, 16, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+    grad = torch.randn(105, 2, 16, device=DEVICE, dtype=dtype)
     out = saobp.attention_packed(query, key, value, refinement, places, max_seqlen=70, backend="fused")
     found = [out, *torch.autograd.grad(out, (query, key, value), grad)]
     pieces = []
@@ -172,11 +187,13 @@ def test_packed_sequences_equal_each_alone() -> None:
     whole = torch.cat(pieces)
     expected = [whole, *torch.autograd.grad(whole, (query, key, value), grad)]
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        close = 1e-4 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(one, other, rtol=close, atol=close)
 
 
-def test_a_sequence_of_padding_gives_zeros_and_no_gradient() -> None:
-    inputs = inputs_of(20, 0.3, batch=2, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["long", "short"])
+def test_a_sequence_of_padding_gives_zeros_and_no_gradient(dtype: torch.dtype) -> None:
+    inputs = inputs_of(20, 0.3, dtype, batch=2)
     mask = torch.ones(2, 20, dtype=torch.bool, device=DEVICE)
     mask[1] = False
     leaves = replace(inputs, padding_mask=mask).leaves()[:3]
@@ -188,8 +205,9 @@ def test_a_sequence_of_padding_gives_zeros_and_no_gradient() -> None:
 
 
 @pytest.mark.slow
-def test_repeats_are_bit_equal() -> None:
-    inputs = inputs_of(70)
+@pytest.mark.parametrize("length", [70, 140])
+def test_repeats_are_bit_equal(length: int) -> None:
+    inputs = inputs_of(length)
 
     def run() -> list[Tensor]:
         query, key, value, strength = inputs.leaves()
@@ -216,7 +234,8 @@ def test_memory_is_linear_in_length() -> None:
         assert long <= 8 * short
 
 
-def test_the_operator_is_well_formed() -> None:
+@pytest.mark.parametrize("family", ["short steps", pytest.param("steps", marks=slow)])
+def test_the_operators_are_well_formed(family: str) -> None:
     from saobp.kernels.fused import FAMILIES
 
     query, key, value, strength = inputs_of(20).leaves()
@@ -224,7 +243,7 @@ def test_the_operator_is_well_formed() -> None:
     numbers = (20, 0.25, 0.0, 1.0, 1, 0.0, 2, 0.0)
     arguments = (query, key, value, strength, None, None, None, *numbers)
     kinds = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(FAMILIES["steps"].forward, arguments, test_utils=kinds)
+    torch.library.opcheck(FAMILIES[family].forward, arguments, test_utils=kinds)
 
 
 @pytest.mark.parametrize(
@@ -241,11 +260,10 @@ def test_what_stays_on_the_reference_is_said(refinement: Refinement, causal: boo
         saobp.attention(*states, refinement, is_causal=causal, backend="fused")
 
 
-def test_the_path_is_explained() -> None:
-    shape = (1, 2, 512, 64)
+@pytest.mark.parametrize(("length", "family"), [(512, "steps"), (100, "short steps")])
+def test_the_path_is_explained(length: int, family: str) -> None:
+    shape = (1, 2, length, 64)
     refinement = Refinement("high", 0.2, steps=2, damping=0.3)
     given = Call(shape, shape, shape, torch.float16, "cuda", refinement, strongest=0.2, backend="fused")
-    assert (
-        str(select(given))
-        == "fused steps kernels: 512 tokens, head size 64, float16, 2 steps, strength 0.2 known"
-    )
+    sizes = f"{length} tokens, head size 64, float16, 2 steps"
+    assert str(select(given)) == f"fused {family} kernels: {sizes}, strength 0.2 known"

@@ -15,7 +15,7 @@ from saobp.propagation.cpu_inference import cpu_obstacle, needs_values_only
 from saobp.refinement import MAX_STRENGTH, Refinement
 
 Backend = Literal["auto", "reference", "fused"]
-Family = Literal["short", "long", "short causal", "causal", "elemmul", "steps", "masked"]
+Family = Literal["short", "long", "short causal", "causal", "elemmul", "steps", "short steps", "masked"]
 
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -232,9 +232,9 @@ def family(refinement: Refinement, is_causal: bool, longest: int, dim: int, dtyp
     """Kernel family of a supported call."""
     if refinement.factor == "elemmul":
         return "elemmul"
-    if refinement.steps > 1:
-        return "steps"
     short = is_short(longest, dim, dtype)
+    if refinement.steps > 1:
+        return "short steps" if short else "steps"
     if is_causal:
         return "short causal" if short else "causal"
     return "short" if short else "long"
@@ -315,7 +315,7 @@ def select_kernels(
     if family == "long":
         axis = split_axis(spec) if entries(spec) >= SPLIT_FROM else None
         return KernelChoice(weak, spec.may_underflow, copy_engine=fetched, split_axis=axis)
-    return KernelChoice(weak and family == "steps", spec.may_underflow)
+    return KernelChoice(weak and family.endswith("steps"), spec.may_underflow or family == "short steps")
 
 
 def entries(spec: CallSpec) -> int:

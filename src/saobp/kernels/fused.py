@@ -13,9 +13,12 @@ from saobp.kernels.dispatch import family, numbers_of
 from saobp.kernels.elemmul.launch import ELEMMUL
 from saobp.kernels.runtime.custom_op import reject_forward_mode
 from saobp.kernels.steps.launch import STEPS
+from saobp.kernels.steps.short_launch import SHORT_STEPS
 from saobp.refinement import Refinement
 
-FAMILIES = {one.family: one for one in (SHORT_FAMILY, LONG, SHORT_CAUSAL, CAUSAL, ELEMMUL, STEPS)}
+FAMILIES = {
+    one.family: one for one in (SHORT_FAMILY, LONG, SHORT_CAUSAL, CAUSAL, ELEMMUL, STEPS, SHORT_STEPS)
+}
 
 
 def fused_attention(

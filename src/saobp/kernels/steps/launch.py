@@ -68,7 +68,7 @@ def saved_buffer(spec: CallSpec) -> Saved:
 def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPlan:
     query, key, value, *_ = tensors
     launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved"), saved_slices(spec)[0])
-    numbers = _numbers(spec, query, key, value) | named_strides("o", spec.states_strides)
+    numbers = step_numbers(spec, query, key, value) | named_strides("o", spec.states_strides)
     block = sweep_block(spec, "row_sums")
     launches.add(
         sums.row_sums, spec.programs(block.rows), numbers | blocks(spec, block, block.rows, block.keys)
@@ -105,7 +105,7 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tenso
         "scratch", dict.fromkeys(vectors, (spec.rows_shape, torch.float32)), alignment=4
     )
     launches = LaunchSequence(query.device, BACKWARD_NAMES, saved_slices(spec)[0] | scratch)
-    numbers = _numbers(spec, query, key, value) | strides("g", grad)
+    numbers = step_numbers(spec, query, key, value) | strides("g", grad)
     numbers |= strides("o", out) | named_strides("d", spec.gradient_strides)
     last = spec.steps - 1
     for step in range(last, -1, -1):
@@ -145,7 +145,7 @@ def _add_sweep(
         )
 
 
-def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+def step_numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
     """Arguments common to the sweeps."""
     lowest = lowest_blocks(spec)
     return {
