@@ -1,6 +1,7 @@
 """Tokens per second of pretraining against plain Transformers, interleaved in one run.
 
 python benchmarks/pretraining.py                                          on a GPU: BERT and GPT-2 mini, ...
+python benchmarks/pretraining.py --sizes mini@32,mini@256 --versions plain,high   recipe paper, by batch
 python benchmarks/pretraining.py --sizes tiny --device cpu --seconds 0.2  on a CPU, in half a minute
 """
 
@@ -43,7 +44,7 @@ from saobp.training.architectures import build_model
 from saobp.training.compiled_step import loss_as_forward
 from saobp.training.objectives import objective_of
 from saobp.training.pretrain import new_model
-from saobp.training.recipes import PretrainRecipe, fast, tiny
+from saobp.training.recipes import PretrainRecipe, fast, paper, tiny
 from saobp.training.trainer import PretrainTrainer, arguments
 
 VERSIONS = ("transformers", "transformers-0", "plain", "high", "plain-0.1", "high-0.1")
@@ -250,11 +251,13 @@ def pretraining_speed(
     turns: int = 5,
     seconds: float = 2.0,
     limit: float = float("inf"),
+    traced: bool = True,
     notify: Callable[[str], object] = print,
     save: Callable[[BenchmarkTable], object] = lambda _: None,
 ) -> BenchmarkTable:
     """One row per model: million tokens per second of every version, ratios, and idle times of ours.
 
+    names: such as ``bert-mini``, by the recipe fast, or ``bert-mini@32``, by the recipe paper at 32 rows
     A turn of a version takes about ``seconds``; no model is begun after ``limit`` seconds.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -268,6 +271,7 @@ def pretraining_speed(
         "the recipe of this project (head at predicted positions only, bfloat16 copies of the weights, "
         "vocabulary rounded up to a multiple of 64, masks drawn on the device, no dropout unless the name "
         "says so; rows gathered from three token stores, as in a real run). "
+        "model@rows: the recipe paper (dropout 0.1, the vocabulary as it is) with batches of so many rows. "
         f"kernels: of a step, with copies and fills, in {PROFILED} traced steps. idle %: share of a step in "
         "which none of them runs, by their traced time in an untraced step; it is mostly the short gaps "
         f"between neighbours. waiting %: gaps over {LONG:g} microseconds in the trace, where the GPU waits "
@@ -278,7 +282,7 @@ def pretraining_speed(
         if time.monotonic() - start > limit:
             table.notes.append(f"{name}: left out, because {limit:g} seconds had passed.")
         else:
-            table.rows.append(_row(name, versions, compiled, turns, seconds, notify))
+            table.rows.append(_row(name, versions, compiled, turns, seconds, traced, notify))
         save(table)
     return table
 
@@ -289,12 +293,17 @@ def _row(
     compiled: bool,
     turns: int,
     seconds: float,
+    traced: bool,
     notify: Callable[[str], object],
 ) -> dict[str, Cell]:
-    family, _, size = name.partition("-")
+    model, _, rows = name.partition("@")
+    family, _, size = model.partition("-")
     small = size == "tiny"
+    recipe = tiny(family, size) if small else fast(family, size)
+    if rows:
+        recipe = replace(paper(family, size), batch_size=int(rows))
     recipe = replace(
-        tiny(family, size) if small else fast(family, size),
+        recipe,
         evaluation_rows=0,
         log_steps=50,
         evaluation_steps=10**6,
@@ -333,12 +342,13 @@ def _row(
             for other in ("transformers", "transformers-0"):
                 if other in timings:
                     cells[f"{version} / {other}"] = timings[other].over(timings[version])
-        if torch.cuda.is_available():
+            cells[f"{version} steps/s"] = 1000 / timings[version].median
+        if torch.cuda.is_available() and traced:
             for version in ours:
-                traced = ready[version].trace()
-                cells[f"{version} kernels"] = round(traced.kernels)
-                cells[f"{version} idle %"] = 100 * traced.idle_share(timings[version].median)
-                cells[f"{version} waiting %"] = 100 * traced.waiting
+                kernels = ready[version].trace()
+                cells[f"{version} kernels"] = round(kernels.kernels)
+                cells[f"{version} idle %"] = 100 * kernels.idle_share(timings[version].median)
+                cells[f"{version} waiting %"] = 100 * kernels.waiting
         notify(f"{name}: {cells}")
         return cells
 
@@ -352,12 +362,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", help="of BERT, such as mini,small; or models, such as bert-mini,gpt2-mini")
+    parser.add_argument(
+        "--sizes", help="of BERT, such as mini,small; or models, such as bert-mini,gpt2-mini@32"
+    )
     parser.add_argument("--versions", default=",".join(DEFAULT), help=f"some of {', '.join(VERSIONS)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of one turn of one version")
     parser.add_argument("--limit", type=float, default=480.0, help="begin no further model after so many")
+    parser.add_argument("--no-trace", action="store_true", help="count no kernels")
     parser.add_argument("--out", type=Path, help="folder for the Markdown and CSV files")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -376,6 +389,7 @@ def main(arguments: list[str] | None = None) -> None:
         turns=given.turns,
         seconds=given.seconds,
         limit=given.limit,
+        traced=not given.no_trace,
         notify=lambda line: print(line, flush=True),
         save=lambda table: None if given.out is None else table.write(given.out),
     )

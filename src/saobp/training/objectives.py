@@ -7,7 +7,7 @@ they do not depend on the number of processes, and a resumed run draws the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -28,8 +28,6 @@ _FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
 _REPLACEMENT = 0x5BD1E995
 
 HELD_OUT_SHARE = 0.15
-VOCABULARY_MULTIPLE = 64
-"""Logits are computed for a multiple of so many tokens on a GPU."""
 
 
 def scrambled(numbers: Any) -> Any:
@@ -164,27 +162,7 @@ def head_scores(model: PreTrainedModel, hidden: Tensor, precision: str) -> Tenso
     head = head_of(model)
     if precision == "fp32":
         return head(hidden)
-    weights = in_bfloat16(head)
-    if hidden.is_cuda:
-        weights |= padded_outputs(weights, model.config.vocab_size)
-    return functional_call(head, weights, (hidden,), tie_weights=False)
-
-
-def padded_outputs(weights: Mapping[str, Tensor], vocabulary: int) -> dict[str, Tensor]:
-    """Weight and bias of the layer that gives logits, with further outputs that have no probability.
-
-    BERT's 30522 tokens are no multiple of 8, and products of such a width are slow: 78 microseconds for the
-    608 predicted tokens of 32 rows on an H200, of 1500 for a step of BERT-mini. The added logits are
-    minus infinity, so loss and gradients stay. A layer without bias stays as it is.
-    """
-    missing = -vocabulary % VOCABULARY_MULTIPLE
-    found: dict[str, Tensor] = {}
-    for name, bias in weights.items():
-        weight = weights.get(f"{name.removesuffix('bias')}weight")
-        if name.endswith(".bias") and weight is not None and missing and weight.shape[0] == vocabulary:
-            found[name] = functional.pad(bias, (0, missing), value=-torch.inf)
-            found[f"{name.removesuffix('bias')}weight"] = functional.pad(weight, (0, 0, 0, missing))
-    return found
+    return functional_call(head, in_bfloat16(head), (hidden,), tie_weights=False)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
