@@ -38,8 +38,8 @@ def fill(own: list[nn.Parameter], step: int) -> None:
 
 
 def pair(is_static: Callable[[], bool], max_norm: float = 1.0) -> tuple[GraphedAdamW, torch.optim.AdamW]:
-    capture = {} if DEVICE == "cuda" else {"capture": lambda launch: launch}
-    mine = GraphedAdamW(groups(parameters()), max_norm=max_norm, is_static=is_static, **OPTIONS, **capture)
+    gpu = {"fused": True} if DEVICE == "cuda" else {"capture": lambda launch: launch}
+    mine = GraphedAdamW(groups(parameters()), max_norm=max_norm, is_static=is_static, **OPTIONS, **gpu)
     return mine, torch.optim.AdamW(groups(parameters()), **OPTIONS)  # type: ignore[arg-type]
 
 

@@ -125,7 +125,7 @@ class GraphedAdamW(torch.optim.AdamW):
         )
         if not ClippedAdamW.fits(*tensors):
             return False
-        self._steps, self._gradients = states[0]["step"].clone(), gradients
+        self._steps, self._gradients = states[0]["step"].to(self.norm.device, copy=True), gradients
         self._launch = ClippedAdamW(
             *tensors,
             groups=[place for _, _, place, _ in owned],
@@ -143,6 +143,7 @@ class GraphedAdamW(torch.optim.AdamW):
         if self._steps is not None:
             for parameter, gradient in zip(self._parameters(), self._gradients, strict=True):
                 if gradient is not None:
-                    self.state[parameter]["step"] = self._steps.clone()
+                    own = self.state[parameter]
+                    own["step"] = self._steps.to(own["step"].device, copy=True)
         self._steps, self._launch, self._replay, self._gradients = None, None, None, []
         self._is_launched = False
