@@ -3,16 +3,19 @@
 Commands stand in fenced or indented blocks, or in a line between backquotes. Each is run in a scratch folder
 with small made-up texts and tasks, as a reader would run it, except that models are tiny, steps few and
 scales ``smoke``.
-What needs a GPU must refuse in a sentence; what needs the hub, or is a target of make, is listed as not run.
+What needs a GPU must refuse in a sentence; what needs the hub, or is a target of make, is listed as not run,
+with the reason.
 
     python tools/run_docs.py                        # all pages: about 20 minutes on two busy cores
     python tools/run_docs.py docs/report.md         # some pages
     python tools/run_docs.py --list                 # what it would run
     python tools/run_docs.py --folder scratch       # keep what the commands write; a second time go on there
+    python tools/run_docs.py --seconds 1200         # on a machine with much else to do
 
 Not run here, because they need what this machine may lack:
 
 - the hub: ``export google-bert/...`` (export.md), fine-tuning and evaluation without ``--data-dir``;
+- an open port: ``transformers serve`` (serving.md);
 - a GPU: ``bench attention`` and ``bench model``, which must refuse in a sentence; scripts of
   ``benchmarks/`` that time kernels; pretraining with compiled steps;
 - a cluster: the job script of cluster.md, ``accelerate launch`` on several machines (one process here);
@@ -43,8 +46,6 @@ START = re.compile(r"(timeout .*? )?(saobp|accelerate launch|python (-m )?\S+|ma
 INLINE = re.compile(r"`((?:saobp|accelerate|python|make|pip|pytest) [^`]+)`")
 TINY = "--recipe tiny --steps 4 --set batch_size=4 --set length=16"
 CORPUS = "--corpus books.txt --vocabulary 400"
-SECONDS = 240
-"""Longest time for one command."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def commands_of(page: Path) -> Iterator[Command]:
         if line.startswith("```"):
             fence = line[3:].strip() if fence is None else None
             continue
-        is_block = line.startswith("    ") if fence is None else fence in ("", "bash", "console", "sh")
+        is_block = (
+            line.startswith("    ") if fence is None else fence in ("", "bash", "console", "sh", "shell")
+        )
         if is_block:
             whole += line.strip().removeprefix("$ ")
             if whole.endswith("\\"):
@@ -94,19 +97,23 @@ def adapted(command: Command, number: int) -> Command:
         return known(why_not="make, pip and pytest are run by the tests and the workflow")
     if "$" in text:
         return known(why_not="stands in a job script, with its variables")
-    if words[0] == "python" and "pretraining.py" not in text:
-        return known(why_not="a script of benchmarks or tests, run by those")
     if words[0] == "python":
-        is_small = "cpu" in text
-        return known(text, expected=(0,)) if is_small else known(why_not="needs a GPU")
+        if " serve " in text:
+            return known(why_not="a server of Transformers, which opens a port")
+        if not re.search(r"draw_glossary|build_hub_kernel|dense_gap|--device cpu", text):
+            return known(
+                why_not="a script of benchmarks or tests: some need a GPU, some the models of others"
+            )
+        text = text.replace("docs/images", "drawn")
+        return known(text + " --out hub" if "build_hub_kernel" in text else text)
     if re.search(r"\b(google-bert|openai-community)/", text) or "--dataset NAME" in text:
         return known(why_not="needs the hub")
-    if "--harness" in text:
-        text = text.replace("--harness", "--limit 4")
     text = re.sub(r"\[RUN \.\.\.\]", "", text)
     text = re.sub(r"\bRUN(?=/|\s|$)", "runs/high", text).replace("FOLDER", "runs/high/model")
     text = re.sub(r"\bMODEL\b", "runs/high/model", text)
     text = text.replace("FILE", "books.txt").replace("DATA", "data")
+    if "--harness" in text:
+        text = text.replace("runs/high/model", "runs/decoder/model")
     if "launch" in words[:2]:
         text = re.sub(
             r"--num_processes \d+", "--num_processes 1 --cpu", re.sub(r"--(multi_gpu|use_fsdp)", "", text)
@@ -135,7 +142,7 @@ def adapted(command: Command, number: int) -> Command:
     if words[:3] == ["saobp", "bench", "cpu"]:
         text += " --quick --out benched"
     is_gpu = words[:3] in (["saobp", "bench", "attention"], ["saobp", "bench", "model"])
-    is_optional = "--to executorch" in text  # refused in a sentence where the package is not installed
+    is_optional = re.search("--to executorch|--harness", text)  # refused where the package is not installed
     return known(text, expected=(1,) if is_gpu else (0, 1) if is_optional else (0,))
 
 
@@ -168,6 +175,7 @@ def prepare(folder: Path, environment: dict[str, str]) -> None:
     pairs = [{**pair, "UID": "agreement", "pairID": str(number)} for number in range(8)]
     write_rows(data / "blimp" / "test.parquet", pairs)
     (data / "tokenizers").mkdir(exist_ok=True)
+    (folder / "drawn").mkdir(exist_ok=True)
     letters = [chr(code) for code in range(33, 127)]
     vocabulary = [*SPECIAL, *dict.fromkeys([*letters, *(f"##{letter}" for letter in letters)])]
     (data / "tokenizers" / BERT_FILE).write_text("\n".join(vocabulary) + "\n")
@@ -176,13 +184,16 @@ def prepare(folder: Path, environment: dict[str, str]) -> None:
     for line in (
         f"saobp pretrain {TINY} {CORPUS} --out runs/plain",
         f"saobp pretrain {TINY} {CORPUS} --refinement high:0.2 --out runs/high",
+        f"saobp pretrain {TINY} {CORPUS} --family gpt2 --refinement high:0.2 --out runs/decoder",
     ):
         _run(line, folder, environment)
     for name in ("learned", "readme"):
         shutil.copytree(folder / "runs" / "high", folder / "runs" / name)
 
 
-def _run(line: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
+def _run(
+    line: str, folder: Path, environment: dict[str, str], seconds: float | None = None
+) -> tuple[int, str]:
     """Exit code and output; the explorer's server is interrupted once it answers."""
     words = shlex.split(line)
     start = [sys.executable, "-m", "saobp"] if words[0] == "saobp" else [sys.executable]
@@ -200,15 +211,17 @@ def _run(line: str, folder: Path, environment: dict[str, str]) -> tuple[int, str
             first = child.stdout.readline()
             child.send_signal(signal.SIGINT)
             return child.wait(60), first
-        said, _ = child.communicate(timeout=SECONDS)
+        said, _ = child.communicate(timeout=seconds)
         return child.returncode, said
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        return 124, f"it ran for more than {SECONDS} seconds"
+        return 124, f"it ran for more than {seconds:g} seconds"
 
 
-def main(pages: Sequence[Path], *, only_list: bool, log: Path | None, folder: Path | None) -> int:
+def main(
+    pages: Sequence[Path], *, only_list: bool, log: Path | None, folder: Path | None, seconds: float
+) -> int:
     found = [
         adapted(one, number) for number, one in enumerate(one for page in pages for one in commands_of(page))
     ]
@@ -227,11 +240,11 @@ def main(pages: Sequence[Path], *, only_list: bool, log: Path | None, folder: Pa
             if one.why_not:
                 print(f"not run  {one.page}:{one.line}  {one.text}  ({one.why_not})", flush=True)
                 continue
-            made = re.search(r"saobp (?:pretrain|export) .*--out (\S+)", one.small)
+            made = re.search(r"(?:pretrain|export|build_hub_kernel.py) .*--out (\S+)", one.small)
             if made and "--resume" not in one.small:
                 shutil.rmtree(Path(name, made[1]), ignore_errors=True)
             began = time.monotonic()
-            code, said = _run(one.small, Path(name), environment)
+            code, said = _run(one.small, Path(name), environment, seconds)
             is_good = code in one.expected and "Traceback" not in said
             failed += not is_good
             mark = "ok     " if is_good else f"FAIL {code:<2}"
@@ -256,6 +269,7 @@ if __name__ == "__main__":
     parser.add_argument("--list", action="store_true", help="print what would be run")
     parser.add_argument("--log", type=Path, help="file to add what the commands print to")
     parser.add_argument("--folder", type=Path, help="folder to run in, kept; by default a temporary one")
+    parser.add_argument("--seconds", type=float, default=240, help="longest time for one command")
     given = parser.parse_args()
     chosen = given.pages or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    sys.exit(main(chosen, only_list=given.list, log=given.log, folder=given.folder))
+    sys.exit(main(chosen, only_list=given.list, log=given.log, folder=given.folder, seconds=given.seconds))

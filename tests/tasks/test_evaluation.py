@@ -201,6 +201,7 @@ def test_a_decoder_is_measured_on_everything_and_the_results_are_kept(gpt2, data
     ]
     answer = CliRunner().invoke(app, line, catch_exceptions=False)
     assert answer.exit_code == 0, answer.output
+    assert "harness" not in answer.output  # a column of its own where --harness asks for it
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["race-middle"]["questions"] == 5
     assert result["race-middle"]["every_question"]["questions"] == 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -28,18 +29,21 @@ def test_commands_are_found_in_blocks_and_between_backquotes(tmp_path: Path) -> 
         "Text with `saobp diagnose --example` and `saobp`.\n\n"
         "    saobp report RUN \\\n      --out a  # there\n\n"
         "```python\nimport saobp\n```\n\n```\nsaobp explore FOLDER\nnot a command\n```\n"
+        "```shell\npip install saobp\n```\n"
     )
     assert [(one.line, one.text) for one in commands_of(page)] == [
         (1, "saobp diagnose --example"),
         (4, "saobp report RUN --out a"),
         (11, "saobp explore FOLDER"),
+        (15, "pip install saobp"),
     ]
 
 
 def test_every_option_on_a_page_exists() -> None:
     for command in COMMANDS:
         node: Any = typer.main.get_command(app)
-        words = shlex.split(command.text.partition("saobp ")[2])
+        called = re.search(r"(?:^|-m |timeout .*?)\bsaobp (.+)", command.text)
+        words = shlex.split(called[1]) if called else []
         while words and hasattr(node, "commands"):
             name = words.pop(0)
             assert name in node.commands, f"{command.page}:{command.line}: saobp has no command {name}"

@@ -98,13 +98,15 @@ def _compared(out: Path, base: Any) -> dict[str, Any]:
 
 def _table(found_by_task: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("task", "measure", "value", "± error", "count", "harness"):
+    lines = _lines(found_by_task)
+    compared = ["harness"] if any("harness" in found for _, _, found, _ in lines) else []
+    for name in ("task", "measure", "value", "± error", "count", *compared):
         table.add_column(name, justify="left" if name in ("task", "measure") else "right", no_wrap=True)
-    for task, measure, found, unit in _lines(found_by_task):
+    for task, measure, found, unit in lines:
         key = "perplexity" if "perplexity" in found else "accuracy"
         error = f"{found['error']:.2f}" if "error" in found else ""
-        other = f"{found['harness'][key]:.2f}" if "harness" in found else ""
-        table.add_row(task, measure, f"{found[key]:.2f}", error, f"{found[unit]:,} {unit}", other)
+        other = [f"{found['harness'][key]:.2f}" if "harness" in found else "" for _ in compared]
+        table.add_row(task, measure, f"{found[key]:.2f}", error, f"{found[unit]:,} {unit}", *other)
     return table
 
 
