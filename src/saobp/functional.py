@@ -26,7 +26,7 @@ from saobp.arguments import (
 )
 from saobp.kernels.dispatch import Backend, Call, Path, select
 from saobp.propagation.beliefs import propagate
-from saobp.propagation.cpu_inference import can_mask_by_adding, cpu_attention, plain_attention
+from saobp.propagation.cpu_inference import cpu_attention, failed_to_mask, plain_attention
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph, in_window
 from saobp.propagation.reference import head_strength, reference_attention
@@ -123,16 +123,18 @@ def attention(
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device, **graph_options)
     if seen is not None:
         check_symmetric_mask(graph, refinement, is_causal)
-    if path.name in ("torch", "cpu inference") and can_mask_by_adding(query, key, graph, scale):
-        if path.name == "cpu inference":
-            return cpu_attention(query, key, value, refinement, strength, graph, scale=scale)
+    if path.name == "cpu inference":
+        output = cpu_attention(query, key, value, refinement, strength, graph, scale=scale)
+    elif path.name == "torch":
         triangle = (
             is_causal and padding_mask is None and seen is None and call.window is None and queries == keys
         )
-        return plain_attention(
+        output = plain_attention(
             query, key, value, None if triangle else graph.visible,
             bias=bias, is_causal=triangle, dropout_p=dropout_p, scale=scale,
         )  # fmt: skip
+    if path.name != "reference" and not failed_to_mask(output, graph):
+        return output
     return reference_attention(
         query, key, value, refinement, strength, graph, bias=bias, dropout_p=dropout_p, scale=scale
     ).output

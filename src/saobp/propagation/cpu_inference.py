@@ -97,13 +97,14 @@ def plain_attention(
     return output.masked_fill(~seen, 0.0)
 
 
-def can_mask_by_adding(query: Tensor, key: Tensor, graph: FactorGraph, scale: float | None) -> bool:
-    """Whether adding minus infinity masks all scores: those that are NaN or infinite become NaN."""
-    if graph.visible is None or query.device.type != "cpu" or not query.numel() or not key.numel():
-        return True
-    arithmetic = torch.promote_types(query.dtype, torch.float32)
-    norms = (float(torch.linalg.vector_norm(states, dtype=arithmetic)) for states in (query, key))
-    return math.prod(norms) * max(abs(scale or 0.0), 1.0) < torch.finfo(arithmetic).max
+def failed_to_mask(output: Tensor, graph: FactorGraph) -> bool:
+    """Whether a hidden score may have reached the output: minus infinity added to NaN or infinity is NaN.
+
+    A weight that is NaN makes its row's output NaN in all dimensions, so one of them is looked at.
+    """
+    if graph.visible is None or output.device.type != "cpu" or not output.numel():
+        return False
+    return math.isnan(float(output[..., 0].sum()))
 
 
 def cpu_attention(
