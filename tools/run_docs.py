@@ -137,6 +137,8 @@ def adapted(command: Command, number: int) -> Command:
         text += " --limit 4 --positions 16"
     if words[:2] == ["saobp", "report"]:
         text += f" --out figures-{number}" if "--format" in text else f" --out page-{number}.html"
+    if words[:2] == ["saobp", "diagnose"]:
+        text += " --overwrite"
     if words[:2] == ["saobp", "explore"]:
         text += " --no-browser"
     if words[:3] == ["saobp", "bench", "cpu"]:
@@ -210,7 +212,7 @@ def _run(
         if words[:2] == ["saobp", "explore"]:
             first = child.stdout.readline()
             child.send_signal(signal.SIGINT)
-            return child.wait(60), first
+            return child.wait(seconds), first
         said, _ = child.communicate(timeout=seconds)
         return child.returncode, said
     except subprocess.TimeoutExpired:

@@ -82,6 +82,20 @@ def test_the_example_runs_offline_and_names_the_planted_heads(tmp_path: Path) ->
     assert record["heads"][4]["clustering"] >= 0
 
 
+def test_an_earlier_diagnosis_is_replaced_only_where_asked(
+    folders: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    earlier = tmp_path / "out" / "diagnosis.json"
+    earlier.parent.mkdir()
+    earlier.write_text("[]")
+    refused = run(folders["bert"], "--text", text, "--out", tmp_path / "out")
+    assert refused.exit_code == 1
+    assert "holds a diagnosis: name another by --out, or add --overwrite to replace it" in refused.stderr
+    assert earlier.read_text() == "[]"
+    run(folders["bert"], "--text", text, "--out", tmp_path / "out", "--overwrite")
+    assert json.loads(earlier.read_text())
+
+
 def test_results_are_complete_and_hostile_text_stays_text(
     folders: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:
@@ -214,7 +228,7 @@ def test_what_is_cut_or_left_out_and_the_time_are_said(
     assert "measuring 2 texts, 66 tokens: about 6 s" in shown.output  # 1000 s for 64 tokens
     (record,) = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
     assert (record["texts"], record["tokens"]) == (2, 66)
-    quiet = run(folders["bert"], "--text", texts, "--length", 64, "--out", tmp_path / "out")
+    quiet = run(folders["bert"], "--text", texts, "--length", 64, "--out", tmp_path / "quiet")
     assert quiet.exit_code == 0
     assert "are cut" not in quiet.output
 

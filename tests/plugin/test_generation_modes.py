@@ -1,6 +1,7 @@
 """Every way in which Transformers generates, with refined decoders, against whole forward passes in float64.
 
 Contrastive, group-beam, constrained and DoLa generation have left Transformers; quantised caches are refused.
+Offloaded caches need a GPU, in plain models too.
 """
 
 from __future__ import annotations
@@ -94,6 +95,18 @@ def test_logits_are_those_of_whole_passes(family: str, refinement: str, mode: st
     check_logits(model, found, inputs["attention_mask"])
     if mode in ("greedy", "no cache", "static cache", "prefilled in chunks"):
         check_greedy(found)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Transformers offloads a cache from a GPU only")
+@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
+@pytest.mark.parametrize("refinement", REFINEMENTS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_an_offloaded_cache_changes_nothing(family: str, refinement: str, cache: str) -> None:
+    model = refined(family, refinement).to("cuda")
+    inputs = {name: one.to("cuda") for name, one in prompt().items()}
+    found = generated(model, inputs, cache_implementation=cache)
+    assert torch.equal(found.sequences, generated(model, inputs).sequences)
+    check_logits(model, found, inputs["attention_mask"])
 
 
 @pytest.mark.parametrize("mode", BEAMS)

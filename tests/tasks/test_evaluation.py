@@ -208,6 +208,7 @@ def test_a_decoder_is_measured_on_everything_and_the_results_are_kept(gpt2, data
     assert result["boolq"]["questions"] == 5
     assert result["wikitext"]["word_perplexity"] > result["wikitext"]["perplexity"]
     assert any("only 5 rows" in note for note in result["notes"])
+    assert any(note.startswith("boolq: validation has ") for note in result["notes"])
     assert json.loads((tmp_path / "run/recipe.json").read_text())["refinement"]["factor"] == "high"
     again = CliRunner().invoke(app, line)
     assert again.exit_code == 1
@@ -259,7 +260,7 @@ def test_a_refinement_changes_the_measurement_and_none_takes_it_off(data_dir, tm
 
 @pytest.mark.skipif(not has_harness(), reason="lm-evaluation-harness (lm_eval) is not installed")
 @pytest.mark.parametrize(("task", "every"), [("race-middle", False), ("race-middle", True), ("boolq", False)])
-def test_the_harness_finds_the_same_number(decoder, data_dir, task, every):
+def test_the_harness_finds_the_same_number(decoder, data_dir, task, every, capfd):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -270,6 +271,7 @@ def test_the_harness_finds_the_same_number(decoder, data_dir, task, every):
         accuracy(model, tokenizer, questions),
         harness_accuracy(model, tokenizer, task, split, every=every),
     )
+    assert "it/s" not in capfd.readouterr().err  # no progress bars but our own
     assert theirs["questions"] == ours["questions"]
     assert theirs["accuracy"] == pytest.approx(ours["accuracy"])
 

@@ -17,6 +17,7 @@ from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
 from saobp.commands.streams import AsJson, note, notes, results, tell_json
 from saobp.progress import ProgressBar, ProgressBars
+from saobp.runs.layout import DIAGNOSIS
 from saobp.storage.model_folders import checked_folder
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ def diagnose(
     method: Annotated[str, typer.Option(help="auto, exact or sampled.")] = "auto",
     full: Annotated[bool, typer.Option("--full", help="Also sparsity, clustering, betweenness.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("diagnosis"),
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the results in that folder.")
+    ] = False,
     example: Annotated[bool, typer.Option("--example", help="Use a model with planted heads.")] = False,
     as_json: AsJson = False,
     imports: Imports = None,
@@ -78,6 +82,10 @@ def diagnose(
     try:
         if text is not None and not text.is_file():
             raise ValueError(f"there is no file {str(text)!r}")
+        if (out / DIAGNOSIS).exists() and not overwrite:
+            raise ValueError(
+                f"{out} holds a diagnosis: name another by --out, or add --overwrite to replace it"
+            )
         import_own(imports)
         if model is not None:
             checked_folder(model)

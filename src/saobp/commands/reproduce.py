@@ -161,7 +161,7 @@ def _show_plan(console: Console, plan: ExperimentPlan, folders: LabFolders, stag
         f"measurements to do on {environment()['hardware']}. Stages: {', '.join(stages)}."
     )
     console.print(Text(summary), soft_wrap=True)
-    if plan.scale.name == "smoke":
+    if plan.scale.name == "smoke" and to_do + finetuning + measuring:
         every = replace(plan, experiments=choose_experiments("all"), only="*")
         share = (to_do + finetuning + measuring) / _size(every)
         words = f"All targets of this scale took {SMOKE_MINUTES} minutes on two busy cores of an AMD EPYC"

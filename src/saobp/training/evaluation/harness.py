@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +60,30 @@ def harness_accuracy(
         config.pop(unused, None)
     config |= {"task": name, "test_split": "test", "custom_dataset": lambda **_: {"test": documents}}
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=16, max_length=positions_of(model))
-    found = simple_evaluate(
-        model=wrapped,
-        tasks=[ConfigurableTask(config=config)],
-        task_manager=TaskManager(include_defaults=False),  # its own would read thousands of definitions
-        bootstrap_iters=0,
-        log_samples=False,
-    )
+    with _silent_stderr():
+        found = simple_evaluate(
+            model=wrapped,
+            tasks=[ConfigurableTask(config=config)],
+            task_manager=TaskManager(include_defaults=False),  # its own would read thousands of definitions
+            bootstrap_iters=0,
+            log_samples=False,
+        )
     assert found is not None
     return {"accuracy": 100 * found["results"][name]["acc,none"], "questions": len(documents)}
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Context without the harness's progress bars and git's complaint where there is no repository."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+            os.dup2(nowhere.fileno(), 2)
+            yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def harness_definition(task: str) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _shortened(split: Split, limit: int | None) -> Split:
 
 def notes_of(model: PreTrainedModel, splits: dict[str, Split], limit: int | None) -> list[str]:
     """Caveats that go with the numbers."""
-    notes = [split.note for split in splits.values() if split.note]
+    notes = [f"{name}: {split.note}" for name, split in splits.items() if split.note]
     if limit is not None:
         notes.append(f"only {limit} rows or documents are used")
     written = getattr(model.config, "saobp", None)
