@@ -78,7 +78,7 @@ def _silent_stderr() -> Iterator[None]:
     sys.stderr.flush()
     before = os.dup(2)
     try:
-        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
             os.dup2(nowhere.fileno(), 2)
             yield
     finally:
