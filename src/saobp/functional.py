@@ -111,7 +111,7 @@ def attention(
             nodes, attn_mask = graph.speaks.squeeze(-1), four_dimensional(attn_mask)
         return masked_attention(
             query, key, value, refinement, strength, nodes=nodes, mask=attn_mask, window=call.window,
-            dropout_p=dropout_p, scale=scale,
+            is_causal=is_causal, dropout_p=dropout_p, scale=scale,
         )  # fmt: skip
     if path.name == "fused":
         from saobp.kernels.fused import fused_attention

@@ -152,6 +152,7 @@ def compile_masked(launched: list[Launched]) -> list[str]:
     names: list[str] = []
     calls: list[tuple[torch.dtype, dict[str, Any]]] = [
         (torch.bfloat16, {"window": 65}),
+        (torch.bfloat16, {"window": 65, "is_causal": True}),
         (torch.float16, {
             "window": 65, "mask": torch.zeros(1, 1, 300, 300, dtype=torch.bfloat16), "dropout_p": 0.1,
             "nodes": torch.ones(1, 1, 300, dtype=torch.bool),

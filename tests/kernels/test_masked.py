@@ -45,7 +45,7 @@ def added(seen: Tensor) -> Tensor:
     return torch.where(seen, numbers, -math.inf)
 
 
-@pytest.mark.parametrize("window", [1, 9, 70])
+@pytest.mark.parametrize("window", [1, 9, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_a_sliding_window_with_grouped_heads_and_padding(dtype: torch.dtype, window: int) -> None:
     inputs = attention_inputs(
@@ -76,6 +76,25 @@ def test_numbers_to_add_under_a_window_and_padding(dtype: torch.dtype) -> None:
     check(inputs, Refinement("low", "learned"), attn_mask=numbers, sliding_window=40)
 
 
+@pytest.mark.parametrize("window", [9, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("factor", ["high", pytest.param("low-listing", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+def test_a_causal_window(dtype: torch.dtype, factor: str, window: int) -> None:
+    inputs = attention_inputs(
+        2, 2, 150, 16, key_heads=1, strength=(0.9, 1.5), padding="left", transposed=True, dtype=dtype,
+        device=DEVICE,
+    )  # fmt: skip
+    check(inputs, Refinement(factor, "learned"), sliding_window=window, is_causal=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [80, 136])
+def test_other_head_sizes_have_other_tiles(dim: int) -> None:
+    inputs = attention_inputs(1, 1, 140, dim, strength=0.8, dtype=HALF, device=DEVICE)
+    for causal in (False, True):
+        check(inputs, Refinement("high", "learned"), sliding_window=45, is_causal=causal)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 1, 40, 40), (1, 2, 40, 40), (2, 1, 1, 40)])
 def test_masks_of_every_shape(shape: tuple[int, ...]) -> None:
@@ -97,7 +116,8 @@ def test_masks_of_every_shape(shape: tuple[int, ...]) -> None:
 def test_collapsed_heads(collapse: Any, gap: float, dtype: torch.dtype) -> None:
     inputs = attention_inputs(1, 2, 70, 16, strength=(0.9, 3.0), dtype=dtype, device=DEVICE)
     inputs = collapsed_inputs(inputs, gap, collapse)
-    check(inputs, Refinement("high", "learned"), sliding_window=60)
+    for causal in (False, True):
+        check(inputs, Refinement("high", "learned"), sliding_window=60, is_causal=causal)
 
 
 def test_rows_that_see_nothing_and_tiles_that_nobody_sees() -> None:
@@ -115,9 +135,10 @@ def test_rows_that_see_nothing_and_tiles_that_nobody_sees() -> None:
         torch.testing.assert_close(found[:, :, part], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_dropout_drops_the_same_entries_forward_and_backward() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_drops_the_same_entries_forward_and_backward(causal: bool) -> None:
     inputs = attention_inputs(1, 1, 40, 40, dtype=torch.float32, device=DEVICE)
-    options: dict[str, Any] = {"window": 9, "dropout_p": 0.25}
+    options: dict[str, Any] = {"window": 9, "dropout_p": 0.25, "is_causal": causal}
     refinement, states = Refinement("high", "learned"), (inputs.query, inputs.key)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -128,7 +149,7 @@ def test_dropout_drops_the_same_entries_forward_and_backward() -> None:
     leaves = [one.detach().requires_grad_() for one in (*states, inputs.value)]
     found = torch.autograd.grad(attend(*leaves), leaves, inputs.output_gradient)
     _, rows = saobp.functional.attention_with_rows(
-        *leaves, refinement, strength=inputs.strength, sliding_window=9, backend="reference"
+        *leaves, refinement, strength=inputs.strength, sliding_window=9, is_causal=causal, backend="reference"
     )
     kept = dropped != 0
     assert 0.6 < kept.sum() / (rows > 0).sum() < 0.9

@@ -8,7 +8,7 @@ import saobp
 from saobp.testing.tiny_models import FAMILIES, tiny_batch, tiny_model
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"mistral"}))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_each_layer_tells_its_path(family):
     model, batch = saobp.apply(tiny_model(family), "high:0.7"), tiny_batch()
     with torch.no_grad():
@@ -24,7 +24,6 @@ def test_each_layer_tells_its_path(family):
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("mistral", {}, "mask says more than padding"),
         ("bert", {"output_attentions": True}, "rows were asked for"),
         ("bert", {"attention_mask": torch.ones(2, 1, 9, 9, dtype=torch.bool)}, "mask says more than padding"),
     ],

@@ -52,8 +52,9 @@ def test_every_mask_means_the_same_to_kernels(kind, request):
     assert paths == ["masked"]
 
 
-def test_local_layers_of_modernbert_need_no_mask_of_pairs(by_kernels):
-    model, batch = saobp.apply(tiny_model("modernbert"), "high:0.7"), tiny_batch()
+@pytest.mark.parametrize("family", ["modernbert", "mistral"])
+def test_local_layers_need_no_mask_of_pairs(by_kernels, family):
+    model, batch = saobp.apply(tiny_model(family), "high:0.7"), tiny_batch()
     masks = []
     with watch(model, lambda call: masks.append((call.mask, call.sliding_window))):
         logits(model, batch["input_ids"], batch["attention_mask"])
@@ -64,10 +65,20 @@ def test_local_layers_of_modernbert_need_no_mask_of_pairs(by_kernels):
     assert "sliding window of" in str(saobp.explain(model, batch))
 
 
-def test_a_window_of_modernbert_gives_what_the_mask_of_pairs_gave(monkeypatch):
-    model, batch = saobp.apply(tiny_model("modernbert"), "high:0.7"), tiny_batch()
+@pytest.mark.parametrize("family", ["modernbert", "mistral"])
+def test_a_window_gives_what_the_mask_of_pairs_gave(monkeypatch, family):
+    model, batch = saobp.apply(tiny_model(family), "high:0.7"), tiny_batch()
     found = logits(model, batch["input_ids"], batch["attention_mask"])
-    monkeypatch.setattr("saobp.transformers.masks.PASS_THEIR_WINDOW", frozenset())
+    monkeypatch.setattr("saobp.transformers.masks.PASS_THEIR_WINDOW", {})
     expected = logits(model, batch["input_ids"], batch["attention_mask"])
     real = batch["attention_mask"].bool()
     torch.testing.assert_close(found[real], expected[real], **ROUNDING)
+
+
+def test_a_prompt_longer_than_the_window_leaves_its_messages_in_the_cache(by_kernels):
+    model, ids = saobp.apply(tiny_model("mistral"), "high:0.7"), tiny_batch(batch=1)["input_ids"]
+    with torch.no_grad():
+        cache = model(ids[:, :-1], use_cache=True).past_key_values
+        found = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    assert "masked" in by_kernels
+    torch.testing.assert_close(found, logits(model, ids, None)[:, -1], **ROUNDING)

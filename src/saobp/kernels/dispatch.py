@@ -149,8 +149,8 @@ def select(call: Call) -> Path:
             obstacle = "kernels for a key bias are not used unasked yet: backend='fused' asks for them"
         if obstacle is None and call.backend == "auto" and call.refinement.steps > 1:
             obstacle = "kernels for several steps are not used unasked yet: backend='fused' asks for them"
-        if obstacle is None and call.backend == "auto" and call.is_masked:
-            obstacle = "kernels for windows and masks are not used unasked yet: backend='fused' asks for them"
+        if obstacle is None and call.backend == "auto" and call.is_masked and call.is_causal:
+            obstacle = "kernels for causal windows are not used unasked yet: backend='fused' asks for them"
         if obstacle is None:
             longest = call.query[2] if call.longest is None else call.longest
             kernels = family(call.refinement, call.is_causal, longest, call.query[3], call.dtype)
@@ -219,8 +219,8 @@ def _masked_obstacle(call: Call) -> str | None:
     what = "attn_mask" if call.has_attn_mask else f"a sliding window of {call.window}"
     if call.refinement.factor not in POTTS:
         return f"factor {call.refinement.factor!r} has no kernel for {what}"
-    if call.is_causal:
-        return f"causal attention with {what} has no kernel: there each row needs its own sums of earlier messages"
+    if call.is_causal and call.has_attn_mask:
+        return "causal attention with attn_mask has no kernel: there each row needs its own sums of earlier messages"
     if call.refinement.steps != 1:
         return f"{call.refinement.steps} steps with {what} have no kernel"
     if call.bias_learns:

@@ -84,10 +84,10 @@ def saobp_attention(
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     masked = refinement, strength, attention_mask, sliding_window
     needs_map = why_rows_needed((queries, keys), messages, sink, wants_rows, varies(strength))
-    mask_needs_map = why_mask_needs_map(attention_mask, keys, sliding_window, causal)
+    mask_needs_map = why_mask_needs_map(attention_mask, keys, sliding_window)
     if needs_map is None and mask_needs_map is None:
         if messages is not None:
-            messages.defer(Prefill(query, key, refinement, strength, attention_mask, scaling))
+            messages.defer(Prefill(query, key, refinement, strength, attention_mask, scaling, sliding_window))
             if torch.compiler.is_exporting():
                 messages.flush()
         options |= {"is_causal": causal, "strength": BoundedStrength(strength, refinement.strongest)}
@@ -148,13 +148,12 @@ def why_rows_needed(
     return None
 
 
-def why_mask_needs_map(mask: Tensor | None, keys: int, window: int | None, causal: bool) -> str | None:
+def why_mask_needs_map(mask: Tensor | None, keys: int, window: int | None) -> str | None:
     """Why the mask of a call does not go by :func:`saobp.attention`; None if it does."""
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         return "its mask says more than padding or packed sequences"
-    if window is not None and window < keys and (causal or are_sequences(mask)):
-        also = "rows hear earlier rows only" if causal else "sequences are packed"
-        return f"its sliding window of {window} is shorter than the {keys} tokens, and {also}"
+    if window is not None and window < keys and are_sequences(mask):
+        return f"its sliding window of {window} is shorter than the {keys} tokens of packed sequences"
     if mask is not None and are_sequences(mask) and torch.compiler.is_compiling():
         return "a compiled call cannot read where packed sequences begin"
     return None

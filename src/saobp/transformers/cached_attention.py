@@ -25,10 +25,11 @@ class Prefill:
     strength: Tensor
     mask: Tensor | None
     scaling: float | None
+    window: int | None = None
 
     def compute_messages(self, messages: MessageCacheLayer) -> None:
         keys = self.key.shape[-2]
-        graph, _ = graph_of(self.mask, self.query, keys, self.refinement, True, None)
+        graph, _ = graph_of(self.mask, self.query, keys, self.refinement, True, self.window)
         call = self.query, self.key, self.key, self.refinement, self.strength, graph
         cached_attention(*call, messages, scale=self.scaling)
 

@@ -123,7 +123,7 @@ class AttentionCall:
         why = why_rows_needed(lengths, messages, sink, rows_wanted(self.options), varies(strength))
         if why is not None:
             return why, None
-        why = why_mask_needs_map(mask, lengths[1], self.sliding_window, self.is_causal)
+        why = why_mask_needs_map(mask, lengths[1], self.sliding_window)
         if why is None or self.is_causal:
             return why, None
         path = masked_path(

@@ -21,8 +21,8 @@ from saobp.propagation.graph import FactorGraph, in_window
 from saobp.refinement import Refinement
 from saobp.transformers.packed_sequences import are_sequences, packed_sequences, same_sequence
 
-PASS_THEIR_WINDOW = frozenset({"modernbert"})
-"""Model types whose bidirectional local layers pass ``sliding_window``, so that masks need not hold it."""
+PASS_THEIR_WINDOW = {"modernbert": False, "mistral": True}
+"""Model types whose local layers pass ``sliding_window``, so masks need not hold it; and whether causally."""
 HIDDEN, SEEN, SEEN_BY_PADDING = 0, 1, 2
 """Entries of the int8 mask ``[batch, 1, queries, keys]``."""
 
@@ -64,9 +64,7 @@ def saobp_mask(
     starts = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0
     covered = attention_mask is None or attention_mask.shape[-1] == kv_length
     square = starts and covered and q_length == kv_length
-    if square and (
-        may_skip or is_plain_window(allow_is_bidirectional_skip and not allow_is_causal_skip, **kwargs)
-    ):
+    if square and (may_skip or is_plain_window(allow_is_causal_skip, allow_is_bidirectional_skip, **kwargs)):
         if attention_mask is None or is_tracing(attention_mask) or not bool(attention_mask.all()):
             return attention_mask
         return None
@@ -93,15 +91,15 @@ def saobp_mask(
     return seen.to(torch.int8) * torch.where(real, SEEN, SEEN_BY_PADDING).to(torch.int8)[:, None, :, None]
 
 
-def is_plain_window(is_bidirectional: bool, **kwargs: Any) -> bool:
-    """Whether a mask is a symmetric window and nothing else, of a model whose layers pass the window.
+def is_plain_window(causal: bool, bidirectional: bool, **kwargs: Any) -> bool:
+    """Whether a mask is a window and nothing else, of a model whose layers pass the window themselves.
 
-    is_bidirectional: the mask may be skipped as bidirectional but not as causal. Transformers forbids both
-    where it combines the window with another mask function.
+    causal, bidirectional: whether Transformers allows to leave such masks out. It forbids both where it
+    combines the window with another mask function, and the first in every bidirectional mask.
     """
-    kind = getattr(kwargs.get("config"), "model_type", None)
-    windowed = kwargs.get("local_size") is not None and kind in PASS_THEIR_WINDOW
-    return windowed and is_bidirectional
+    is_causal = PASS_THEIR_WINDOW.get(getattr(kwargs.get("config"), "model_type", None) or "")
+    allowed = causal if is_causal else bidirectional and not causal
+    return is_causal is not None and kwargs.get("local_size") is not None and allowed
 
 
 def graph_of(

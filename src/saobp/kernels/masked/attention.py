@@ -21,14 +21,15 @@ def masked_attention(
     nodes: Tensor | None = None,
     mask: Tensor | None = None,
     window: int | None = None,
+    is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Refined attention without causality under a mask, a window, or both; states as in :func:`saobp.attention`.
+    """Refined attention under a mask, a window, or both; states as in :func:`saobp.attention`.
 
     nodes ``[batch or 1, heads or 1, length]``: False for padding, which sends no message and which no row sees;
     mask ``[batch or 1, heads or 1, length or 1, length]``: not 0 where a row may attend, or floating point, added to the
-    scores; window: a row sees keys less than this many places away.
+    scores; window: a row sees keys less than this many places away. Strict causality needs a window and no mask.
     """
     reject_forward_mode(query, key, value, strength)
     query, key, value = (one if one.stride(3) == 1 else one.contiguous() for one in (query, key, value))
@@ -39,20 +40,8 @@ def masked_attention(
     sign, hears = POTTS[refinement.factor]
     seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    call = (
-        query,
-        key,
-        value,
-        strength.contiguous(),
-        nodes,
-        mask,
-        seed,
-        window or 0,
-        scale,
-        dropout_p,
-        sign,
-        hears,
-    )
+    numbers = (window or 0, scale, dropout_p, sign, hears, is_causal)
+    call = (query, key, value, strength.contiguous(), nodes, mask, seed, *numbers)
     if not requires_grad(*call[:4]):
         only: Tensor = masked_output(*call)
         return only

@@ -1,9 +1,13 @@
 """Masked attention, gradients: the formulas of ``bidirectional.backward`` in the log domain, without atomics.
 
 1. ``row_products``: D = rowsum(dO * O). The output's rounding error counts too: in a collapsed row dO V^T - D cancels.
-2. ``masked_value_gradient`` (over keys): dV = P^T dO and dc = sum_j dT = V . dV - P^T D, from the same rounded weights.
+2. ``masked_value_gradient`` (over keys): dV = P^T dO and dc = sum_j dT. As V . dV - P^T D, dc would spare a product, but
+   then the gradient of strengths would err several times as much as in eager attention.
 3. ``masked_query_gradient`` (over rows): H = u (dT - dc), E = rowsum(H), dQ = (dT + gamma H) K - gamma E (a K).
 4. ``masked_key_gradient`` (over keys): dK = (dT + gamma H - gamma E a)^T Q.
+
+CAUSAL: in the place of dT - dc stands -S, the sum of dT over later rows. Sweep 2 goes up the rows and stores it for each
+block of rows and the keys that the block sees (``future``).
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from saobp.kernels.library.arithmetic import (
     store_rows,
 )
 from saobp.kernels.library.indexing import head_base, locate, states_base
-from saobp.kernels.masked.tiles import reach, seen_scores, weights
+from saobp.kernels.masked.tiles import reach, seen_scores, strict_triangle, table_places, weights
 
 
 @triton.jit
@@ -48,13 +52,13 @@ def row_products(
 @triton.jit
 def masked_value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, key_spans_ptr,
-    lse_ptr, heard_ptr, belief_ptr, delta_ptr, dv_ptr, heard_grad_ptr,
+    lse_ptr, heard_ptr, past_ptr, belief_ptr, delta_ptr, dv_ptr, heard_grad_ptr, future_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
-    heads, group, length, blocks, window, lowest, low_plane, score_scale, sign, drop_threshold, keep_scale,
+    heads, group, length, blocks, window, back, slots, lowest, low_plane, score_scale, sign, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
-    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV of a block of keys and dc, the gradient of their summed messages."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
@@ -73,47 +77,59 @@ def masked_value_gradient(
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
-    heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
+    heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS and not CAUSAL else 0, 0.0, True)
+    v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
-    own = tl.zeros([KEYS], tl.float32)
+    heard_grad = tl.zeros([KEYS], tl.float32)
     span_base = key_spans_ptr + batch * s_batch + head * s_head
-    start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED)
-    for place in tl.range(start, stop, ROWS):
+    start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED, False, CAUSAL)
+    tiles = (stop - start + ROWS - 1) // ROWS
+    for turn in tl.range(0, tiles):
+        place = start + (tiles - 1 - turn if CAUSAL else turn) * ROWS
         rows = place + tl.arange(0, ROWS)
         q = load_rows(q_base, place, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
         top, rest = load_lse(belief_ptr + row_base, low_plane, rows, tokens, 2, True)
         speaks = real_tokens(nodes_base, rows, tokens, NODES)[None, :]
+        places = table_places(batch * heads + head, place, keys, back, slots, length, ROWS)
+        if CAUSAL and HEARS:
+            heard = tl.load(past_ptr + places, mask=keys < place, other=0.0)
         scores = seen_scores(
-            raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED
+            raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED, CAUSAL
         )
         _, refined = weights(
             scores, (high[None, :], low[None, :]), (top[None, :], rest[None, :]), heard[:, None], speaks, message,
-            HEARS, EXACT,
+            HEARS, EXACT, CAUSAL, False, PRECISION,
         )  # fmt: skip
-        refined = refined.to(KIND)
         delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
-        own += tl.sum(refined.to(tl.float32) * delta[None, :], 1)
+        grad = load_rows(g_base, place, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
+        if HEARS:
+            if CAUSAL:
+                tl.store(future_ptr + places, heard_grad, mask=keys < tokens)
+            d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+            if DROPS:
+                keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
+                d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+            heard_grad += tl.sum(refined * (d_rows - delta[None, :]), 1)
+        refined = refined.to(KIND)
         if DROPS:
             refined = tl.where(kept(seed, rows[None, :], keys[:, None], drop_threshold), refined, 0.0)
-        grad = load_rows(g_base, place, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
         dv = tl.dot(refined, grad, dv, input_precision=PRECISION)
     dv *= keep_scale
     dv_base = states_base(dv_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dv_base, begin, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
-    v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
-    heard_grad = tl.sum(v.to(tl.float32) * dv, 1) - own
-    tl.store(heard_grad_ptr + row_base + keys, heard_grad, mask=keys < tokens)
+    if HEARS and not CAUSAL:
+        tl.store(heard_grad_ptr + row_base + keys, heard_grad, mask=keys < tokens)
 
 
 @triton.jit
-def message_gradient(a, d_logits, heard_grad, speaks, message, HEARS: tl.constexpr):
-    """H, the gradient of a tile's log messages over -gamma: u (dT - dc) with u = a / (1 - gamma a)."""
+def message_gradient(a, d_logits, heard_grad, speaks, message, HEARS: tl.constexpr, CAUSAL: tl.constexpr):
+    """H, the gradient of a tile's log messages over -gamma: u (dT - dc) with u = a / (1 - gamma a); CAUSAL: -u S."""
     d_own = -heard_grad
     if HEARS == 0:
         d_own = d_logits
-    elif HEARS == 1:
+    elif HEARS == 1 and not CAUSAL:
         d_own = d_logits - heard_grad
     return tl.where(speaks, a / (1.0 - message[0] * a) * d_own, 0.0)
 
@@ -121,13 +137,13 @@ def message_gradient(a, d_logits, heard_grad, speaks, message, HEARS: tl.constex
 @triton.jit
 def masked_query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, spans_ptr,
-    lse_ptr, heard_ptr, belief_ptr, delta_ptr, heard_grad_ptr, dq_ptr, gamma_grad_ptr,
+    lse_ptr, heard_ptr, past_ptr, belief_ptr, delta_ptr, heard_grad_ptr, future_ptr, dq_ptr, gamma_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
-    heads, group, length, blocks, window, lowest, low_plane, scale, score_scale, sign, drop_threshold, keep_scale,
+    heads, group, length, blocks, window, back, slots, lowest, low_plane, scale, score_scale, sign, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
-    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of rows, and E, the gradient of gamma."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
@@ -154,7 +170,7 @@ def masked_query_gradient(
     prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     gamma_grad = tl.zeros([ROWS], tl.float32)
     span_base = spans_ptr + batch * s_batch + head * s_head
-    start, stop = reach(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED)
+    start, stop = reach(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED, CAUSAL, False)
     for place in tl.range(start, stop, KEYS):
         keys = place + tl.arange(0, KEYS)
         k = load_rows(k_base, place, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
@@ -162,12 +178,15 @@ def masked_query_gradient(
         raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         real = real_tokens(nodes_base, keys, tokens, NODES)
         scores = seen_scores(
-            raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED
+            raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED, CAUSAL
         )
-        heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
+        heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS and not CAUSAL else 0, 0.0, True)
+        places = table_places(batch * heads + head, begin, keys, back, slots, length, ROWS)
+        if CAUSAL and HEARS:
+            heard = tl.load(past_ptr + places, mask=keys < begin, other=0.0)
         a, refined = weights(
             scores, (high[:, None], low[:, None]), (top[:, None], rest[:, None]), heard[None, :], speaks, message,
-            HEARS, EXACT,
+            HEARS, EXACT, CAUSAL, True, PRECISION,
         )  # fmt: skip
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         if DROPS:
@@ -175,8 +194,14 @@ def masked_query_gradient(
                 kept(seed, rows[:, None], keys[None, :], drop_threshold), d_rows * keep_scale, 0.0
             )
         d_logits = refined * (d_rows - delta[:, None])
-        heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
-        d_message = message_gradient(a, d_logits, heard_grad[None, :], speaks, message, HEARS)
+        if CAUSAL and HEARS:
+            after = tl.load(future_ptr + places, mask=keys < tokens, other=0.0)[None, :]
+            heard_grad = after + tl.dot(strict_triangle(ROWS, True), d_logits, input_precision=PRECISION)
+        else:
+            heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)[
+                None, :
+            ]
+        d_message = message_gradient(a, d_logits, heard_grad, speaks, message, HEARS, CAUSAL)
         gamma_grad += tl.sum(d_message, 1)
         dq = tl.dot((d_logits + message[0] * d_message).to(KIND), k, dq, input_precision=PRECISION)
         prior_k = tl.dot(a.to(KIND), k, prior_k, input_precision=PRECISION)
@@ -189,13 +214,13 @@ def masked_query_gradient(
 @triton.jit
 def masked_key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, key_spans_ptr,
-    lse_ptr, heard_ptr, belief_ptr, delta_ptr, heard_grad_ptr, gamma_grad_ptr, dk_ptr,
+    lse_ptr, heard_ptr, past_ptr, belief_ptr, delta_ptr, heard_grad_ptr, future_ptr, gamma_grad_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
-    heads, group, length, blocks, window, lowest, low_plane, scale, score_scale, sign, drop_threshold, keep_scale,
+    heads, group, length, blocks, window, back, slots, lowest, low_plane, scale, score_scale, sign, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
-    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
@@ -216,11 +241,11 @@ def masked_key_gradient(
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
-    heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
-    heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
+    heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS and not CAUSAL else 0, 0.0, True)
+    sums_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if HEARS and not CAUSAL else 0, 0.0, True)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     span_base = key_spans_ptr + batch * s_batch + head * s_head
-    start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED)
+    start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED, False, CAUSAL)
     for place in tl.range(start, stop, ROWS):
         rows = place + tl.arange(0, ROWS)
         q = load_rows(q_base, place, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
@@ -232,11 +257,14 @@ def masked_key_gradient(
         row_term = gamma * load_vector(gamma_grad_ptr + row_base, rows, tokens, 0.0, True)
         speaks = real_tokens(nodes_base, rows, tokens, NODES)[None, :]
         scores = seen_scores(
-            raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED
+            raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED, CAUSAL
         )
+        places = table_places(batch * heads + head, place, keys, back, slots, length, ROWS)
+        if CAUSAL and HEARS:
+            heard = tl.load(past_ptr + places, mask=keys < place, other=0.0)
         a, refined = weights(
             scores, (high[None, :], low[None, :]), (top[None, :], rest[None, :]), heard[:, None], speaks, message,
-            HEARS, EXACT,
+            HEARS, EXACT, CAUSAL, False, PRECISION,
         )  # fmt: skip
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         if DROPS:
@@ -244,7 +272,12 @@ def masked_key_gradient(
                 kept(seed, rows[None, :], keys[:, None], drop_threshold), d_rows * keep_scale, 0.0
             )
         d_logits = refined * (d_rows - delta[None, :])
-        d_message = message_gradient(a, d_logits, heard_grad[:, None], speaks, message, HEARS)
+        if CAUSAL and HEARS:
+            after = tl.load(future_ptr + places, mask=keys < tokens, other=0.0)[:, None]
+            heard_grad = after + tl.dot(d_logits, strict_triangle(ROWS, False), input_precision=PRECISION)
+        else:
+            heard_grad = sums_grad[:, None]
+        d_message = message_gradient(a, d_logits, heard_grad, speaks, message, HEARS, CAUSAL)
         d_scores = d_logits + gamma * d_message - a * row_term[None, :]
         dk = tl.dot(d_scores.to(KIND), q, dk, input_precision=PRECISION)
     dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)

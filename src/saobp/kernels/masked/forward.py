@@ -3,6 +3,9 @@
 1. ``masked_row_sums``: log-sum-exp of every row's scores, in two parts, its largest score and the rest.
 2. ``masked_column_messages``: sum of all rows' log messages per key.
 3. ``masked_output``: refined rows times values.
+
+CAUSAL, under a window: rows receive messages of earlier rows only. Sweep 2 goes down the rows and stores what each key has
+heard when a block of rows begins, for the keys that the block sees (``past``); within a tile a strict triangle sums.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from saobp.kernels.library.arithmetic import (
     store_rows,
 )
 from saobp.kernels.library.indexing import head_base, locate, states_base
-from saobp.kernels.masked.tiles import log2_own, log_belief, reach, seen_scores
+from saobp.kernels.masked.tiles import heard_so_far, log2_own, log_belief, reach, seen_scores, table_places
 
 
 @triton.jit
@@ -30,7 +33,8 @@ def masked_row_sums(
     q_batch, q_head, q_row, k_batch, k_head, k_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
     heads, group, length, blocks, window, lowest, low_plane, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Base-2 log-sum-exp of each row; plus infinity for a row that sees no key, so that its weights are 0."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
@@ -45,14 +49,14 @@ def masked_row_sums(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     span_base = spans_ptr + batch * s_batch + head * s_head
-    start, stop = reach(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED)
+    start, stop = reach(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED, CAUSAL, False)
     for place in tl.range(start, stop, KEYS):
         keys = place + tl.arange(0, KEYS)
         k = load_rows(k_base, place, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
         raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         real = real_tokens(nodes_base, keys, tokens, NODES)
         scores = seen_scores(
-            raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED
+            raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED, CAUSAL
         )
         raised = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(raised == float("-inf"), 0.0, raised)
@@ -66,13 +70,14 @@ def masked_row_sums(
 
 @triton.jit
 def masked_column_messages(
-    q_ptr, k_ptr, strength_ptr, nodes_ptr, mask_ptr, key_spans_ptr, lse_ptr, heard_ptr,
+    q_ptr, k_ptr, strength_ptr, nodes_ptr, mask_ptr, key_spans_ptr, lse_ptr, heard_ptr, past_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
-    heads, group, length, blocks, window, lowest, low_plane, score_scale, sign,
+    heads, group, length, blocks, window, back, slots, lowest, low_plane, score_scale, sign,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
-    MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum of base-2 log messages about each key, of all rows that are nodes."""
+    """Sum of base-2 log messages about each key, of all rows that are nodes; CAUSAL: of those before each block of rows."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
     begin = block * KEYS
     keys = begin + tl.arange(0, KEYS)
@@ -87,7 +92,7 @@ def masked_column_messages(
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
     heard = tl.zeros([KEYS], tl.float32)
     span_base = key_spans_ptr + batch * s_batch + head * s_head
-    start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED)
+    start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED, False, CAUSAL)
     for place in tl.range(start, stop, ROWS):
         rows = place + tl.arange(0, ROWS)
         q = load_rows(q_base, place, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
@@ -95,23 +100,27 @@ def masked_column_messages(
         high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
         high = tl.where(real_tokens(nodes_base, rows, tokens, NODES), high, float("inf"))
         scores = seen_scores(
-            raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED
+            raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED, CAUSAL
         )
         a = tl.exp2((scores - high[None, :]) - low[None, :])
+        if CAUSAL:
+            places = table_places(batch * heads + head, place, keys, back, slots, length, ROWS)
+            tl.store(past_ptr + places, heard, mask=(keys < tokens) & (keys < place))
         heard += tl.sum(log2_own(a, message, EXACT), 1)
-    tl.store(heard_ptr + row_base + keys, heard, mask=keys < tokens)
+    if not CAUSAL:
+        tl.store(heard_ptr + row_base + keys, heard, mask=keys < tokens)
 
 
 @triton.jit
 def masked_output(
-    q_ptr, k_ptr, v_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, spans_ptr, lse_ptr, heard_ptr,
+    q_ptr, k_ptr, v_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, spans_ptr, lse_ptr, heard_ptr, past_ptr,
     out_ptr, rest_ptr, belief_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
-    heads, group, length, blocks, window, lowest, low_plane, score_scale, sign, drop_threshold, keep_scale,
+    heads, group, length, blocks, window, back, slots, lowest, low_plane, score_scale, sign, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
-    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, DROPS: tl.constexpr,
-    SAVES: tl.constexpr, PRECISION: tl.constexpr,
+    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr, SAVES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output of a block of rows; if SAVES also its rounding error, and log2 of the rows' normalisers in two parts."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
@@ -134,18 +143,24 @@ def masked_output(
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     span_base = spans_ptr + batch * s_batch + head * s_head
-    start, stop = reach(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED)
+    start, stop = reach(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED, CAUSAL, False)
     for place in tl.range(start, stop, KEYS):
         keys = place + tl.arange(0, KEYS)
         k = load_rows(k_base, place, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
         raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         real = real_tokens(nodes_base, keys, tokens, NODES)
         scores = seen_scores(
-            raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED
+            raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED, CAUSAL
         )
         prior = (scores - high[:, None]) - low[:, None]
-        heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)
-        beliefs = log_belief(prior, tl.exp2(prior), heard[None, :], speaks[:, None], message, HEARS, EXACT)
+        a = tl.exp2(prior)
+        if CAUSAL and HEARS:
+            places = table_places(batch * heads + head, begin, keys, back, slots, length, ROWS)
+            past = tl.load(past_ptr + places, mask=keys < begin, other=0.0)
+            heard = heard_so_far(a, past[None, :], speaks[:, None], message, EXACT, True, PRECISION)
+        else:
+            heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)[None, :]
+        beliefs = log_belief(prior, a, heard, speaks[:, None], message, HEARS, EXACT, CAUSAL)
         raised = tl.maximum(top, tl.max(beliefs, 1))
         anchor = tl.where(raised == float("-inf"), 0.0, raised)
         shrink = tl.exp2(top - anchor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from saobp.kernels.runtime.custom_op import operator, register_autograd
 from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, cached, lay_out_buffer
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor strength, Tensor? nodes, Tensor? mask, Tensor? seed"
-NUMBERS = "SymInt window, float scale, float dropout, float sign, int hears"
+NUMBERS = "SymInt window, float scale, float dropout, float sign, int hears, bool causal"
 INPUT_NAMES = ("q", "k", "v", "strength", "nodes", "mask", "seed")
 TENSORS = len(INPUT_NAMES)
 SPAN_STEP = 128
@@ -31,13 +32,15 @@ SPAN_STEP = 128
 
 
 class MaskNumbers(NamedTuple):
-    """Scalars of a call: a row sees keys less than ``window`` away (0: any); the rest as in :class:`CallNumbers`."""
+    """Scalars of a call: a row sees keys less than ``window`` away (0: any), with ``causal`` earlier ones only; the rest as
+    in :class:`CallNumbers`."""
 
     window: int
     scale: float
     dropout: float
     sign: float
     hears: int
+    causal: bool
 
 
 class MaskedCall(NamedTuple):
@@ -45,27 +48,43 @@ class MaskedCall(NamedTuple):
 
     spec: CallSpec
     window: int
+    causal: bool
     mask_shape: tuple[int, int] | None
 
     @classmethod
     def of(cls, tensors: tuple[Any, ...], numbers: MaskNumbers) -> MaskedCall:
         query, key, value, strength, _, mask, _ = tensors
-        window, scale, dropout, sign, hears = numbers
+        window, scale, dropout, sign, hears, causal = numbers
         of_call = CallNumbers(query.shape[2], scale, dropout, sign, hears)
         spec = CallSpec.of(CallTensors(query, key, value, strength), of_call)
-        return cls(spec, window, None if mask is None else (mask.shape[0], mask.shape[1]))
+        return cls(spec, window, causal, None if mask is None else (mask.shape[0], mask.shape[1]))
 
     @property
     def saved(self) -> tuple[dict[str, BufferSlice], int]:
         """Sums of rows and keys, in two parts where logarithms, what rounding took from the output, and spans of the
         mask."""
         rows, floats = self.spec.rows_shape, torch.float32
+        tables = self.tables
         spans = (0,) if self.mask_shape is None else (*self.mask_shape, self.grains, 2)
         rest = (0,) if self.spec.dtype == torch.float32 else self.spec.states_shape
         return lay_out_buffer("saved", {
-            "lse": ((2, *rows), floats), "belief": ((2, *rows), floats), "heard": (rows if self.spec.hears else (0,), floats),
+            "lse": ((2, *rows), floats), "belief": ((2, *rows), floats), "heard": (rows if self.spec.hears and not self.causal else (0,), floats), "past": (tables, floats),
             "spans": (spans, torch.int32), "key_spans": (spans, torch.int32), "rest": (rest, self.spec.dtype),
         })  # fmt: skip
+
+    @property
+    def back(self) -> int:
+        """Earliest key that a causal block of rows can need, counted back from its first row in whole tiles."""
+        keys = common_block(self.spec).keys
+        return ceil_div(self.window - 1, keys) * keys
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """Shape of what causal blocks of rows have heard about each key that they see: linear in length."""
+        if not self.causal or not self.spec.hears:
+            return (0,)
+        rows = common_block(self.spec).rows
+        return (self.spec.batch * self.spec.heads, ceil_div(self.spec.length, rows), self.back + rows)
 
     @property
     def grains(self) -> int:
@@ -75,16 +94,20 @@ class MaskedCall(NamedTuple):
         return ceil_div(self.spec.length, size) * self.spec.batch * self.spec.heads
 
 
-def block_of(spec: CallSpec, sweep: str) -> Block:
-    """Tile of a sweep; small where registers are scarce. ``rows`` and ``keys`` are at most two grains."""
+def block_of(call: MaskedCall, sweep: str) -> Block:
+    """Tile of a sweep. The rows of causal sweeps are those of their tables, so all have the same."""
+    tile = common_block(call.spec)
+    if call.causal or call.spec.dtype == torch.float32 or call.spec.dim > 64:
+        return tile
+    return replace(tile, stages=2 if sweep.endswith("gradient") else 3)
+
+
+def common_block(spec: CallSpec) -> Block:
+    """A tile that suits every sweep; small where registers are scarce."""
     dim = int(spec.dim)
-    if spec.dtype == torch.float32:
+    if spec.dtype == torch.float32 or dim > 128:
         return Block(32, 32, warps=4, stages=1)
-    if dim > 128:
-        return Block(32, 32, warps=4, stages=1)
-    if dim > 64:
-        return Block(64, 32, warps=4, stages=2)
-    return Block(64, 64, warps=4, stages=2 if sweep.endswith("gradient") else 3)
+    return Block(64, 32 if dim > 64 else 64, warps=4, stages=2)
 
 
 def plan_forward(call: MaskedCall, tensors: tuple[Any, ...], saves: bool) -> LaunchSequence:
@@ -119,7 +142,10 @@ class BackwardPlan(NamedTuple):
 
 def plan_backward(call: MaskedCall, tensors: tuple[Any, ...], grad: Tensor, out: Tensor) -> BackwardPlan:
     spec, rows = call.spec, (call.spec.rows_shape, torch.float32)
-    scratch, size = lay_out_buffer("scratch", {"delta": rows, "heard_grad": rows, "gamma_grad": rows})
+    scratch, size = lay_out_buffer(
+        "scratch",
+        {"delta": rows, "heard_grad": rows, "gamma_grad": rows, "future": (call.tables, torch.float32)},
+    )
     launches = LaunchSequence(tensors[0].device, BACKWARD_NAMES, call.saved[0] | scratch)
     numbers = _numbers(call, tensors) | strides("g", grad) | named_strides("d", spec.gradient_strides)
     own = {
@@ -137,7 +163,7 @@ def plan_backward(call: MaskedCall, tensors: tuple[Any, ...], grad: Tensor, out:
 def _add_sweep(
     launches: LaunchSequence, call: MaskedCall, sweep: Any, numbers: dict[str, Any], *, by_rows: bool
 ) -> None:
-    block = block_of(call.spec, sweep.__name__)
+    block = block_of(call, sweep.__name__)
     gridded = block.rows if by_rows else block.keys
     sizes = {
         "blocks": ceil_div(call.spec.length, gridded),
@@ -167,6 +193,7 @@ def _numbers(call: MaskedCall, tensors: tuple[Any, ...]) -> dict[str, Any]:
         "lowest": torch.finfo(mask.dtype).min / 2 if adds else 0.0, "low_plane": spec.low_plane, "scale": spec.scale,
         "sign": spec.sign, "HEARS": spec.hears, "EXACT": spec.dtype == torch.float32, "DROPS": spec.dropout > 0,
         "MASK": 0 if mask is None else 2 if adds else 1, "NODES": nodes is not None, "WINDOWED": call.window > 0,
+        "CAUSAL": call.causal, "back": call.back if call.causal else 0, "slots": call.tables[-1],
     }  # fmt: skip
 
 

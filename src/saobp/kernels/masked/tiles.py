@@ -19,7 +19,7 @@ _GRAIN = tl.constexpr(GRAIN)
 
 @triton.jit
 def seen_scores(
-    raw, rows, keys, keys_real, view, score_scale, MASK: tl.constexpr, WINDOWED: tl.constexpr
+    raw, rows, keys, keys_real, view, score_scale, MASK: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
     """Base-2 scores of a tile from raw products; minus infinity where unseen.
 
@@ -30,7 +30,7 @@ def seen_scores(
     seen = keys_real
     if WINDOWED:
         distance = rows - keys
-        seen = seen & (distance < window) & (distance > -window)
+        seen = seen & (distance < window) & (distance > (-1 if CAUSAL else -window))
     if MASK != 0:
         places = mask_base + (rows.to(tl.int64) * mask_row + keys.to(tl.int64) * mask_key)
         entries = tl.load(places, mask=(rows < length) & (keys < length), other=0)
@@ -45,14 +45,15 @@ def seen_scores(
 
 @triton.jit
 def reach(
-    begin, tokens, window, span_base, SIZE: tl.constexpr, STEP: tl.constexpr, MASK: tl.constexpr, WINDOWED: tl.constexpr
+    begin, tokens, window, span_base, SIZE: tl.constexpr, STEP: tl.constexpr, MASK: tl.constexpr, WINDOWED: tl.constexpr,
+    EARLIER: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
     """First and last (exclusive) token that a block of SIZE tokens from ``begin`` on can need, the first a multiple of
-    STEP."""
+    STEP. Causal rows need EARLIER keys only, and keys LATER rows only."""
     first, last = begin * 0, begin * 0 + tokens
     if WINDOWED:
-        first = tl.maximum(begin - window + 1, first)
-        last = tl.minimum(begin + SIZE - 1 + window, last)
+        first = tl.maximum(begin if LATER else begin - window + 1, first)
+        last = tl.minimum(begin + SIZE if EARLIER else begin + SIZE - 1 + window, last)
     if MASK != 0:
         low, high = last, first
         for part in tl.static_range((SIZE + _GRAIN - 1) // _GRAIN):
@@ -91,6 +92,21 @@ def mask_spans(
 
 
 @triton.jit
+def strict_triangle(SIZE: tl.constexpr, UPPER: tl.constexpr):
+    """1 above (UPPER) or below the diagonal, else 0: as a factor it sums what comes before or after within a tile."""
+    line, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    return tl.where(line < column if UPPER else line > column, 1.0, 0.0)
+
+
+@triton.jit
+def table_places(line, begin, keys, back, slots, length, ROWS: tl.constexpr):
+    """Places of keys in ``past`` or ``future`` ``[lines, blocks of rows, slots]``, for the block that begins with that row;
+    a block's first slot is the key ``back`` before its first row."""
+    block = line.to(tl.int64) * ((length + ROWS - 1) // ROWS) + begin // ROWS
+    return block * slots + (keys - begin + back)
+
+
+@triton.jit
 def log2_own(a, message, EXACT: tl.constexpr):
     """log2(1 - gamma a); EXACT in all digits of float32."""
     if EXACT:
@@ -99,25 +115,45 @@ def log2_own(a, message, EXACT: tl.constexpr):
 
 
 @triton.jit
+def heard_so_far(
+    a, past, speaks, message, EXACT: tl.constexpr, BY_ROWS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Causal: what each row of a tile ``[rows, keys]`` (BY_ROWS) or ``[keys, rows]`` has heard about each key, from the
+    rows before the tile (``past``) and the earlier rows in it."""
+    messages = tl.where(speaks, log2_own(a, message, EXACT), 0.0)
+    if BY_ROWS:
+        inside = tl.dot(strict_triangle(a.shape[0], False), messages, input_precision=PRECISION)
+    else:
+        inside = tl.dot(messages, strict_triangle(a.shape[1], True), input_precision=PRECISION)
+    return past + inside
+
+
+@triton.jit
 def weights(
-    scores, lse, belief, heard, speaks, message, HEARS: tl.constexpr, EXACT: tl.constexpr
+    scores, lse, belief, heard, speaks, message, HEARS: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr,
+    BY_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Prior and refined weights of a tile, all in the log domain.
 
     ``lse`` and ``belief``: log2 of the rows' normalisers, before and after messages, in two parts each; ``heard``: sum of
-    messages about each key; ``speaks``: rows whose own message is in that sum and is taken out again.
+    messages about each key (CAUSAL: of the rows before the tile); ``speaks``: rows whose own message is in that sum and is
+    taken out again.
     """
     prior = (scores - lse[0]) - lse[1]
     a = tl.exp2(prior)
-    refined = log_belief(prior, a, heard, speaks, message, HEARS, EXACT)
+    if CAUSAL and HEARS:
+        heard = heard_so_far(a, heard, speaks, message, EXACT, BY_ROWS, PRECISION)
+    refined = log_belief(prior, a, heard, speaks, message, HEARS, EXACT, CAUSAL)
     return a, tl.exp2((refined - belief[0]) - belief[1])
 
 
 @triton.jit
-def log_belief(prior, a, heard, speaks, message, HEARS: tl.constexpr, EXACT: tl.constexpr):
-    """Unnormalised base-2 log beliefs: prior and received messages."""
+def log_belief(
+    prior, a, heard, speaks, message, HEARS: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr
+):  # fmt: skip
+    """Unnormalised base-2 log beliefs: prior and received messages. CAUSAL: ``heard`` leaves the own message out."""
     if HEARS:
         prior += heard
-    if HEARS != 2:
+    if HEARS != 2 and not (CAUSAL and HEARS):
         prior -= tl.where(speaks, log2_own(a, message, EXACT), 0.0)
     return prior
