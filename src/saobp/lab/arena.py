@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from saobp.runs.layout import RESULT, run_folders
 from saobp.sizes import DECODERS, FAMILY_NAMES
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_json, read_object, write_json
-from saobp.training.recipes import named_recipe
+from saobp.training.recipes import PretrainRecipe, named_recipe
 
 ORIGINAL = "none"
 BLIMP = "blimp"
@@ -169,7 +169,7 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[int] = ())
     found: dict[str, Setting] = {}
     for record in records:
         recipe, result = record["recipe"], record["result"]
-        shared = {name: value for name, value in recipe.items() if name not in FREE}
+        shared = {name: value for name, value in {**recipe, **_absent(recipe)}.items() if name not in FREE}
         own = tuple(fresh) if recipe["seed"] in fresh else ()
         key = json.dumps([shared, record.get("data"), own], sort_keys=True)
         setting = found.setdefault(key, Setting(shared, own))
@@ -182,6 +182,15 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[int] = ())
     return sorted(
         found.values(), key=lambda one: (one.is_decoder, not one.fresh, -sum(map(len, one.losses.values())))
     )
+
+
+def _absent(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of fields that are newer than the record of a run."""
+    return {
+        one.name: one.default
+        for one in fields(PretrainRecipe)
+        if one.name not in recipe and one.default is not MISSING
+    }
 
 
 def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[int] = ()) -> list[Path]:

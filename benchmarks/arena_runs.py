@@ -1,0 +1,214 @@
+"""Makes the runs of results/arena/plan.md on one GPU: choice, confirmation, then what else there is time for.
+
+    python benchmarks/arena_runs.py --tokens TOKENS --out runs/arena --jobs 9 --seconds 1500
+
+Each of the processes claims one run after another. When the runs of the choice are done, the rule of
+``arena_plan.py`` chooses, ``chosen.json`` says what and why, and the processes go on with the confirmation.
+``--choose-within`` ends the choice early: forms that lack a seed by then are left out of it. A second call
+continues. Then ``saobp arena runs/arena/runs --fresh 6,7,8,9,10`` writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from arena_plan import Form, Run, choice_runs, choose, confirming_runs, further_runs, losses_of
+
+from saobp.lab.arena import recorded
+from saobp.runs.layout import RESULT
+from saobp.storage.json_files import append_line, read_json, write_json
+
+RECORDS = Path(__file__).parents[1] / "results" / "arena" / "runs.json"
+FORMING_ROWS = ("key-bias", "message-gate", "by-distance", "later-steps", "sinkhorn", "softmax-plus-one")
+"""Methods without a fused kernel, which take longer."""
+DECODERS_AT_ONCE = 3
+"""25 GB of GPU memory each."""
+
+
+class Queue:
+    """Runs in a folder: ``runs`` (``again`` for controls), and a folder in ``claims`` for each started."""
+
+    def __init__(self, out: Path, ends: float, choose_until: float, typical: float = 150.0) -> None:
+        self.out, self.ends, self.choose_until, self.typical = out, ends, choose_until, typical
+        self.before = losses_of(read_json(RECORDS))
+
+    def folder(self, run: Run) -> Path:
+        return self.out / ("again" if run.control else "runs") / run.name
+
+    def claim_of(self, run: Run) -> Path:
+        return self.out / "claims" / run.name
+
+    def is_done(self, run: Run) -> bool:
+        return (self.folder(run) / RESULT).exists() or (self.claim_of(run) / "failed").exists()
+
+    def is_running(self, run: Run) -> bool:
+        return self.claim_of(run).exists() and not self.is_done(run)
+
+    def clear_unfinished(self) -> None:
+        """Let runs that a killed process had claimed be claimed again."""
+        for run in self.planned(everything=True):
+            if self.is_running(run):
+                shutil.rmtree(self.folder(run), ignore_errors=True)
+                shutil.rmtree(self.claim_of(run))
+
+    def chosen(self) -> Form | None:
+        """The chosen form, None while runs of the choice are running or may still be started."""
+        path = self.out / "chosen.json"
+        if path.exists():
+            return Form(**read_json(path)["chosen"])
+        choice = list(choice_runs(self.before))
+        open_ones = [run for run in choice if not self.is_done(run) and not run.control]
+        if any(self.is_running(run) for run in open_ones) or (open_ones and time.time() < self.choose_until):
+            return None
+        found = losses_of(recorded([self.out / "runs"]).values()) if (self.out / "runs").exists() else {}
+        losses = {m: {**self.before.get(m, {}), **found.get(m, {})} for m in {**self.before, **found}}
+        form, means, left_out = choose(losses)
+        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        write_json(path, {"chosen": asdict(form), "means": means, "left_out": left_out, "time": when})
+        return form
+
+    def planned(self, *, everything: bool = False) -> Iterator[Run]:
+        chosen = self.chosen()
+        if everything or (chosen is None and time.time() < self.choose_until):
+            yield from choice_runs(self.before)
+        yield from confirming_runs(chosen)
+        yield from further_runs()
+
+    def claim(self) -> Run | None:
+        """The next run that nobody has and that will be done in time."""
+        decoders = sum(run.family == "llama" and self.is_running(run) for run in further_runs())
+        for run in self.planned():
+            slow = any(word in run.form.refinement for word in FORMING_ROWS)
+            late = time.time() + self.typical * (1.25 if slow else 1.0) > self.ends
+            full = run.family == "llama" and decoders >= DECODERS_AT_ONCE
+            if late or full or self.claim_of(run).exists():
+                continue
+            with contextlib.suppress(FileExistsError):
+                self.claim_of(run).mkdir(parents=True)
+                return run
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/arena"))
+    parser.add_argument("--jobs", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of it")
+    parser.add_argument("--choose-within", type=float, default=0.0, help="seconds for the choice (no limit)")
+    parser.add_argument("--typical", type=float, default=150.0, help="seconds of a run, until one is done")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        ends, until = (float(os.environ[name]) for name in ("ARENA_ENDS", "ARENA_CHOOSE_UNTIL"))
+        work(Queue(given.out, ends, until, given.typical), given.tokens)
+        return
+    ends = time.time() + given.seconds
+    until = time.time() + given.choose_within if given.choose_within else ends
+    for name in ("runs", "again", "claims"):
+        (given.out / name).mkdir(parents=True, exist_ok=True)
+    Queue(given.out, ends, until).clear_unfinished()
+    environment = {"ARENA_ENDS": str(ends), "ARENA_CHOOSE_UNTIL": str(until), "SAOBP_JOBS": str(given.jobs)}
+    with contextlib.ExitStack() as stack:
+        workers = [
+            subprocess.Popen(
+                [sys.executable, __file__, *sys.argv[1:], "--worker"],
+                env={"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", **os.environ, **environment},
+                stdout=stack.enter_context((given.out / f"worker-{number}.log").open("a")),
+                stderr=subprocess.STDOUT,
+            )
+            for number in range(given.jobs)
+        ]
+        sys.exit(max(worker.wait() for worker in workers))
+
+
+def work(queue: Queue, tokens: str) -> None:
+    """Train one claimed run after another in this process."""
+    import gc
+
+    import torch
+
+    while (run := queue.claim()) is not None:
+        began = time.time()
+        try:
+            loss = train(run, queue, tokens)
+            queue.typical = time.time() - began
+            say(f"done {run.name} {loss:.4f}, {queue.typical:.0f} s")
+        except Exception as problem:
+            traceback.print_exc()
+            (queue.claim_of(run) / "failed").write_text(repr(problem)[:500])
+            say(f"failed {run.name}")
+            if torch.cuda.is_available():  # an error of CUDA stays with its process
+                os.execv(sys.executable, [sys.executable, *sys.argv])
+        gc.collect()
+        torch._dynamo.reset()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    say("no run left that fits")
+
+
+def train(run: Run, queue: Queue, tokens: str) -> float:
+    from transformers import TrainerCallback
+
+    from saobp.training.dataset import find_pretraining_data
+    from saobp.training.pretrain import pretrain
+    from saobp.transformers.layer_refinement import PER_HEAD, attached
+
+    numbers = queue.claim_of(run) / "numbers.jsonl"
+
+    class Numbers(TrainerCallback):
+        """Writes strengths, temperatures and the like every 50 steps."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+            if state.global_step % 50 == 0:
+                own = [
+                    (f"{layer}.{name}", parameter.detach().float().tolist())
+                    for layer, (_, module) in enumerate(attached(model))
+                    for name, parameter in module.named_parameters()
+                    if name.endswith(PER_HEAD)
+                ]
+                if own:
+                    append_line(numbers, {"step": state.global_step, **dict(own)})
+
+    recipe = run.recipe
+    texts = find_pretraining_data(
+        recipe.family, recipe.corpus, length=recipe.length, seed=recipe.seed, tokens=tokens
+    )
+    before, sys.argv = sys.argv, run.command  # what the record keeps
+    try:
+        result = pretrain(
+            recipe,
+            queue.folder(run),
+            train=texts.train,
+            validation=texts.validation,
+            tokenizer=texts.tokenizer,
+            progress=False,
+            callbacks=[Numbers()],
+            notify=say,
+        )
+    finally:
+        sys.argv = before
+    if numbers.exists():
+        shutil.move(numbers, queue.folder(run) / numbers.name)
+    assert result.eval_loss is not None
+    return result.eval_loss
+
+
+def say(words: str) -> None:
+    print(time.strftime("%H:%M:%S"), words, flush=True)
+
+
+if __name__ == "__main__":
+    main()
