@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from saobp.arguments import (
     BoundedStrength,
@@ -101,14 +102,9 @@ def attention(
         from saobp.kernels.masked.attention import masked_attention
 
         nodes = None if padding_mask is None else padding_mask[:, None]
-        if seen is not None:
-            graph = build_graph(
-                queries, keys, refinement, padding_mask, is_causal, query.device, **graph_options
-            )
-            check_symmetric_mask(graph, refinement, is_causal)
-            assert attn_mask is not None
-            assert graph.speaks is not None
-            nodes, attn_mask = graph.speaks.squeeze(-1), four_dimensional(attn_mask)
+        if seen is not None and attn_mask is not None:
+            nodes = nodes_of_mask(attn_mask, seen, padding_mask, call)
+            attn_mask = four_dimensional(attn_mask)
         return masked_attention(
             query, key, value, refinement, strength, nodes=nodes, mask=attn_mask, window=call.window,
             is_causal=is_causal, dropout_p=dropout_p, scale=scale,
@@ -138,6 +134,40 @@ def attention(
     return reference_attention(
         query, key, value, refinement, strength, graph, bias=bias, dropout_p=dropout_p, scale=scale
     ).output
+
+
+_nodes_of_masks = WeakTensorKeyDictionary()
+
+
+def nodes_of_mask(attn_mask: Tensor, seen: Tensor, padding_mask: Tensor | None, call: Call) -> Tensor:
+    """Tokens that are nodes under a caller's mask, bool ``[.., keys]``; raises if it is not symmetric.
+
+    Remembered as long as the mask lives and is not changed: layers share a mask, and to look at it on a GPU
+    is to wait for it.
+    """
+    remembers = padding_mask is None and not torch.compiler.is_compiling() and not attn_mask.is_inference()
+    state = (attn_mask._version, call.window, call.refinement.factor) if remembers else None
+    known = _nodes_of_masks.get(attn_mask) if remembers else None
+    if known is not None and known[0] == state:
+        nodes: Tensor = known[1]
+        return nodes
+    queries, keys = call.query[2], call.key[2]
+    graph = build_graph(
+        queries,
+        keys,
+        call.refinement,
+        padding_mask,
+        call.is_causal,
+        seen.device,
+        seen=seen,
+        window=call.window,
+    )
+    check_symmetric_mask(graph, call.refinement, call.is_causal)
+    assert graph.speaks is not None
+    nodes = graph.speaks.squeeze(-1)
+    if remembers:
+        _nodes_of_masks[attn_mask] = (state, nodes)
+    return nodes
 
 
 def attention_with_rows(

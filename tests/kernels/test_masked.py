@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import saobp
-from saobp import Refinement
+from saobp import Refinement, functional
 from saobp.kernels.masked import attention as masked
 from saobp.kernels.masked.tiles import GRAIN
 from saobp.testing.error_budget import assert_within_budget
@@ -158,6 +158,26 @@ def test_dropout_drops_the_same_entries_forward_and_backward(causal: bool) -> No
     wanted = torch.autograd.grad(expected @ leaves[2], leaves, inputs.output_gradient)
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_is_looked_at_once_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    check = functional.check_symmetric_mask
+    monkeypatch.setattr(functional, "check_symmetric_mask", lambda *given: looks.append(check(*given)))
+    inputs = attention_inputs(1, 1, 8, 16, dtype=HALF, device=DEVICE)
+    states, mask = (inputs.query, inputs.key, inputs.value), symmetric(8, 0.5)
+
+    def attend(**options: Any) -> Tensor:
+        return saobp.attention(*states, "high:0.7", attn_mask=mask, backend="fused", **options)
+
+    first = attend()
+    assert torch.equal(attend(), first)
+    assert len(looks) == 1
+    attend(sliding_window=3)
+    assert len(looks) == 2
+    mask[0, 1], mask[1, 0] = True, False
+    with pytest.raises(ValueError, match="pass is_causal=True, or a mask that is symmetric"):
+        attend()
 
 
 def test_a_mask_that_learns_goes_by_the_reference() -> None:
