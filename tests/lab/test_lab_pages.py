@@ -284,7 +284,7 @@ def test_what_was_not_run_is_listed(runs: Path, tmp_path: Path) -> None:
 def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "results"
     empty = write_overview(out).read_text()
-    assert "- mini: everything" in empty
+    assert "- mini, small, medium, mini-paper" in empty
     assert "Nothing so far." in empty
     tabulate(ExperimentPlan(choose_experiments("gtd,glue"), MINI, 3), runs, out)
     (out / "story.md").write_text("Once upon a time.\n")
@@ -293,7 +293,7 @@ def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> No
     reproduced = page[page.index("## What reproduces") : page.index("## What does not")]
     assert "High against Original, GTD: the paper has +0.03" in reproduced
     left_out = page[page.index("## What was not run") :]
-    assert "- small: everything" in left_out
+    assert "- small, medium, mini-paper" in left_out
     assert "decoders" in left_out
     assert "gtd" not in left_out.split("- mini: ")[1].split("\n")[0].split(", ")
 

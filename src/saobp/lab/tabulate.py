@@ -19,6 +19,8 @@ from saobp.storage.json_files import read_object
 
 STORY = "story.md"
 """A hand-written introduction; if a results folder has one, the overview starts with it."""
+PRINTED = {name for name, scale in SCALES.items() if scale.recipe == "paper"}
+"""Scales at the paper's printed settings."""
 LISTED = 3
 """Claims without runs listed in the overview; the rest are counted."""
 SECTIONS: dict[Status, str] = {
@@ -104,8 +106,10 @@ def _overview(outcomes: list[dict[str, Any]]) -> Iterable[str]:
         "fewer than three pairs, could not be decided. A question whether something is better is answered "
         "by yes only for a gain, and by no for a loss; no gain shown says that the interval of three pairs "
         "or more holds zero. Differences are method less base. There are many claims, so about one in twenty "
-        "intervals leaves zero out by chance alone. Texts, token budget and fine-tuning values are ours, and "
-        "* marks tasks of which only a part of the rows is to be had; see "
+        "intervals leaves zero out by chance alone. Every verdict is of its page's setting: mini, small and "
+        "medium are the recipe fast, mini-paper and its like the settings that the paper prints, with the "
+        "batch size (32 if none is named) as the one unknown. Texts, token budget and fine-tuning values are "
+        "ours, and * marks tasks of which only a part of the rows is to be had; see "
         "[how to rerun](../docs/reproduce.md)."
     )
     if any(one["scale"] == "smoke" for one in outcomes):
@@ -146,12 +150,16 @@ def _claims(outcomes: list[dict[str, Any]], status: Status, *, questions: bool =
 
 def _not_run(outcomes: list[dict[str, Any]]) -> str:
     there = {(one["target"], one["scale"]) for one in outcomes}
-    lines = []
-    for scale in SCALES:
-        absent = [name for name in EXPERIMENTS if (name, scale) not in there]
-        if scale != "smoke" and absent:
-            all_of_it = len(absent) == len(EXPERIMENTS)
-            lines.append(f"- {scale}: {'everything' if all_of_it else ', '.join(absent)}")
+    lines, nothing_of = [], []
+    for scale in (name for name in SCALES if name != "smoke"):
+        asked = [name for name, one in EXPERIMENTS.items() if scale in PRINTED or not one.batches]
+        absent = [name for name in asked if (name, scale) not in there]
+        if len(absent) == len(asked):
+            nothing_of.append(scale)
+        elif absent:
+            lines.append(f"- {scale}: {', '.join(absent)}")
+    if nothing_of:
+        lines.append(f"- {', '.join(nothing_of)}: everything")
     for one in outcomes:
         skipped = [claim["words"] for claim in one["claims"] if claim["status"] == "not run"]
         if skipped and one["scale"] != "smoke":

@@ -27,8 +27,8 @@ def plateau(results: Results, page: Page) -> None:
     level = math.exp(LEFT)
     page.text(
         "Every run first learns how frequent words are and stays there, at a perplexity of 440 to 500, until "
-        f"attention comes to be of use. A run has left that plateau when its held-out loss is below {LEFT} "
-        f"(perplexity {level:.0f}), and is seen to at the next evaluation. Rate, warm-up, schedule and steps "
+        "attention comes to be of use. A run has left that plateau at its first evaluation with a held-out "
+        f"loss below {LEFT} (perplexity {level:.0f}). Rate, warm-up, schedule and steps "
         "are the paper's; its batch size is not printed, and its texts are not to be had: Wikipedia, books "
         "and reviews stand in."
     )
