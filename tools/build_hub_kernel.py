@@ -69,7 +69,7 @@ model = AutoModelForMaskedLM.from_pretrained(
 )
 ```
 
-Limits: learned strengths, variants, sliding windows and caches need saobp itself, and are refused here.
+Limits: learned strengths, variants and caches need saobp itself, and are refused here.
 """
 IMPORT = re.compile(r"^(\s*)from saobp\.([\w.]+) import ", re.MULTILINE)
 ALLOWED = {*sys.stdlib_module_names, "torch", "triton"}

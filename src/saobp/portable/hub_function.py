@@ -38,11 +38,6 @@ def saobp_attention(
             raise ValueError(
                 f"{type(module).__name__} passes {name!r}, which refined attention cannot honour"
             )
-    if sliding_window is not None and sliding_window < key.shape[-2]:
-        raise ValueError(
-            f"the sliding window of {sliding_window} is shorter than the {key.shape[-2]} tokens, for which "
-            "there is no kernel: use saobp.apply(model, refinement)"
-        )
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(
             f"the kernel reads masks [batch, keys], not {tuple(attention_mask.shape)}: use "
@@ -59,7 +54,7 @@ def saobp_attention(
     refinement = layer_refinement(module)
     states = attention(
         query, key, value, refinement, attention_mask=attention_mask, is_causal=bool(causal),
-        dropout_p=dropout, scale=scaling,
+        dropout_p=dropout, scale=scaling, sliding_window=sliding_window,
     )  # fmt: skip
     return states.transpose(1, 2).contiguous(), None
 
