@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from saobp.benchmarking import bert_models as models
 from saobp.benchmarking import model as model_benchmark
 from saobp.benchmarking.attention import attention_speed
 from saobp.benchmarking.cpu import cpu_inference
+from saobp.benchmarking.decoding import Shape, decoding_speed, make_step, step_call
 from saobp.benchmarking.model import masked_batch, model_speed
+from saobp.benchmarking.rivals import flash_versions
 from saobp.benchmarking.table import BenchmarkTable
 from saobp.cli import app
 from saobp.sizes import PAPER_SIZES, Size
@@ -54,6 +58,56 @@ def test_attention_on_a_cpu_records_that_the_kernels_cannot(monkeypatch: pytest.
         assert isinstance(row["sdpa"], float)
         assert isinstance(row["eager"], float)
         assert row["backend"] == "default"
+
+
+def test_flash_attention_is_a_rival_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flash_attn_func(q, k, v, causal):  # type: ignore[no-untyped-def]
+        states = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=causal).transpose(1, 2)
+        return out, None
+
+    stand_in = ModuleType("flash_attn_interface")
+    stand_in.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", stand_in)
+    monkeypatch.setitem(
+        sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute")
+    )  # too old: no such function
+    table = attention_speed(
+        device="cpu", lengths=(8,), compiled=(), rows=32, heads=2, turns=2, budget=0.0, notify=lambda _: None
+    )
+    for row in table.rows:
+        assert isinstance(row["flash 3"], float)
+        assert isinstance(row["flash 3 / sdpa"], float)
+        assert "flash 4" not in row
+    states = [torch.randn(1, 2, 8, 4) for _ in range(3)]
+    plain = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True)
+    torch.testing.assert_close(flash_versions(True)["flash 3"](*states), plain)
+
+
+def test_a_decoding_step_is_timed_over_sdpa() -> None:
+    table = decoding_speed(
+        device="cpu", batches=(2,), keys=9, shape=Shape(4, 2, 16), turns=2, budget=0.0, notify=lambda _: None
+    )
+    assert [row["part"] for row in table.rows] == ["attention", "attention and cache update"]
+    for row in table.rows:
+        assert all(
+            isinstance(row[name], float) for name in ("sdpa", "fixed", "learned", "learned / sdpa", "again")
+        )
+
+
+@pytest.mark.parametrize("part", ["attention", "attention and cache update"])
+def test_the_timed_step_is_refined_and_repeats(part: str) -> None:
+    """Every call starts from the same cache; without messages and strength it is sdpa."""
+    shape = Shape(4, 2, 16)
+    step = make_step(2, 9, shape, torch.float32, "cpu")
+    call = step_call("learned", step, shape, part)
+    first, second = call()[0], call()[0]
+    assert torch.equal(first, second)
+    plain = step_call("sdpa", step, shape, part)()[0]
+    assert first.shape == plain.shape
+    assert (first - plain).abs().max() > 1e-3
+    silent = step._replace(totals=torch.zeros_like(step.totals))
+    torch.testing.assert_close(step_call("learned", silent, shape, part)()[0], plain)
 
 
 @pytest.mark.usefixtures("tiny_sizes")
@@ -145,7 +199,7 @@ def test_the_command_tells_its_version() -> None:
 
 def test_commands_need_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for command in ("attention", "model"):
+    for command in ("attention", "decoding", "model"):
         said = CliRunner().invoke(app, ["bench", command, "--out", str(tmp_path)])
         assert said.exit_code == 1
         assert said.stdout == ""
@@ -184,4 +238,4 @@ def test_counters_say_what_they_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_lengths_that_are_no_numbers_are_refused() -> None:
     said = CliRunner().invoke(app, ["bench", "attention", "--lengths", "128,long"])
     assert said.exit_code == 2
-    assert "'long' is no length" in said.output
+    assert "'long' is no whole number" in said.output

@@ -53,7 +53,7 @@ def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
         (
             call(refinement=Refinement("elemmul"), is_causal=True),
             "reference",
-            "causal 'elemmul' has no kernel",
+            "causal 'elemmul' has no kernel and multiplies whole maps, in time that grows with the cube",
         ),
         (call(refinement=Refinement("high", 9.0)), "reference", "strength 9 is more than the 8"),
         (

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from saobp.arguments import BoundedStrength
+from saobp.benchmarking.rivals import FLASH, flash_versions
 from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, spread
 from saobp.functional import Backend, attention
 from saobp.refinement import Refinement
@@ -27,7 +28,7 @@ SDPA = {
 }
 HEADS, DIM, ROWS = 16, 64, 1 << 18
 """Heads, head size, and about how many rows (batch x heads x length) each measurement has."""
-REPLAYED = 256
+REPLAYED = 1024
 """Up to this length calls are replayed as a CUDA graph, because launch overhead would dominate."""
 _MAPS = {"forward": 6, "forward + backward": 11}
 """Float32 maps that the eager reference holds at once."""
@@ -60,8 +61,9 @@ def attention_speed(
         f"strength {STRENGTH}; 'learned' and 'key bias' are `high` and `high-key-bias` with learned "
         f"strengths of 0.05 to 4, and their gradients; the key bias has no causal kernel. About {rows} rows "
         f"(batch x heads x length) each. Up to length {REPLAYED} a CUDA graph is replayed. 'sdpa' is the "
-        "fastest of PyTorch's backends, named in its column. The reference is left out where its maps do "
-        "not fit. 'again' is the fused version timed a second time, over the first: the noise of a ratio."
+        "fastest of PyTorch's backends, named in its column; FlashAttention 3 and 4 have columns where they "
+        "are installed. The reference is left out where its maps do not fit. 'again' is the fused version "
+        "timed a second time, over the first: the noise of a ratio."
     )
     for causal in (False, True):
         for length in lengths:
@@ -92,6 +94,7 @@ def _time_all(
     versions["fused again"] = versions["fused"]
     for name, backend in SDPA.items() if device == "cuda" else {"default": None}.items():
         versions[f"sdpa {name}"] = partial(attend_plain, backend, causal)
+    versions |= flash_versions(causal)
     if _fits(shape, direction, device):
         versions["eager"] = partial(attend_refined, "reference", causal, strength)
         if compiled:
@@ -121,6 +124,7 @@ def _time_all(
 def _row(shape: tuple[int, ...], causal: bool, direction: str, found: dict[str, Result]) -> dict[str, Cell]:
     fused, eager, compiled = found["fused"], found.get("eager"), found.get("compiled")
     backend, sdpa = fastest({n.removeprefix("sdpa "): r for n, r in found.items() if n.startswith("sdpa ")})
+    flash = [name for name in FLASH if name in found]
     return {
         "attention": "causal" if causal else "bidirectional",
         "pass": direction,
@@ -133,9 +137,11 @@ def _row(shape: tuple[int, ...], causal: bool, direction: str, found: dict[str, 
         "compiled": milliseconds(compiled),
         "learned": milliseconds(found.get("learned")),
         "key bias": milliseconds(found.get("key bias")),
+        **{name: milliseconds(found[name]) for name in flash},
         "fused / sdpa": ratio(fused, sdpa),
         "learned / sdpa": ratio(found.get("learned"), sdpa),
         "key bias / sdpa": ratio(found.get("key bias"), sdpa),
+        **{f"{name} / sdpa": ratio(found[name], sdpa) for name in flash},
         "eager / fused": ratio(eager, fused),
         "compiled / fused": ratio(compiled, fused),
         "spread %": spread(fused),
@@ -166,9 +172,13 @@ def training_memory(lengths: Sequence[int]) -> BenchmarkTable:
             peaks: dict[str, float | str] = {}
             versions: dict[str, Attend] = {"fused": partial(attend_refined, "fused", causal, strength)}
             versions["sdpa"] = partial(attend_plain, SDPBackend.FLASH_ATTENTION, causal)
-            for name, attend in versions.items():
+            calls = {
+                name: one_call(attend, states, "forward + backward") for name, attend in versions.items()
+            }
+            calls["learned"] = learned_call(LEARNED["learned"], causal, states, "forward + backward")
+            for name, call in calls.items():
                 try:
-                    peaks[name] = _peak(one_call(attend, states, "forward + backward"))
+                    peaks[name] = _peak(call)
                 except Exception as error:
                     peaks[name] = Failure.of(error).reason
             fused, sdpa = peaks["fused"], peaks["sdpa"]
@@ -179,6 +189,7 @@ def training_memory(lengths: Sequence[int]) -> BenchmarkTable:
                     "attention": "causal" if causal else "bidirectional",
                     "length": length,
                     "fused MiB": fused,
+                    "learned MiB": peaks["learned"],
                     "sdpa MiB": sdpa,
                     "extra MiB": extra.get(length),
                     "one float32 map MiB": HEADS * length**2 * 4 / 2**20,

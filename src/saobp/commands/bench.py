@@ -66,13 +66,37 @@ def attention(
     )
     table.write(out)
     tables = [table]
-    series = ["fused / sdpa", "eager / fused", "compiled / fused"]
+    series = ["fused / sdpa", "learned / sdpa", "eager / fused", "compiled / fused"]
     table.draw(out / "attention.png", "length", series, ["attention", "pass"], "times as long")
     if memory:
         extra = training_memory([n for n in chosen if n >= 512] or chosen)
         extra.write(out)
         tables.append(extra)
     _show(tables, 220, as_json)
+
+
+@bench.command()
+def decoding(
+    out: Out = _RESULTS,
+    quick: Quick = False,
+    batches: Listed = "",
+    keys: Annotated[int, typer.Option(min=2, help="Keys in the cache after the step.")] = 8192,
+    as_json: AsJson = False,
+) -> None:
+    """One decoding step of a layer with Llama's shapes against a cache, over Transformers' SDPA attention."""
+    from saobp.benchmarking.decoding import BATCHES, decoding_speed
+
+    chosen = _numbers(batches) or BATCHES
+    _require_cuda()
+    table = decoding_speed(
+        batches=chosen,
+        keys=keys,
+        turns=5 if quick else 9,
+        budget=0.08 if quick else 0.2,
+        notify=OccasionalLines(notes()),
+        save=lambda table: table.write(out),
+    )
+    _show([table], 180, as_json)
 
 
 @bench.command()
@@ -94,7 +118,7 @@ def model(
     known = {"sizes": tuple(PAPER_SIZES), "versions": tuple(REFINEMENTS), "stages": STAGES}
     asked = {"sizes": sizes, "versions": versions, "stages": stages}
     if quick and not versions:
-        asked["versions"] = "original,high"
+        asked["versions"] = "original,high,learned"
     chosen = {name: _chosen(name, asked[name], known[name]) for name in known}
     table = model_speed(
         sizes=chosen["sizes"],
@@ -140,13 +164,11 @@ def cpu(
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Parse a comma-separated list of lengths; empty for an empty text."""
+    """Parse a comma-separated list of whole numbers; empty for an empty text."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     for part in parts:
         if not part.isdecimal() or int(part) == 0:
-            raise typer.BadParameter(
-                f"{part!r} is no length: give whole numbers joined by commas, as 128,2048"
-            )
+            raise typer.BadParameter(f"{part!r} is no whole number: give some joined by commas, as 128,2048")
     return tuple(int(part) for part in parts)
 
 

@@ -186,7 +186,7 @@ def unsupported(call: Call) -> str | None:
     if call.is_masked and (why := _masked_obstacle(call)) is not None:
         return why
     if factor == "elemmul" and call.is_causal:
-        return "causal 'elemmul' has no kernel"
+        return "causal 'elemmul' has no kernel and multiplies whole maps, in time that grows with the cube of the length"
     if factor == "elemmul" and call.dropout_p:
         return "dropout on 'elemmul' needs the entries of A A^T, which its kernels never form"
     known = 0.0 if call.strongest is None or factor not in POTTS else call.strongest
@@ -225,6 +225,28 @@ def _masked_obstacle(call: Call) -> str | None:
         return f"{call.refinement.steps} steps with {what} have no kernel"
     if call.bias_learns:
         return "attn_mask requires a gradient, which needs every entry of the map"
+    return None
+
+
+def step_obstacle(call: Call) -> str | None:
+    """Why the kernels do not do a decoding step, one row against a cache; None if they do."""
+    query, key, value, dtype, device, refinement = call[:6]
+    if not TRITON_FOUND:
+        return "Triton is not installed"
+    if device != "cuda" and not (INTERPRETED and call.backend == "fused"):
+        return f"the tensors are on {device}, not on a CUDA GPU"
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32) or (
+        INTERPRETED and dtype == torch.bfloat16
+    ):
+        return f"{dtype} has no kernel"
+    if query[2] != 1:
+        return f"{query[2]} rows are new and the kernel does one"
+    if POTTS.get(refinement.factor, (0.0, 0))[1] != 1 or refinement.future != "strict":
+        return f"factor {refinement.factor!r}, future {refinement.future!r} has no kernel for decoding"
+    if refinement.steps != 1 or call.dropout_p:
+        return "several steps and dropout have no kernel for decoding"
+    if value[3] != query[3] or query[3] % 8 or query[3] > 256:
+        return f"head sizes {query[3]} of keys and {value[3]} of values have no kernel for decoding"
     return None
 
 

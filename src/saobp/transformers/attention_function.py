@@ -14,7 +14,7 @@ from saobp.propagation.factors import Similarity, get_factor
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
 from saobp.transformers.cache import MessageCacheLayer
-from saobp.transformers.cached_attention import Prefill, cached_attention
+from saobp.transformers.cached_attention import Prefill, cached_attention, fused_step, why_not_fused_step
 from saobp.transformers.layer_refinement import (
     ATTACHED,
     LayerRefinement,
@@ -100,6 +100,15 @@ def saobp_attention(
             output = attention(*states, refinement, attention_mask=attention_mask, **options)
     elif needs_map is None and not causal and masked_path(states, *masked, **options).name == "fused":
         output, rows = masked_output(states, *masked, **options), None
+    elif (
+        messages is not None
+        and attention_mask is not None
+        and sink is None
+        and not wants_rows
+        and strength.ndim == 1
+        and why_not_fused_step(*states, refinement, strength, attention_mask, messages, dropout) is None
+    ):
+        output, rows = fused_step(*states, refinement, strength, attention_mask, messages, scaling), None
     else:
         graph, bias = graph_of(attention_mask, query, keys, refinement, causal, sliding_window)
         if sink is not None:

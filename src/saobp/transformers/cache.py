@@ -38,7 +38,8 @@ class MessageCacheLayer(ABC):
     """Mixin for a cache layer: the sum of all rows' log messages about each key.
 
     totals:    ``[steps, batch, heads, keys]`` for the keys that the layer holds
-    past:      the same for the keys of the current call, zero for its new keys; None in the first call
+    past:      the same for the keys of the current call, perhaps without its new ones, whose sums are 0; None
+               in the first call
     filled_by: the refinement of these messages, in text form
     stale:     keys were added without their rows' messages, so ``totals`` is out of date
     prefill:   a first call whose messages are not computed yet; only a later call needs them
@@ -138,9 +139,8 @@ class DynamicMessages(MessageCacheLayer):
     def _align(self, before: int, new: int, returned: int) -> None:  # noqa: ARG002
         if self.totals is None:
             return
-        extended = functional.pad(self.totals, (0, new))
-        unseen = extended.shape[-1] - returned
-        self.evicted, self.past = extended[..., :unseen], extended[..., unseen:]
+        unseen = self.totals.shape[-1] + new - returned
+        self.evicted, self.past = self.totals[..., :unseen], self.totals[..., unseen:]
 
     def store(self, history: list[Tensor]) -> None:
         assert self.keys is not None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from saobp.kernels.dispatch import POTTS, Call, step_obstacle
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention, share_heads
 from saobp.refinement import Refinement
@@ -34,6 +35,50 @@ class Prefill:
         cached_attention(*call, messages, scale=self.scaling)
 
 
+def why_not_fused_step(
+    query: Tensor, key: Tensor, value: Tensor, refinement: Refinement, strength: Tensor, mask: Tensor | None,
+    messages: MessageCacheLayer | None, dropout_p: float,
+) -> str | None:  # fmt: skip
+    """Why a call with a cache is not a decoding step of the kernels; None if it is."""
+    if messages is None or messages.past is None:
+        return "no row before it has sent messages"
+    if mask is None or not _is_marks(mask, query, key):
+        return "its mask says something else than which keys one row sees"
+    states = (query, key, value, strength)
+    if torch.is_grad_enabled() and any(one.requires_grad for one in states):
+        return "a decoding step of the kernels has no gradient"
+    call = Call.of(query, key, value, refinement, is_causal=True, dropout_p=dropout_p)
+    return step_obstacle(call)
+
+
+def _is_marks(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask marks keys alike for all heads of one row: ``[batch or 1, 1, 1, keys or more]``."""
+    return (
+        isinstance(mask, Tensor)
+        and mask.ndim == 4
+        and mask.dtype in (torch.bool, torch.int8)
+        and mask.shape[0] in (1, query.shape[0])
+        and mask.shape[1:3] == (1, 1)
+        and mask.shape[3] >= key.shape[2]
+    )
+
+
+def fused_step(
+    query: Tensor, key: Tensor, value: Tensor, refinement: Refinement, strength: Tensor, mask: Tensor,
+    messages: MessageCacheLayer, scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Output of one row by the kernels; stores new totals in ``messages``."""
+    from saobp.kernels.decoding.launch import decoding_step
+
+    assert messages.past is not None
+    output, totals = decoding_step(
+        query, key, value, strength, messages.past[0], mask[:, 0, 0, : key.shape[2]],
+        query.shape[-1] ** -0.5 if scale is None else scale, POTTS[refinement.factor][0],
+    )  # fmt: skip
+    messages.store([totals[None]])
+    return output
+
+
 def cached_attention(
     query: Tensor,
     key: Tensor,
@@ -53,6 +98,8 @@ def cached_attention(
     Returned rows are those that the output is computed from, so that gradients reach them.
     """
     past, history, chunks = messages.past, [], []
+    if past is not None and past.shape[-1] < key.shape[-2]:
+        past = functional.pad(past, (0, key.shape[-2] - past.shape[-1]))
     for start, stop in messages.row_chunks(query.shape[-2]):
         chunk = FactorGraph(
             _rows(graph.visible, start, stop), _rows(graph.speaks, start, stop), causal=graph.causal

@@ -148,8 +148,8 @@ class KernelLaunch(CachedLaunch):
         pointers = [name.removesuffix("_ptr") for name in kernel.arg_names if name.endswith("_ptr")]
         maps = [name.removesuffix("_map") for name in kernel.arg_names if name.endswith("_map")]
         self.maps = [(pointers.index(name), (tiles or {}).get(name)) for name in maps]
-        others = [name for name in kernel.arg_names if not name.endswith(("_ptr", "_map"))]
-        self.numbers = tuple(numbers[name] for name in others)
+        self.names = [name for name in kernel.arg_names if not name.endswith(("_ptr", "_map"))]
+        self.numbers = tuple(numbers[name] for name in self.names)
         self.options = {name: numbers[name] for name in OPTIONS if name in numbers}
 
     def _through_triton(self, tensors: tuple[Tensor, ...], parts: int = 1) -> tuple[Any, Any, Any] | None:

@@ -1,0 +1,161 @@
+"""Launches of a decoding step, as an operator that returns the output and the new sums of messages."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saobp.kernels.call_spec import ceil_div, next_power_of_2
+from saobp.kernels.decoding.step import attend_part, finish_row
+from saobp.kernels.runtime.custom_op import operator
+from saobp.kernels.runtime.launcher import INTERPRETED, KernelLaunch, cached
+
+LINE = 64
+"""Rows of sums of messages begin at multiples of this many numbers."""
+
+
+class StepBlock(NamedTuple):
+    """Keys of a tile, warps, pipeline stages, programs per multiprocessor to divide the keys into, keys of a program of
+    ``finish_row``."""
+
+    keys: int = 64
+    warps: int = 4
+    stages: int = 3
+    programs: int = 4
+    finished: int = 2048
+
+
+HALF, FULL = StepBlock(), StepBlock(32, 4, 1)
+"""For half types, and for float32."""
+
+
+def decoding_step(
+    query: Tensor, key: Tensor, value: Tensor, strength: Tensor, past: Tensor | None, mask: Tensor | None,
+    scale: float, sign: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output ``[batch, heads, 1, dim]`` and sums of log messages ``[batch, heads, keys]`` after the row.
+
+    query ``[batch, heads, 1, dim]``, key and value ``[batch, key_heads, keys, dim]``, strength ``[heads]``
+    past: the sums before the row, ``[batch, heads, up to keys]``; 0 for keys beyond
+    mask: int8 or bool ``[batch or 1, keys]``: 0 hidden, 1 seen, 2 seen by a padding row, which sends no message
+    """
+    step: tuple[Tensor, Tensor] = STEP(query, key, value, strength, past, mask, scale, sign)
+    return step
+
+
+def _totals(query: Tensor, keys: int) -> Tensor:
+    """Sums of messages whose rows are aligned."""
+    batch, heads = query.shape[:2]
+    line = ceil_div(keys, LINE) * LINE
+    return query.new_empty_strided((batch, heads, keys), (heads * line, line, 1), dtype=torch.float32)
+
+
+def _shapes(
+    query: Tensor, key: Tensor, _value: Tensor, _strength: Tensor, _past: Tensor | None, _mask: Tensor | None,
+    _scale: float, _sign: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return query.new_empty(query.shape), _totals(query, key.shape[2])
+
+
+def _step(
+    query: Tensor, key: Tensor, value: Tensor, strength: Tensor, past: Tensor | None, mask: Tensor | None,
+    scale: float, sign: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, heads, _, dim = query.shape
+    key_heads, keys = key.shape[1:3]
+    block = FULL if query.dtype == torch.float32 else HALF
+    query, key, value = (one if _is_aligned(one) else one.contiguous() for one in (query, key, value))
+    heard = 0 if past is None else past.shape[-1]
+    totals = _totals(query, keys)
+    if past is None:
+        past = totals
+    elif past.stride(2) != 1 or past.stride(1) % 16 or past.stride(0) != heads * past.stride(1):
+        past = _totals(query, heard).copy_(past)
+    tiles = ceil_div(keys, block.keys)
+    lines = batch * key_heads
+    wanted = ceil_div(block.programs * _multiprocessors(query.device), lines)
+    part_tiles = ceil_div(tiles, max(1, min(tiles, wanted)))
+    parts = ceil_div(tiles, part_tiles)
+    group = heads // key_heads
+    width = max(16, next_power_of_2(dim))
+    rows = batch * heads
+    numerators_dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
+    numerators = query.new_empty(rows * tiles * block.keys, dtype=numerators_dtype)
+    sizes_of_sums = [rows * parts * width, ceil_div(rows * parts, 2) * 4, rows * tiles * 2]
+    sums = query.new_empty(sum(sizes_of_sums), dtype=torch.float32)
+    part_out, part_sums, tile_sums = sums.split(sizes_of_sums)
+    out = query.new_empty(query.shape)
+    blocks = ceil_div(keys, block.finished)
+    fixed = {"DIM": dim, "BLOCK_DIM": width, "KEYS": block.keys}
+    attend_fixed = {
+        **fixed, "GROUP": group, "ROWS": max(16, next_power_of_2(group)), "MASKED": mask is not None,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "num_warps": block.warps, "num_stages": block.stages,
+    }  # fmt: skip
+    finish_fixed = {
+        **fixed, "SIZE": block.finished, "TILES": next_power_of_2(tiles), "PARTS": next_power_of_2(parts), "num_warps": 4
+    }  # fmt: skip
+    sizes = {
+        **_eighths("q", query), **_eighths("k", key), **_eighths("v", value),
+        "mask_batch": 0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
+        "heads": heads, "keys": keys, "heard": heard, "past_line": past.stride(1) // 16, "new_line": totals.stride(1) // 16,
+        "tiles": tiles, "parts": parts, "part_tiles": part_tiles, "blocks": blocks,
+        "score_scale": scale * math.log2(math.e), "sign": sign,
+    }  # fmt: skip
+    marks = strength if mask is None else mask.view(torch.int8)
+    if marks.stride(-1) != 1:
+        marks = marks.contiguous()
+    dtypes = (query.dtype, strength.dtype)
+    _launch(attend_part, lines * parts, sizes, attend_fixed, dtypes, query.device)(
+        query, key, value, marks, past, part_out, part_sums, tile_sums, numerators
+    )
+    _launch(finish_row, rows * (blocks + 1), sizes, finish_fixed, dtypes, query.device)(
+        past, strength.contiguous(), part_out, part_sums, tile_sums, numerators, totals, out
+    )
+    return out, totals
+
+
+def _is_aligned(states: Tensor) -> bool:
+    """Whether rows begin at multiples of eight numbers."""
+    *others, last = states.stride()
+    return last == 1 and all(one % 8 == 0 for one in others)
+
+
+def _eighths(name: str, states: Tensor) -> dict[str, int]:
+    strides = zip(("batch", "head", "row"), states.stride(), strict=False)
+    return {f"{name}_{axis}": stride // 8 for axis, stride in strides}
+
+
+_launches: dict[Any, KernelLaunch] = {}
+
+
+def _launch(
+    kernel: Any, programs: int, sizes: dict[str, Any], fixed: dict[str, Any], dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> KernelLaunch:  # fmt: skip
+    """The launch of a kernel compiled for ``fixed``; sizes, which grow with the cache, are not compiled in."""
+    key = (kernel.__name__, device, *dtypes, *fixed.values())
+    made = cached(_launches, key, KernelLaunch, kernel, programs, sizes | fixed, device)
+    launch = copy.copy(made)
+    launch.programs = programs
+    launch.numbers = tuple((sizes | fixed)[name] for name in launch.names)
+    return launch
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+STEP = operator(
+    "decoding_step",
+    "(Tensor query, Tensor key, Tensor value, Tensor strength, Tensor? past, Tensor? mask, float scale, float sign)"
+    " -> (Tensor, Tensor)",
+    _step,
+    _shapes,
+)

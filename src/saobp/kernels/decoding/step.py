@@ -1,0 +1,164 @@
+"""One new row of strict causal attention against cached keys, values and messages: two launches.
+
+With c_k the sum of log messages about key k before the row, its refined row is softmax(s + c), and the row's own prior
+a = softmax(s) then adds log(1 - gamma a_k) to c_k.
+
+1. ``attend_part``: a part of the keys of one key head, for all query heads that share it. The output of the part, its
+   refined normaliser, and the prior's numerators, in half precision relative to the largest of their tile.
+2. ``finish_row``: the output from all parts, and the new sums of messages, once the prior's normaliser is known.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.library.arithmetic import head_message, load_rows, log2_message
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+SEEN_BY_PADDING = tl.constexpr(2)
+
+
+@triton.jit
+def _finite(top):
+    """A maximum to subtract: 0 in place of minus infinity."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_batch", "q_head", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "mask_batch", "heads", "keys",
+        "heard", "past_line", "tiles", "parts", "part_tiles",
+    ]
+)  # fmt: skip
+def attend_part(
+    q_ptr, k_ptr, v_ptr, mask_ptr, past_ptr, part_out_ptr, part_sums_ptr, tile_sums_ptr, numerators_ptr,
+    q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch,
+    heads, keys, heard, past_line, tiles, parts, part_tiles, score_scale,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Strides of states count eights, and ``past_line`` sixteens, so that the compiler knows their alignment."""
+    part = tl.program_id(0) % parts
+    line = tl.program_id(0) // parts
+    key_heads = heads // GROUP
+    batch, key_head = (line // key_heads).to(tl.int64), line % key_heads
+    local = tl.arange(0, ROWS)
+    inside = local < GROUP
+    head = key_head * GROUP + local
+    rows = batch * heads + head
+    dims = tl.arange(0, BLOCK_DIM)
+    k_base = k_ptr + (batch * k_batch + key_head * k_head) * 8
+    v_base = v_ptr + (batch * v_batch + key_head * v_head) * 8
+    q_places = (batch * q_batch + head * q_head) * 8
+    q = tl.load(
+        q_ptr + q_places[:, None] + dims[None, :], mask=inside[:, None] & (dims < DIM)[None, :], other=0.0
+    )
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    for tile in tl.range(part * part_tiles, min(part * part_tiles + part_tiles, tiles)):
+        begin = tile * KEYS
+        places = begin + tl.arange(0, KEYS)
+        k = load_rows(k_base, begin, keys, k_row * 8, KEYS, DIM, BLOCK_DIM, True)
+        v = load_rows(v_base, begin, keys, v_row * 8, KEYS, DIM, BLOCK_DIM, True)
+        past = tl.load(
+            past_ptr + (rows * past_line * 16)[:, None] + places[None, :],
+            mask=inside[:, None] & (places < heard)[None, :],
+            other=0.0,
+        )
+        seen = places < keys
+        speaks = seen
+        if MASKED:
+            mark = tl.load(mask_ptr + batch * mask_batch + places, mask=places < keys, other=0)
+            seen, speaks = mark != 0, mark != SEEN_BY_PADDING
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        tile_top = tl.max(scores, 1)
+        prior = tl.exp2(scores - _finite(tile_top)[:, None])
+        sums_place = (rows * tiles + tile) * 2
+        tl.store(tile_sums_ptr + sums_place, tile_top, mask=inside)
+        tl.store(tile_sums_ptr + sums_place + 1, tl.sum(prior, 1), mask=inside)
+        if MASKED:
+            prior = tl.where(speaks[None, :], prior, 0.0)
+        numerator_places = (rows * tiles * KEYS)[:, None] + places[None, :]
+        tl.store(
+            numerators_ptr + numerator_places, prior.to(numerators_ptr.dtype.element_ty), mask=inside[:, None]
+        )
+        beliefs = scores + past * LOG2_E
+        raised = tl.maximum(top, tl.max(beliefs, 1))
+        anchor = _finite(raised)
+        shrink = tl.exp2(top - anchor)
+        refined = tl.exp2(beliefs - anchor[:, None])
+        total = total * shrink + tl.sum(refined, 1)
+        out = tl.dot(refined.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+        top = raised
+    place = rows * parts + part
+    tl.store(part_sums_ptr + place * 2, top, mask=inside)
+    tl.store(part_sums_ptr + place * 2 + 1, total, mask=inside)
+    tl.store(part_out_ptr + (place * BLOCK_DIM)[:, None] + dims[None, :], out, mask=inside[:, None])
+
+
+@triton.jit
+def _add_parts(
+    part_out_ptr, part_sums_ptr, out_ptr, row, parts, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Output of a row from those of its parts of the keys."""
+    part = tl.arange(0, PARTS)
+    sums = part_sums_ptr + (row * parts + part) * 2
+    top = tl.load(sums, mask=part < parts, other=float("-inf"))
+    total = tl.load(sums + 1, mask=part < parts, other=0.0)
+    weight = tl.exp2(top - _finite(tl.max(top, 0)))
+    total = tl.sum(total * weight, 0)
+    dims = tl.arange(0, BLOCK_DIM)
+    outs = tl.load(
+        part_out_ptr + ((row * parts + part) * BLOCK_DIM)[:, None] + dims[None, :],
+        mask=(part < parts)[:, None],
+        other=0.0,
+    )
+    out = tl.sum(outs * weight[:, None], 0) * tl.where(total > 0, 1.0 / total, 0.0)
+    tl.store(out_ptr + row * DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < DIM)
+
+
+@triton.jit
+def _add_messages(
+    past_ptr, tile_sums_ptr, numerators_ptr, totals_ptr, message, row, begin, keys, heard, tiles,
+    KEYS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Adds the row's messages about SIZE keys to their sums; ``past`` and ``totals`` begin at the row's."""
+    tile = tl.arange(0, TILES)
+    sums = tile_sums_ptr + row * tiles * 2
+    top = tl.load(sums + tile * 2, mask=tile < tiles, other=float("-inf"))
+    total = tl.load(sums + tile * 2 + 1, mask=tile < tiles, other=0.0)
+    anchor = _finite(tl.max(top, 0))
+    lse = anchor + tl.log2(tl.maximum(tl.sum(total * tl.exp2(top - anchor), 0), 1e-37))
+    places = begin + tl.arange(0, SIZE)
+    inside = places < keys
+    tile_top = tl.load(sums + places // KEYS * 2, mask=inside, other=float("-inf"))
+    numerator = tl.load(numerators_ptr + row * tiles * KEYS + places, mask=inside, other=0.0)
+    a = numerator.to(tl.float32) * tl.exp2(tile_top - lse)
+    past = tl.load(past_ptr + places, mask=places < heard, other=0.0)
+    spoken = log2_message(a, message, 2) * (1.0 / LOG2_E)
+    tl.store(totals_ptr + places, past + spoken, mask=inside)
+
+
+@triton.jit(do_not_specialize=["heads", "keys", "heard", "past_line", "new_line", "tiles", "parts", "blocks"])
+def finish_row(
+    past_ptr, strength_ptr, part_out_ptr, part_sums_ptr, tile_sums_ptr, numerators_ptr, totals_ptr, out_ptr,
+    heads, keys, heard, past_line, new_line, tiles, parts, blocks, sign,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """The first program of a row adds up its output, the ``blocks`` others add messages about SIZE keys each."""
+    block = tl.program_id(0) % (blocks + 1)
+    row = (tl.program_id(0) // (blocks + 1)).to(tl.int64)
+    if block == 0:
+        _add_parts(part_out_ptr, part_sums_ptr, out_ptr, row, parts, DIM, BLOCK_DIM, PARTS)
+    else:
+        head = (row % heads).to(tl.int32)
+        message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        _add_messages(
+            past_ptr + row * past_line * 16, tile_sums_ptr, numerators_ptr, totals_ptr + row * new_line * 16, message,
+            row, (block - 1) * SIZE, keys, heard, tiles, KEYS, SIZE, TILES,
+        )  # fmt: skip

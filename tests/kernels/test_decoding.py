@@ -1,0 +1,132 @@
+"""One row against a cache, by the kernels: as the reference, in a call and in a model that generates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+import saobp
+from saobp.kernels import dispatch
+from saobp.kernels.decoding.launch import decoding_step
+from saobp.kernels.dispatch import Call, step_obstacle
+from saobp.propagation.graph import FactorGraph
+from saobp.propagation.reference import Attended, reference_attention
+from saobp.refinement import Refinement
+from saobp.testing.tiny_models import tiny_batch, tiny_model
+from saobp.transformers import cached_attention
+
+STRENGTHS = (-0.5, 0.0, 0.2, 4.0, 8.0, 1.0)
+
+
+def step(
+    dtype: torch.dtype, keys: int, *, heads: int = 6, key_heads: int = 2, dim: int = 32, sink: float = 0.0
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """States of a row, strengths and sums of messages before it, for all keys but the last."""
+    random = torch.Generator().manual_seed(keys)
+    shapes = [(2, heads, 1, dim), (2, key_heads, keys, dim), (2, key_heads, keys, dim)]
+    states = [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
+    if sink:
+        states[0][..., 0] = 1.0
+        states[1][:, :, keys // 2, 0] = sink * dim**0.5
+    return states, torch.tensor(STRENGTHS[:heads]), -3 * torch.rand(2, heads, keys - 1, generator=random)
+
+
+def reference(states: list[Tensor], strength: Tensor, past: Tensor, marks: Tensor | None) -> Attended:
+    graph = FactorGraph(causal=True)
+    if marks is not None:
+        speaks = ~(marks == 2).any(-1)[:, None, None, None]
+        graph = FactorGraph((marks != 0)[:, None, None], speaks, causal=True)
+    past = torch.nn.functional.pad(past, (0, states[1].shape[2] - past.shape[-1]))[None]
+    options = {"past": past.to(states[0].dtype) if states[0].dtype == torch.float64 else past}
+    return reference_attention(
+        *states, Refinement("high", 0.2), strength, graph, keep_messages=True, **options  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("keys", "sink"), [(1, 0), (70, 0), (200, 9), (200, 60)])
+def test_a_row_against_a_cache(dtype: torch.dtype, keys: int, sink: float) -> None:
+    states, strength, past = step(dtype, keys, sink=sink)
+    exact = reference([x.double() for x in states], strength.double(), past.double(), None)
+    eager = reference(states, strength, past, None)
+    out, totals = decoding_step(*states, strength, past, None, states[0].shape[-1] ** -0.5, 1.0)
+    assert (out - exact.output).abs().max() <= 2 * (eager.output - exact.output).abs().max() + 1e-6
+    # 1 - gamma a cancels where a row's whole weight is on one key and the strength is large
+    assert (totals - exact.messages[0]).abs().max() <= 2 * (
+        eager.messages[0] - exact.messages[0]
+    ).abs().max() + 2e-4
+
+
+def test_hidden_keys_padding_rows_and_any_layout() -> None:
+    states, strength, past = step(torch.float32, 90)
+    marks = torch.ones(2, 90, dtype=torch.int8)
+    marks[0, :30] = 0
+    marks[1, 10:] = 0
+    marks[1] *= 2
+    scale = states[0].shape[-1] ** -0.5
+    expected = reference(states, strength, past, marks)
+    views = [torch.cat([x, x], -1)[..., : x.shape[-1]] for x in states]
+    wide = torch.cat([past, past], -1)[..., :89]
+    for given, before in ((states, past), (views, wide)):
+        out, totals = decoding_step(*given, strength, before, marks, scale, 1.0)
+        torch.testing.assert_close(out, expected.output)
+        torch.testing.assert_close(totals, expected.messages[0])
+    assert torch.equal(totals[1, :, :89], past[1])
+    hidden = decoding_step(*states, strength, past, torch.zeros_like(marks), scale, 1.0)
+    assert (hidden[0] == 0).all()
+    assert torch.equal(hidden[1][..., :89], past)
+
+
+@pytest.fixture
+def interpreted_steps(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Decoding steps on a CPU by the interpreted kernels, and why a call was none."""
+    obstacles: list[str | None] = []
+
+    def obstacle(call: Call) -> str | None:
+        obstacles.append(step_obstacle(call._replace(backend="fused")))
+        return obstacles[-1]
+
+    monkeypatch.setattr(cached_attention, "step_obstacle", obstacle)
+    return obstacles
+
+
+@pytest.mark.skipif(not dispatch.INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("static", [False, True])
+def test_a_model_decodes_as_it_reads(interpreted_steps: list[str | None], static: bool) -> None:
+    model = saobp.apply(tiny_model("llama"), "high:0.7")
+    inputs = tiny_batch(2, 6, 2, side="left")
+    cache = StaticCache(config=model.config, max_cache_len=8) if static else DynamicCache(config=model.config)
+    places = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        whole = model(**inputs, position_ids=places, use_cache=False).logits
+        for start, stop in ((0, 4), (4, 5), (5, 6)):
+            decoded = model(
+                inputs["input_ids"][:, start:stop],
+                attention_mask=inputs["attention_mask"][:, :stop],
+                position_ids=places[:, start:stop],
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
+    assert interpreted_steps.count(None) == 2 * model.config.num_hidden_layers
+    torch.testing.assert_close(decoded[:, -1], whole[:, -1], rtol=1e-4, atol=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"query": (2, 4, 3, 16)}, "3 rows are new"),
+        ({"refinement": Refinement("high-listing", 0.2)}, "'high-listing'"),
+        ({"refinement": Refinement("high", 0.2, steps=2)}, "several steps"),
+        ({"query": (2, 4, 1, 20), "value": (2, 4, 9, 20)}, "head sizes 20"),
+        ({"device": "cpu"}, "not on a CUDA GPU"),
+        ({"dtype": torch.float64}, "torch.float64 has no kernel"),
+        ({}, None),
+    ],
+)
+def test_why_a_call_is_no_step(changes: dict, words: str | None) -> None:
+    states = ((2, 4, 1, 16), (2, 4, 9, 16), (2, 4, 9, 16))
+    call = Call(*states, torch.float16, "cuda", Refinement("high", 0.2), is_causal=True)
+    obstacle = step_obstacle(call._replace(**changes))
+    assert obstacle is None if words is None else words in str(obstacle)
