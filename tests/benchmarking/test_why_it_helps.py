@@ -94,3 +94,18 @@ def test_the_picture_of_strengths_is_that_of_its_numbers(tmp_path: Path) -> None
     draw.save_figure(draw.picture(found), tmp_path / "strengths")
     assert (tmp_path / "strengths.svg").stat().st_size > 5000
     assert len(found["final"]) == 5
+
+
+def test_strengths_of_two_methods_are_compared_head_by_head() -> None:
+    compare = load_script("benchmarks/compare_strengths.py")
+
+    def record(method: str, seed: int, strengths: list[list[float]]) -> dict[str, Any]:
+        recipe = {"refinement": method, "seed": seed}
+        return {"recipe": recipe, "result": {"strengths": strengths}}
+
+    up, down = [[1.0, 2.0], [3.0, 4.0]], [[4.0, 3.0], [2.0, 1.0]]
+    records = [record("high:learned", 42, up), record("high:learned", 1, down)]
+    records += [record("high-key-bias:learned", 42, [[0.1, 0.2], [0.3, 0.4]])]
+    records += [record("high-key-bias:learned", 1, down), record("temperature", 42, [[0.0, 0.0]])]
+    (row,) = compare.rows(compare.strengths_of(records))
+    assert row[1:] == ["2", "2.50 and 1.38", "1.00 to 1.00", "-1.00"]
