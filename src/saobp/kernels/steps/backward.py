@@ -2,15 +2,16 @@
 
 With G_T = dO V^T, the gradient of the last beliefs, and back from t = T - 1 to 0 (notation as in ``entries``):
 
-    D_t = sum over keys of (1 - damping) u_t G_t+1              (a row's; undamped, in the last step, rowsum(dO * O))
+    D_t = sum over keys of (1 - damping) u_t G_t+1              (a row's)
     dT_t = u_t ((1 - damping) G_t+1 - D_t)                      gradient of the logits of step t
     dc_t = sum over rows of dT_t                                (a key's)
     H_t = (dT_t - dc_t) / m_t                                   d gamma_t = sum of b_t H_t
     G_t = damping G_t+1 + gamma_t H_t
 
-and dS = sum_t dT_t + a (G_0 - E) with E = sum over keys of a G_0. Each step but the last needs one sweep over rows for its D
-(``step_row_sums``) and each one over keys for its dc (``step_key_sums``, in the last step with dV); ``step_query_gradient``
-and ``step_key_gradient`` then have all vectors.
+and dS = sum_t dT_t + a (G_0 - E) with E = sum over keys of a G_0. Each step needs a sweep over rows for its D (``step_row_sums``)
+and one over keys for its dc (``step_key_sums``, in the last step with dV); ``step_query_gradient`` and ``step_key_gradient`` then
+have all vectors. The last D is not taken from rowsum(dO * O), whose O is rounded: dT must sum to 0 in each row, since dc adds
+up what is left over from all rows and attraction magnifies it.
 """
 
 from __future__ import annotations
@@ -91,18 +92,27 @@ def pull_after(
 
 
 @triton.jit
+def store_gamma_gradient(
+    base, batch, head, first, heads, length, rows, rows_real, tokens, parts, STEP: tl.constexpr, STEPS: tl.constexpr
+):  # fmt: skip
+    """The rows' parts of d gamma of a step, in ``[batch, steps * heads, length]``; padding has none."""
+    base = head_base(base, batch, head + STEP * heads, first, heads * STEPS, length)
+    tl.store(base + rows, tl.where(rows_real, parts, 0.0), mask=rows < tokens)
+
+
+@triton.jit
 def step_row_sums(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, delta_ptr, heard_grad_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, strength_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     heads, group, length, blocks, lowest_blocks, lowest_plane, plane, score_scale, lowest_sum, drop_threshold, keep_scale,
     damping, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     STEP: tl.constexpr, STEPS: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    DROPS: tl.constexpr, LEARNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """D_t of a block of rows for t = STEP."""
+    """D_t of a block of rows for t = STEP; undamped also d gamma_t+1, since D_t = gamma_t+1 sum of b_t+1 H_t+1."""
     pid = tl.program_id(0)
     block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if block * ROWS >= tokens:
@@ -126,7 +136,8 @@ def step_row_sums(
     norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 1.0, STEPS, True, 1)
     deltas = load_steps(delta_ptr + row_base, plane, rows, tokens, 0.0, STEPS, True, 1)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
-    messages = spoken(by_head, real_tokens(mask_base, rows, tokens, MASKED)[:, None], STEPS, MASKED)
+    rows_real = real_tokens(mask_base, rows, tokens, MASKED)
+    messages = spoken(by_head, rows_real[:, None], STEPS, MASKED)
     seed = head_seed(seed_ptr, row_base, DROPS)
     total = tl.zeros([ROWS, 8], tl.float32)
     for start in tl.range(0, tokens, KEYS):
@@ -142,13 +153,49 @@ def step_row_sums(
             scores, tl.exp2(scores), key_parts, anchors, norms, messages, damping, STEPS, HEARS, PRECISE, CAREFUL, DAMPED
         )  # fmt: skip
         pull = drop(pull, seed, rows[:, None], keys[None, :], drop_threshold, keep_scale, DROPS)
-        pull = pull_after(
-            pull, updated, inverses, deltas, heard_grads, messages, damping, STEP, STEPS, HEARS, DAMPED
-        )
-        total += sums_by_thread(updated[STEP] * pull)
+        if DAMPED or STEP == STEPS - 1:
+            pull = pull_after(
+                pull, updated, inverses, deltas, heard_grads, messages, damping, STEP, STEPS, HEARS, DAMPED
+            )
+            total += sums_by_thread(updated[STEP] * pull)
+        else:
+            pull = pull_after(
+                pull,
+                updated,
+                inverses,
+                deltas,
+                heard_grads,
+                messages,
+                damping,
+                STEP + 1,
+                STEPS,
+                HEARS,
+                DAMPED,
+            )
+            d_logits = logit_gradient(pull, updated[STEP + 1], deltas[STEP + 1], damping, DAMPED)
+            d_message = message_gradient(d_logits, inverses[STEP + 1], heard_grads[STEP + 1], HEARS)
+            total += sums_by_thread(updated[STEP] * d_message)
     delta = tl.sum(total, 1)
     if DAMPED:
         delta *= 1.0 - damping
+    elif STEP < STEPS - 1:
+        if LEARNS:
+            store_gamma_gradient(
+                strength_grad_ptr,
+                batch,
+                head,
+                first,
+                heads,
+                length,
+                rows,
+                rows_real,
+                tokens,
+                delta,
+                STEP + 1,
+                STEPS,
+            )
+        gamma = by_head[STEP + 1][0]
+        delta *= tl.where(rows_real, gamma, 0.0) if MASKED else gamma
     tl.store(delta_ptr + row_base + STEP * tl.cast(plane, tl.int64) + rows, delta, mask=rows < tokens)
 
 
@@ -240,7 +287,7 @@ def step_query_gradient(
     LOWEST_BLOCKS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, LEARNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of rows and E; if strengths learn also the rows' parts of each step's d gamma."""
+    """dQ of a block of rows and E; if strengths learn also the rows' parts of d gamma_0, damped of every step's."""
     pid = tl.program_id(0)
     block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if block * ROWS >= tokens:
@@ -270,6 +317,7 @@ def step_query_gradient(
     seed = head_seed(seed_ptr, row_base, DROPS)
     columns = tl.arange(0, COLUMNS)[None, :]
     strength_grad = tl.zeros([ROWS, COLUMNS], tl.float32)
+    first_grad = tl.zeros([ROWS, 8], tl.float32)
     row_terms = tl.zeros([ROWS, 8], tl.float32)
     dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
@@ -296,11 +344,13 @@ def step_query_gradient(
             d_message = message_gradient(
                 d_logits, inverses[STEPS - 1 - back], heard_grads[STEPS - 1 - back], HEARS
             )
-            if LEARNS:
+            if LEARNS and DAMPED:
                 own = tl.sum(before[STEPS - 1 - back] * d_message, 1)
                 strength_grad += tl.where(columns == STEPS - 1 - back, own[:, None], 0.0)
             d_scores += d_logits
             pull = pull_before(pull, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
+        if LEARNS and not DAMPED:
+            first_grad += sums_by_thread(a * d_message)
         d_scores += a * pull
         row_terms += sums_by_thread(d_scores)
         dq = tl.dot(d_scores.to(KIND), k, dq, input_precision=PRECISION)
@@ -309,11 +359,28 @@ def step_query_gradient(
     dq = (dq - row_term[:, None] * prior_k) * scale
     dq_base = states_base(dq_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dq_base, block * ROWS, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
-    if LEARNS:  # [batch, steps * heads, length]
-        strength_grad = tl.where(rows_real[:, None], strength_grad, 0.0)
-        base = head_base(strength_grad_ptr, batch, head, first, heads * STEPS, length)
-        places = rows[:, None] + columns * heads * length
-        tl.store(base + places, strength_grad, mask=(rows[:, None] < tokens) & (columns < STEPS))
+    if LEARNS and DAMPED:
+        for step in tl.static_range(STEPS):
+            own = tl.sum(tl.where(columns == step, strength_grad, 0.0), 1)
+            store_gamma_gradient(
+                strength_grad_ptr,
+                batch,
+                head,
+                first,
+                heads,
+                length,
+                rows,
+                rows_real,
+                tokens,
+                own,
+                step,
+                STEPS,
+            )
+    elif LEARNS:  # those of later steps came with D
+        own = tl.sum(first_grad, 1)
+        store_gamma_gradient(
+            strength_grad_ptr, batch, head, first, heads, length, rows, rows_real, tokens, own, 0, STEPS
+        )
 
 
 @triton.jit

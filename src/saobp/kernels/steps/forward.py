@@ -88,6 +88,7 @@ def step_rows(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     anchor = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, 8], tl.float32)
+    rounded = tl.zeros([ROWS, 8], tl.float32)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     out_before = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     for start in tl.range(0, tokens, KEYS):
@@ -106,16 +107,17 @@ def step_rows(
             shrink = tl.exp2(top - anchor)
             top = raised
             total *= shrink[:, None]
+            rounded *= shrink[:, None]
             out *= shrink[:, None]
         refined = weigh(scores, a, key_parts[STEP], anchor[:, None], HEARS, CAREFUL)
         if HEARS != 2:
             refined *= own_inverse(
                 scores, a, belief, key_parts, anchors, norms, messages, STEP, HEARS, PRECISE, CAREFUL, DAMPED
             )
-        if VALUES:  # sums of rounded weights, so that a row that sees one key returns exactly its value
-            refined = refined.to(KIND)
-        total += sums_by_thread(refined.to(tl.float32))
+        total += sums_by_thread(refined)
         if VALUES:
+            refined = refined.to(KIND)
+            rounded += sums_by_thread(refined.to(tl.float32))
             v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
             if DROPS:
                 keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
@@ -136,7 +138,9 @@ def step_rows(
     if not CAREFUL:
         tl.store(own_lowest, tl.min(tl.where(high < float("inf"), sums, 1.0), 0))
     if VALUES:
-        out *= norm[:, None]
+        # By the sum of rounded weights: a row that sees one key returns exactly its value.
+        parts = tl.sum(rounded, 1)
+        out *= tl.where(visible, 1.0 / tl.where(visible, parts, 1.0), 0.0)[:, None]
         if DAMPED:
             out += damping * (out_before - out)
         if DROPS:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels.bidirectional import gradient_terms, sums
-from saobp.kernels.bidirectional.launch import BACKWARD_NAMES, sweep_block
+from saobp.kernels.bidirectional import sums
+from saobp.kernels.bidirectional.launch import sweep_block
 from saobp.kernels.call_spec import (
     Block,
     CallSpec,
@@ -34,10 +34,10 @@ def step_block(spec: CallSpec, sweep: str) -> Block:
     if dim > 64:
         return Block(64, 64, warps=4, stages=2)
     return {
-        "step_rows": Block(64, 64, 4, 3),
-        "step_messages": Block(64, 64, 4, 3),
-        "step_row_sums": Block(64, 64, 4, 3),
-        "step_key_sums": Block(64, 64, 4, 3),
+        "step_rows": Block(64, 64, 4, 3, 168),
+        "step_messages": Block(64, 64, 4, 3, 128),
+        "step_row_sums": Block(64, 64, 4, 3, 168),
+        "step_key_sums": Block(64, 64, 4, 3, 168),
         "step_query_gradient": Block(64, 64, 4, 3),
         "step_key_gradient": Block(64, 64, 4, 3),
     }[sweep]
@@ -97,23 +97,20 @@ def _add_messages(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, A
     launches.add(sums.key_weights, spec.programs(block.keys), own, heard=heard, weight=weight)
 
 
-def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tensor) -> LaunchPlan:
+def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, _saved: Tensor) -> LaunchPlan:
     query, key, value, *_ = tensors
     stacks = {f"{name}_{step}" for name in ("delta", "heard_grad") for step in range(spec.steps)}
     vectors = (*sorted(stacks), "row_term")
     scratch, size = lay_out_buffer(
         "scratch", dict.fromkeys(vectors, (spec.rows_shape, torch.float32)), alignment=4
     )
-    launches = LaunchSequence(query.device, BACKWARD_NAMES, saved_slices(spec)[0] | scratch)
+    names = (*INPUT_NAMES, "grad", "saved", "dq", "dk", "dv", "strength_grad", "scratch")
+    launches = LaunchSequence(query.device, names, saved_slices(spec)[0] | scratch)
     numbers = step_numbers(spec, query, key, value) | strides("g", grad)
-    numbers |= strides("o", out) | named_strides("d", spec.gradient_strides)
+    numbers |= named_strides("d", spec.gradient_strides)
     last = spec.steps - 1
     for step in range(last, -1, -1):
-        if step == last and not spec.damping and spec.precise != 2:
-            own = {"blocks": ceil_div(spec.longest, 64), "ROWS": 64}
-            launches.add(gradient_terms.row_products, spec.programs(64), numbers | own, delta=f"delta_{step}")
-        else:
-            _add_sweep(launches, spec, backward.step_row_sums, numbers | {"STEP": step}, by_rows=True)
+        _add_sweep(launches, spec, backward.step_row_sums, numbers | {"STEP": step}, by_rows=True)
         if spec.hears or step == last:
             _add_sweep(launches, spec, backward.step_key_sums, numbers | {"STEP": step})
     _add_sweep(launches, spec, backward.step_query_gradient, numbers, by_rows=True)
@@ -160,5 +157,6 @@ def step_numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> d
 
 
 STEPS = KernelFamily(
-    "steps", "refined_steps", saved=saved_buffer, plan_forward=plan_forward, plan_backward=plan_backward
-)
+    "steps", "refined_steps", saved=saved_buffer, plan_forward=plan_forward, plan_backward=plan_backward,
+    saves_output=False,
+)  # fmt: skip

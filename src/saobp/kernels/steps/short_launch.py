@@ -27,16 +27,15 @@ def saved_vectors(spec: CallSpec) -> Saved:
     return {"lse": (spec.rows_shape, torch.float32)}
 
 
-def short_block(spec: CallSpec, backward: bool) -> Block:
-    """Warps that hold a map, or backward several of them, in registers."""
+def short_block(spec: CallSpec) -> Block:
+    """The whole map at once; backward, where several maps are live, 16 warps spill more than 8."""
     keys = all_keys(spec)
-    large = 16 if backward else 8
-    return Block(keys, keys, warps=large if keys == SHORT else 4, stages=1)
+    return Block(keys, keys, warps=8 if keys == SHORT else 4, stages=1)
 
 
 def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPlan:
     launches = LaunchSequence(tensors.query.device, (*INPUT_NAMES, "out", *saved_vectors(spec)), {})
-    numbers = _numbers(spec, tensors, short_block(spec, backward=False))
+    numbers = _numbers(spec, tensors, short_block(spec))
     numbers |= named_strides("o", spec.states_strides)
     launches.add(short.short_steps_forward, spec.sequences * spec.heads, numbers)
     return LaunchPlan(launches)
@@ -45,7 +44,7 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
 def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, _saved: Tensor) -> LaunchPlan:
     names = (*INPUT_NAMES, "grad", *saved_vectors(spec), "dq", "dk", "dv", "strength_grad")
     launches = LaunchSequence(grad.device, names, {})
-    numbers = _numbers(spec, tensors, short_block(spec, backward=True))
+    numbers = _numbers(spec, tensors, short_block(spec))
     numbers |= strides("g", grad) | named_strides("d", spec.gradient_strides)
     launches.add(short.short_steps_backward, spec.sequences * spec.heads, numbers)
     return LaunchPlan(launches)
