@@ -7,7 +7,8 @@
 4. ``masked_key_gradient`` (over keys): dK = (dT + gamma H - gamma E a)^T Q.
 
 CAUSAL: in the place of dT - dc stands -S, the sum of dT over later rows. Sweep 2 goes up the rows and stores it for each
-block of rows and the keys that the block sees (``future``).
+block of rows and the keys that the block sees (``future``). In a collapsed row both products of dQ are then much larger than
+their difference, so what rounding takes from their tiles is multiplied too.
 """
 
 from __future__ import annotations
@@ -135,6 +136,17 @@ def message_gradient(a, d_logits, heard_grad, speaks, message, HEARS: tl.constex
 
 
 @triton.jit
+def add_product(total, tile, states, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """total + tile @ states. SPLIT: what rounding to the type of the states takes from the tile is multiplied too."""
+    KIND: tl.constexpr = states.dtype
+    large = tile.to(KIND)
+    total = tl.dot(large, states, total, input_precision=PRECISION)
+    if SPLIT and states.dtype != tl.float32:
+        total = tl.dot((tile - large.to(tl.float32)).to(KIND), states, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def masked_query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, spans_ptr,
     lse_ptr, heard_ptr, past_ptr, belief_ptr, delta_ptr, heard_grad_ptr, future_ptr, dq_ptr, gamma_grad_ptr,
@@ -159,7 +171,6 @@ def masked_query_gradient(
     row_base = head_base(0, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     seed = head_seed(seed_ptr, row_base, DROPS)
-    KIND: tl.constexpr = q_ptr.dtype.element_ty
     q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
@@ -203,8 +214,8 @@ def masked_query_gradient(
             ]
         d_message = message_gradient(a, d_logits, heard_grad, speaks, message, HEARS, CAUSAL)
         gamma_grad += tl.sum(d_message, 1)
-        dq = tl.dot((d_logits + message[0] * d_message).to(KIND), k, dq, input_precision=PRECISION)
-        prior_k = tl.dot(a.to(KIND), k, prior_k, input_precision=PRECISION)
+        dq = add_product(dq, d_logits + message[0] * d_message, k, CAUSAL, PRECISION)
+        prior_k = add_product(prior_k, a, k, CAUSAL, PRECISION)
     tl.store(gamma_grad_ptr + row_base + rows, gamma_grad, mask=rows < tokens)
     dq = (dq - (message[0] * gamma_grad)[:, None] * prior_k) * scale
     dq_base = states_base(dq_ptr, batch, head, first, d_batch, d_head, d_row)
