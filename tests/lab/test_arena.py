@@ -13,7 +13,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from saobp.cli import app
-from saobp.lab.arena import method_of, settings_of, title_of, write_arena
+from saobp.lab.arena import forest, method_of, settings_of, title_of, write_arena
 from saobp.lab.experiment_plan import FAMILIES, ExperimentPlan
 from saobp.lab.experiments import choose_experiments
 from saobp.lab.scales import get_scale
@@ -138,6 +138,11 @@ def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
     options = ["arena", str(tmp_path / "runs"), "--out", str(tmp_path), "--fresh"]
     assert CliRunner().invoke(app, [*options, "6,7,8"]).exit_code == 0
     page = (tmp_path / "arena" / "README.md").read_text()
+    settings = settings_of(json.loads((tmp_path / "arena" / "runs.json").read_text()), (6, 7, 8))
+    plot = forest(settings)
+    plot.draw_without_rendering()
+    (legend,) = plot.legends  # beside the axes, not on them
+    assert legend.get_window_extent().y0 > plot.axes[0].get_window_extent().y1
     first, second = page.split("\n## ")[1:]
     assert first.splitlines()[0].endswith("fresh seeds 6, 7, 8")
     assert "| -1.0 % [-1.0, -1.0] | 3 of 3 |" in first

@@ -371,7 +371,12 @@ def forest(settings: Sequence[Setting]) -> Figure:
                 Line2D([], [], marker=MARKERS[n % len(MARKERS)], color="#444444", lw=0, label=one.title)
                 for n, one in enumerate(side)
             ]
-            axis.legend(handles=handles, fontsize=7, frameon=False, loc="lower right")
+            figure.legend(
+                handles=handles,
+                fontsize=7,
+                frameon=False,
+                loc="outside upper right" if place else "outside upper left",
+            )
         axis.set_yticks(range(len(methods)), [title_of(method) for method in methods], fontsize=8)
         if place:
             axis.tick_params(axis="y", labelleft=False)
