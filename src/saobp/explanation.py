@@ -65,6 +65,11 @@ def _layer_path(call: AttentionCall) -> LayerPath:
     if not call.is_refined:
         return LayerPath(call.name, None, f"{call.implementation} attention: its rows are not refined")
     why, by_mask_kernels = call.whole_map()
+    if why is not None and call.is_fused_step():
+        keys = call.key.shape[-2]
+        return LayerPath(
+            call.name, None, f"fused decoding kernels: one row against the {keys} keys of a cache"
+        )
     if why is not None:
         return LayerPath(call.name, None, f"reference path with the whole map: because {why}")
     if by_mask_kernels is not None:

@@ -47,8 +47,21 @@ def test_a_decoding_step_and_packed_texts():
             model,
             {**tiny_batch(batch=1), "position_ids": positions, "attention_mask": None, "use_cache": False},
         )
-    assert all("1 queries see 10 keys" in layer.reason for layer in step)
+    assert all("10 keys" in layer.reason for layer in step)
     assert all("within each packed sequence" in layer.reason for layer in packed)
+
+
+def test_a_decoding_step_by_the_kernels(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr("saobp.transformers.cached_attention.step_obstacle", lambda _: None)
+    monkeypatch.setattr("saobp.kernels.dispatch.INTERPRETED", True)
+    model, cache = saobp.apply(tiny_model("llama"), "high:0.7"), DynamicCache()
+    with torch.no_grad():
+        model(**tiny_batch(batch=1), past_key_values=cache)
+        step = saobp.explain(model, {"input_ids": torch.tensor([[5]]), "past_key_values": cache})
+    assert all(
+        layer.reason == "fused decoding kernels: one row against the 10 keys of a cache" for layer in step
+    )
 
 
 def test_a_plain_model_and_what_is_no_model():

@@ -105,7 +105,6 @@ def saobp_attention(
         and attention_mask is not None
         and sink is None
         and not wants_rows
-        and strength.ndim == 1
         and why_not_fused_step(*states, refinement, strength, attention_mask, messages, dropout) is None
     ):
         output, rows = fused_step(*states, refinement, strength, attention_mask, messages, scaling), None

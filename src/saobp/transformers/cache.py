@@ -65,6 +65,12 @@ class MessageCacheLayer(ABC):
         self.stale = True
         return states
 
+    def past_of(self, keys: int) -> Tensor | None:
+        """``past`` for so many keys."""
+        if self.past is None or self.past.shape[-1] == keys:
+            return self.past
+        return functional.pad(self.past, (0, keys - self.past.shape[-1]))
+
     def check_refinement(self, text: str) -> None:
         """Raises if messages of another refinement are stored."""
         if self.filled_by is None:

@@ -42,6 +42,8 @@ def why_not_fused_step(
     """Why a call with a cache is not a decoding step of the kernels; None if it is."""
     if messages is None or messages.past is None:
         return "no row before it has sent messages"
+    if strength.ndim != 1:
+        return "its strengths are not one per head"
     if mask is None or not _is_marks(mask, query, key):
         return "its mask says something else than which keys one row sees"
     states = (query, key, value, strength)
@@ -97,9 +99,7 @@ def cached_attention(
 
     Returned rows are those that the output is computed from, so that gradients reach them.
     """
-    past, history, chunks = messages.past, [], []
-    if past is not None and past.shape[-1] < key.shape[-2]:
-        past = functional.pad(past, (0, key.shape[-2] - past.shape[-1]))
+    past, history, chunks = messages.past_of(key.shape[-2]), [], []
     for start, stop in messages.row_chunks(query.shape[-2]):
         chunk = FactorGraph(
             _rows(graph.visible, start, stop), _rows(graph.speaks, start, stop), causal=graph.causal

@@ -27,6 +27,7 @@ from saobp.transformers.attention_function import (
     why_rows_needed,
 )
 from saobp.transformers.cache import MessageCacheLayer
+from saobp.transformers.cached_attention import why_not_fused_step
 from saobp.transformers.layer_refinement import (
     IMPLEMENTATION,
     is_causal_call,
@@ -109,7 +110,7 @@ class AttentionCall:
             graph,
             bias=bias,
             scale=self.scaling,
-            past=None if messages is None else messages.past,
+            past=None if messages is None else messages.past_of(self.key.shape[-2]),
         ).rows
 
     def whole_map(self) -> tuple[str | None, Path | None]:
@@ -131,6 +132,16 @@ class AttentionCall:
             dropout_p=self.dropout, scale=self.scaling,
         )  # fmt: skip
         return (None, path) if path.name == "fused" else (why, None)
+
+    def is_fused_step(self) -> bool:
+        """Whether the kernels do this call, one row against a cache."""
+        messages = self._own()[2] if self.is_causal else None
+        sink = sink_of(variants_of(own_layer(self.module)))
+        if sink is not None or rows_wanted(self.options):
+            return False
+        refinement, strength, _ = self._own()
+        states = self.query, self.key, self.value
+        return why_not_fused_step(*states, refinement, strength, self.mask, messages, self.dropout) is None
 
     def _own(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
         if self.is_refined:
