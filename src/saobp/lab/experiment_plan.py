@@ -55,17 +55,24 @@ class PretrainRun:
 
 @dataclass(frozen=True)
 class FinetuneRun:
-    """A pretrained model to fine-tune on a task, with its pretraining seed."""
+    """A pretrained model to fine-tune on a task: with its pretraining seed, or with so many seeds."""
 
     model: PretrainRun
     task: str
+    several: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.model.name}-{self.task}"
+        return f"{self.model.name}-{self.task}" + (f"-{self.several}-seeds" if self.several else "")
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return first_seeds(self.several) if self.several else (self.model.seed,)
 
     def folder(self, runs: Path) -> Path:
-        return runs / "tasks" / self.model.name / self.task
+        """Of several seeds apart from that of one, which is finished sooner."""
+        tasks = f"tasks-{self.several}-seeds" if self.several else "tasks"
+        return runs / tasks / self.model.name / self.task
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,10 @@ class ExperimentPlan:
         own = scale.recipe == "paper" and scale.batch == PAPER_BATCHES[0] and experiment.batches
         return own or (scale.batch,)
 
+    def task_seeds_of(self, experiment: Experiment) -> int:
+        """Seeds of fine-tuning for each model, fewer at the smoke scale; 0 for the model's own."""
+        return min(experiment.task_seeds, SMOKE_SEEDS if self.scale.name == "smoke" else len(SEEDS))
+
     def model(
         self,
         family: str,
@@ -141,7 +152,7 @@ class ExperimentPlan:
     def finetune_runs(self) -> list[FinetuneRun]:
         """All fine-tuning, seed after seed; of each seed all methods on one task, then on the next."""
         asked = [
-            FinetuneRun(model, task)
+            FinetuneRun(model, task, self.task_seeds_of(experiment))
             for experiment in self.experiments
             for model in self.models_of(experiment)
             if model.family == "bert" and model.other_corpus is None

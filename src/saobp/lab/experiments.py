@@ -37,6 +37,7 @@ class Experiment:
     bert, gpt2, modernbert, llama: methods that are trained in each family
     measures:  taken of every trained model (see ``saobp.lab.measurements``)
     tasks:     that the BERT models are fine-tuned on
+    task_seeds: seeds of fine-tuning for each model; 0 for the one that it was pretrained with
     seeds:     how many, unless the command says otherwise
     corpora: single corpora on which all of this is repeated, in addition to the mixture
     batches: batch sizes at which all of this is repeated with the recipe ``paper``, which does not print one
@@ -53,6 +54,7 @@ class Experiment:
     llama: tuple[str, ...] = ()
     measures: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
+    task_seeds: int = 0
     seeds: int = 3
     corpora: tuple[str, ...] = field(default=())
     batches: tuple[int, ...] = ()
@@ -248,6 +250,17 @@ EXPERIMENTS = {
             bert=("original", "high"),
             batches=PAPER_BATCHES,
             logs=True,
+        ),
+        Experiment(
+            "one-model-many-seeds",
+            "question",
+            "How far do scores of one and the same model vary?",
+            "One model of each method is fine-tuned with five seeds: could gaps as large as the paper's come "
+            "from fine-tuning alone?",
+            bert=("original", "high"),
+            tasks=("mnli", "squad", "qqp", "race-middle"),
+            task_seeds=5,
+            seeds=1,
         ),
         Experiment(
             "arena",

@@ -113,8 +113,11 @@ class Results:
         return Fields(path, read_object(path)) if path.exists() else None
 
     def tuned(self, model: PretrainRun, task: str) -> dict[str, Any] | None:
-        run = RunFolder(FinetuneRun(model, task).folder(self.runs))
+        run = RunFolder(self.tuning(model, task).folder(self.runs))
         return Fields(run.file(RESULT), run.result) if run.is_finished else None
+
+    def tuning(self, model: PretrainRun, task: str) -> FinetuneRun:
+        return FinetuneRun(model, task, self.plan.task_seeds_of(self.experiment))
 
     def score(self, model: PretrainRun, task: str) -> float | None:
         """Of the last epoch, in percent."""
@@ -141,7 +144,7 @@ class Results:
 
     def epochs(self, model: PretrainRun, task: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Metrics and health of each epoch of a fine-tuning run."""
-        run = RunFolder(seed_folder(FinetuneRun(model, task).folder(self.runs), model.seed))
+        run = RunFolder(seed_folder(self.tuning(model, task).folder(self.runs), model.seed))
         health = {line["step"]: line for line in run.health()}
         for line in run.metrics():
             if line["step"] in health and any(name.startswith("eval_") for name in line):
@@ -161,9 +164,12 @@ class Results:
     def _later_records(self, model: PretrainRun) -> list[dict[str, Any]]:
         found = []
         for task in self.experiment.tasks if model.other_corpus is None else ():
-            run = RunFolder(seed_folder(FinetuneRun(model, task).folder(self.runs), model.seed))
-            if run.is_finished:
-                found.append(_recorded(FinetuneRun(model, task).name, "finetune", run))
+            tuning = self.tuning(model, task)
+            for seed in tuning.seeds:
+                run = RunFolder(seed_folder(tuning.folder(self.runs), seed))
+                if run.is_finished:
+                    name = f"{tuning.name}-{seed}" if tuning.several else tuning.name
+                    found.append(_recorded(name, "finetune", run))
         for measure in self.experiment.measures if model.other_corpus is None else ():
             taken = self.measured(model, measure)
             if taken is not None:

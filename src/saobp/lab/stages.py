@@ -87,7 +87,7 @@ def finetune_all(
                 one.model.folder(runs) / "model",
                 _task(one.task, sources.data_dir, sources.scale.rows),
                 one.folder(runs),
-                seeds=[one.model.seed],
+                seeds=one.seeds,
                 recipe=recipe_for(one.task, epochs=sources.scale.epochs),
                 keep_model=False,
             )
