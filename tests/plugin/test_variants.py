@@ -204,6 +204,19 @@ def test_strengths_of_messages_are_their_definition(text: str, family: str) -> N
         torch.testing.assert_close(found[kept], torch.tensor(rows, dtype=found.dtype)[kept])
 
 
+@torch.no_grad()
+def test_strengths_by_step_need_no_whole_map() -> None:
+    """They go the way of all calls, to the kernels where there are some; by row they do not."""
+    inputs = batch()
+    model = saobp.apply(tiny("bert"), "high:learned,steps=2+later-steps")
+    scatter_parameters(model)
+    assert all("whole map" not in str(layer) for layer in saobp.explain(model, inputs))
+    whole = model(**inputs, output_attentions=True).logits
+    torch.testing.assert_close(model(**inputs).logits, whole, rtol=1e-12, atol=1e-12)
+    model = saobp.apply(tiny("bert"), "high:learned,steps=2+message-gate")
+    assert "not one per head and step" in str(saobp.explain(model, inputs))
+
+
 def scores_of(call: AttentionCall) -> Tensor:
     key = call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
     return call.query @ key.mT * call.scaling

@@ -21,7 +21,7 @@ from saobp.kernels.call_spec import (
 )
 from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
 from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, lay_out_buffer
-from saobp.kernels.steps import backward, forward
+from saobp.kernels.steps import backward, forward, gradients
 
 
 def step_block(spec: CallSpec, sweep: str) -> Block:
@@ -113,8 +113,8 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, _saved: Te
         _add_sweep(launches, spec, backward.step_row_sums, numbers | {"STEP": step}, by_rows=True)
         if spec.hears or step == last:
             _add_sweep(launches, spec, backward.step_key_sums, numbers | {"STEP": step})
-    _add_sweep(launches, spec, backward.step_query_gradient, numbers, by_rows=True)
-    _add_sweep(launches, spec, backward.step_key_gradient, numbers)
+    _add_sweep(launches, spec, gradients.step_query_gradient, numbers, by_rows=True)
+    _add_sweep(launches, spec, gradients.step_key_gradient, numbers)
     return LaunchPlan(launches, size)
 
 
