@@ -40,7 +40,6 @@ from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
 from saobp.runs.machine import machine
 from saobp.timing import Failure, Timing
-from saobp.training.architectures import build_model
 from saobp.training.compiled_step import loss_as_forward
 from saobp.training.objectives import objective_of
 from saobp.training.pretrain import new_model
@@ -208,15 +207,7 @@ def _their_trainer(
 ) -> Trainer:
     """Labels for every position, masks drawn by the collator in worker processes, SDPA, autocast."""
     cuda = torch.cuda.is_available()
-    model = build_model(
-        recipe.family,
-        recipe.size,
-        vocabulary=len(tokenizer),
-        length=recipe.length,
-        dropout=recipe.dropout,
-        padding=tokenizer.pad_token_id,
-        seed=recipe.seed,
-    )
+    model = new_model(replace(recipe, refinement=None, vocabulary_multiple=1), tokenizer)
     model.set_attn_implementation("sdpa")
     args = TrainingArguments(
         output_dir=str(folder),

@@ -85,8 +85,7 @@ class Refinement:
                 f"in text with a strength as in 'high:0.2', or of {', '.join(VARIANTS)}"
             )
         object.__setattr__(self, "strength", _checked_strength(self.strength))
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise ValueError(f"steps must be a whole number of at least 1, not {self.steps!r}")
+        check_count("steps", self.steps)
         if not isinstance(self.damping, Real) or not 0 <= self.damping < 1:
             raise ValueError(
                 f"damping must be a number from 0 up to but not including 1, not {self.damping!r}"
@@ -259,6 +258,11 @@ def _checked_strength(strength: Any) -> Strength:
             for entry in strength
         )
     return _checked_number(strength)
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
 def _checked_number(value: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
+from browser import NO_NODE, PAGE_FOLDER, node_path, run_node
 
 import saobp
 from saobp import metrics
@@ -16,7 +17,6 @@ from saobp.propagation.graph import FactorGraph
 from saobp.report.explorer import explorer_data
 from saobp.report.page import LIMITS
 from saobp.report.quantized_scores import decode_head, encode_head
-from saobp.testing.browser import NO_NODE, PAGE_FOLDER, node_path, run_node
 from saobp.testing.tiny_models import tiny_model
 
 needs_node = pytest.mark.skipif(node_path() is None, reason=NO_NODE)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from browser import HOSTILE, Opened
 
 from saobp import metrics
 from saobp.metrics.diagnosis.example_model import example_model
@@ -21,7 +22,6 @@ from saobp.report import explorer_data, read_runs, write_report
 from saobp.report.explorer import FORMAT
 from saobp.report.quantized_scores import decode_head, encode_head
 from saobp.report.server import make_server
-from saobp.testing.browser import HOSTILE, Opened
 from saobp.testing.fake_runs import make_run
 from saobp.testing.tiny_models import tiny_model
 

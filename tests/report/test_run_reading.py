@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
+from written_page import figure, page_of, words_of
 
 from saobp.cli import app
 from saobp.lab.method_style import STYLES
@@ -25,7 +26,6 @@ from saobp.report.run_view import refinement_words
 from saobp.report.script import joined_script
 from saobp.report.summaries import NONE, shown, summary
 from saobp.testing.fake_runs import make_finetune, make_run, write_json
-from saobp.testing.pages import figure, page_of, words_of
 from saobp.testing.tiny_models import tiny_model
 
 HIGH = {"factor": "high", "strength": "learned", "steps": 2, "damping": 0.0, "future": "strict"}

@@ -19,7 +19,19 @@ from transformers import (
 
 from saobp.sizes import PAPER_SIZES, Size
 
-FAMILIES = ("bert", "gpt2", "modernbert", "llama")
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "bert": (BertConfig, BertForMaskedLM),
+    "gpt2": (GPT2Config, GPT2LMHeadModel),
+    "modernbert": (ModernBertConfig, ModernBertForMaskedLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+_DROPOUT = {
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "gpt2": ("embd_pdrop", "attn_pdrop", "resid_pdrop"),
+    "modernbert": ("embedding_dropout", "attention_dropout", "mlp_dropout"),
+    "llama": ("attention_dropout",),
+}
+FAMILIES = tuple(_CLASSES)
 SIZES: dict[str, Size] = {"tiny": Size(2, 64, 4, 128), "micro": Size(3, 96, 4, 192), **PAPER_SIZES}
 """The paper's three, and two for tests and laptops."""
 POSITIONS = 512
@@ -50,64 +62,52 @@ def build_model(
         )
     if seed is not None:
         torch.manual_seed(seed)
-    common: dict[str, Any] = {
+    options: dict[str, Any] = {
         "vocab_size": -(-vocabulary // multiple) * multiple,
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "max_position_embeddings": max(length, POSITIONS),
+        "n_inner" if family == "gpt2" else "intermediate_size": shape.ffn,
+        **dict.fromkeys(_DROPOUT[family], dropout),
     }
-    ends: dict[str, Any] = {"bos_token_id": vocabulary - 1, "eos_token_id": vocabulary - 1}
-    if family == "bert":
-        rates: dict[str, Any] = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-        config = BertConfig(**common, **rates, intermediate_size=shape.ffn, pad_token_id=padding)
-        return BertForMaskedLM(config)
+    if family in ("gpt2", "llama"):
+        options |= dict.fromkeys(("bos_token_id", "eos_token_id"), vocabulary - 1)
+    else:
+        options["pad_token_id"] = padding
     if family == "modernbert":
-        return _modernbert(shape, common, dropout, padding)
+        options |= _modernbert_options(shape)
+    elif family == "llama":
+        options |= {"num_key_value_heads": shape.heads, "tie_word_embeddings": True}
+    config, model = _CLASSES[family]
+    built = model(config(**options))
     if family == "llama":
-        return _llama(shape, common | ends, dropout)
-    rates = {"embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout}
-    return GPT2LMHeadModel(GPT2Config(**common, **rates, **ends, n_inner=shape.ffn))
+        _initialise_llama(built, shape.layers)
+    return built
 
 
-def _modernbert(shape: Size, common: dict[str, Any], dropout: float, padding: int | None) -> PreTrainedModel:
+def _modernbert_options(shape: Size) -> dict[str, Any]:
     """Norms before each part and rotary positions, every layer global: learns sooner than BERT.
 
     The initialisation preserves the scale of activations, so that heads differ early.
     """
-    absent: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
-    config = ModernBertConfig(
-        **common,
+    absent = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
+    return {
         **absent,
-        intermediate_size=shape.ffn,
-        layer_types=["full_attention"] * shape.layers,
-        initializer_range=shape.hidden**-0.5,
-        initializer_cutoff_factor=3.0,
-        embedding_dropout=dropout,
-        attention_dropout=dropout,
-        mlp_dropout=dropout,
-        pad_token_id=padding,
-    )
-    return ModernBertForMaskedLM(config)
+        "layer_types": ["full_attention"] * shape.layers,
+        "initializer_range": shape.hidden**-0.5,
+        "initializer_cutoff_factor": 3.0,
+    }
 
 
-def _llama(shape: Size, common: dict[str, Any], dropout: float) -> PreTrainedModel:
-    """ModernBERT's counterpart as a decoder, with tied embeddings as in the other models."""
-    config = LlamaConfig(
-        **common,
-        num_key_value_heads=shape.heads,
-        intermediate_size=shape.ffn,
-        attention_dropout=dropout,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config)
+def _initialise_llama(model: PreTrainedModel, layers: int) -> None:
+    """ModernBERT's initialisation, for its counterpart as a decoder."""
     with torch.no_grad():
         for name, parameter in model.model.layers.named_parameters():
             if parameter.ndim == 2 and parameter.device.type != "meta":
                 writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-                share = 2 * shape.layers if writes else 1  # of what all layers add up to
+                share = 2 * layers if writes else 1  # of what all layers add up to
                 parameter.normal_(std=(share * parameter.shape[1]) ** -0.5)
-    return model
 
 
 def shape_of(family: str, size: str) -> Size:

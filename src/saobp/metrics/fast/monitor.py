@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,8 +12,9 @@ from saobp.metrics.attention_calls import check_options, is_cross_attention
 from saobp.metrics.fast.call_masks import first_texts, row_mask_of
 from saobp.metrics.fast.fast_statistics import FIRST, sweep
 from saobp.metrics.fast.head_watch import HeadWatch
-from saobp.metrics.health.recorder import ForwardHooks, layer_name
+from saobp.metrics.health.recorder import forwards_of, layer_name
 from saobp.propagation.row_statistics import RowMask
+from saobp.refinement import check_count
 from saobp.transformers.capture import AttentionCall, Watcher
 
 
@@ -29,24 +29,17 @@ def watch(
     is the k of ``sink_share_first_k``. Numbers of a refined model are those of its rows before refinement.
     Measured forwards of a compiled model run eagerly.
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every must be a whole number of at least 1, not {every!r}")
     monitor = Monitor(model, texts, first)
-    forwards = ForwardHooks(monitor.measuring, every)
-    with forwards.of(model):
+    with forwards_of(model, monitor.measuring, every, "watch"):
         yield monitor.health
-    if not forwards.seen:
-        warnings.warn(
-            "watch saw no forward: run the very model that it was given, compiled or not", stacklevel=3
-        )
 
 
 class Monitor:
     """Sweeps over the queries and keys of a model's attention calls inside ``measuring()``."""
 
     def __init__(self, model: nn.Module, texts: int | None = None, first: int = FIRST) -> None:
-        if texts is not None and (isinstance(texts, bool) or not isinstance(texts, int) or texts < 1):
-            raise ValueError(f"texts must be a whole number of at least 1, not {texts!r}")
+        if texts is not None:
+            check_count("texts", texts)
         if not 1 <= first <= 64:
             raise ValueError(f"first must be between 1 and 64 tokens, not {first}")
         self.texts, self.first = texts, first

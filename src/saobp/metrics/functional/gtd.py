@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saobp.metrics.functional.maps import Maps, checked_maps
 from saobp.propagation.beliefs import without_autocast
+from saobp.refinement import check_count
 
 BETA = 0.9
 HOPS = 4
@@ -107,8 +108,7 @@ def averaged_heads(layers: Sequence[Tensor], padding_mask: Tensor | None) -> lis
 def check_path(beta: float, hops: int) -> None:
     if not 0 < beta <= 1:
         raise ValueError(f"beta must lie above 0 and at most at 1, not {beta}")
-    if isinstance(hops, bool) or not isinstance(hops, int) or hops < 2:
-        raise ValueError(f"hops must be a whole number of at least 2, not {hops!r}")
+    check_count("hops", hops, 2)
 
 
 def indirect_share(direct: Tensor, paths: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saobp.metrics.functional.maps import Maps, checked_maps
 from saobp.propagation.beliefs import without_autocast
+from saobp.refinement import check_count
 
 TAU = 1e-4
 NODES = 40
@@ -145,5 +146,4 @@ def _in_chunks(
 def _check_graph(tau: float, nodes: int) -> None:
     if not 0 <= tau < 1:
         raise ValueError(f"tau must lie from 0 up to but not including 1, not {tau}")
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-        raise ValueError(f"nodes must be a whole number of at least 1, not {nodes!r}")
+    check_count("nodes", nodes)

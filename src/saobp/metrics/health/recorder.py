@@ -22,6 +22,7 @@ from saobp.metrics.query_key_statistics import PLAIN, Method, checked_statistics
 from saobp.metrics.sampling.estimate import exact_estimate
 from saobp.metrics.sampling.estimators import SAMPLED, Sampling
 from saobp.propagation.beliefs import without_autocast
+from saobp.refinement import check_count
 from saobp.transformers.apply import attention_modules
 from saobp.transformers.capture import AttentionCall, watch
 
@@ -50,15 +51,8 @@ def probe(
     before.
     """
     recorder = Recorder(model, statistics, method, texts, beta, hops, sampling)
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every must be a whole number of at least 1, not {every!r}")
-    forwards = ForwardHooks(recorder.measuring, every)
-    with forwards.of(model):
+    with forwards_of(model, recorder.measuring, every, "the probe"):
         yield recorder.health
-    if not forwards.seen:
-        warnings.warn(
-            "the probe saw no forward: run the very model that it was given, compiled or not", stacklevel=3
-        )
 
 
 class Recorder:
@@ -81,8 +75,8 @@ class Recorder:
         self.statistics = checked_statistics("sampled" if method == "auto" else method, wanted)
         if self.across and method == "sampled":
             raise ValueError(f"{CROSS_LAYER} has no sampled form: use method 'exact' or 'auto'")
-        if texts is not None and (isinstance(texts, bool) or not isinstance(texts, int) or texts < 1):
-            raise ValueError(f"texts must be a whole number of at least 1, not {texts!r}")
+        if texts is not None:
+            check_count("texts", texts)
         self.model, self.method, self.texts = model, method, texts
         self.beta, self.hops, self.sampling = beta, hops, sampling or Sampling()
         self.health = Health(self.statistics)
@@ -210,6 +204,21 @@ def layer_name(name: str, calls: dict[str, int]) -> str:
     calls[name] = calls.get(name, 0) + 1
     count, name = calls[name], re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
     return name if count == 1 else f"{name} ({count})"
+
+
+@contextmanager
+def forwards_of(
+    model: nn.Module, measuring: Callable[[], AbstractContextManager[None]], every: int, observer: str
+) -> Iterator[None]:
+    """Enter ``measuring`` around each ``every``-th forward; ``observer`` warns if there was none."""
+    check_count("every", every)
+    forwards = ForwardHooks(measuring, every)
+    with forwards.of(model):
+        yield
+    if not forwards.seen:
+        warnings.warn(
+            f"{observer} saw no forward: run the very model that it was given, compiled or not", stacklevel=5
+        )
 
 
 class ForwardHooks:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from saobp.data.tasks import TaskSpec, get_task
+from saobp.refinement import check_count
 
 SEEDS = (42,)
 
@@ -44,9 +45,7 @@ class FinetuneRecipe:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch", "evaluation_batch", "question", "answer"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+            check_count(name, getattr(self, name))
         if not isinstance(self.length, int) or self.length < 16:
             raise ValueError(f"length must be at least 16 tokens, not {self.length!r}")
         if not self.rate > 0 or not self.strength_rate > 0:

@@ -10,7 +10,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-PAGE_FOLDER = Path(__file__).parents[1] / "report" / "page"
+import saobp.report
+
+PAGE_FOLDER = Path(saobp.report.__file__).with_name("page")
 HOSTILE = "<b>bold</b> </script><script>alert('x')</script> \"quoted\" שלום עולם 🙂👩‍👩‍👧 &amp; ${7*7} café"
 """Text that a page must escape: markup, template, end of a script."""
 NO_NODE = "the page's arithmetic is not checked in Node: there is no node on this machine"
