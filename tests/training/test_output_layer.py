@@ -42,3 +42,23 @@ def test_padded_logits_change_neither_loss_nor_gradients(
             )
             assert parameter.grad is not None
             assert parameter.grad.stride() == parameter.stride()
+
+
+@pytest.mark.slow
+def test_the_product_is_part_of_a_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(architectures.SIZES, "test", Size(1, 16, 2, 32))
+    model = build_model("bert", "test", vocabulary=100, length=16, dropout=0.0, seed=1)
+    objective, ids, seeds = MaskedLM(100, 4, (0, 1, 2, 3, 4)), torch.randint(5, 100, (3, 16)), torch.arange(3)
+
+    def loss() -> torch.Tensor:
+        return objective(model, ids, seeds, "bf16")
+
+    found = []
+    with fast_output_layer(model):
+        for step in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+            model.zero_grad()
+            step().backward()  # type: ignore[no-untyped-call]
+            gradient = model.get_input_embeddings().weight.grad
+            assert gradient is not None
+            found.append(gradient)
+    torch.testing.assert_close(*found)
