@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import MPNetConfig, MPNetForMaskedLM, MPNetForSequenceClassification
 
 import saobp
+from saobp.transformers.apply import attention_modules
+from saobp.transformers.head_scaling import HeadParts
 from saobp.transformers.layer_refinement import strength_parameters
 
 HEADS = 4
@@ -108,3 +110,19 @@ def test_watched_numbers_are_those_of_its_rows() -> None:
         assert head.values["attention_entropy"] == pytest.approx(entropy, abs=1e-4)
         sink = sum(float(one[:, 0].mean()) for one in own) / 2
         assert head.values["sink_share"] == pytest.approx(sink, abs=1e-5)
+
+
+def test_sampled_statistics_see_the_bias() -> None:
+    model = mpnet()
+    found = []
+    for method in ("exact", "sampled"):
+        with torch.no_grad(), saobp.probe(model, method=method) as health:  # type: ignore[arg-type]
+            model(**batch())
+        found.append([head.values["gtd"] for head in health.heads()])
+    assert found[1] == pytest.approx(found[0], abs=0.12)
+
+
+def test_logits_with_a_bias_cannot_be_clipped() -> None:
+    (_, module), *_ = attention_modules(mpnet())
+    with pytest.raises(ValueError, match="adds a bias of positions to its logits"):
+        HeadParts(module)

@@ -27,6 +27,11 @@ class HeadParts:
                 f"{type(module).__name__} normalises its queries and keys ({', '.join(norms)}), so their "
                 "size does not follow from its weights and cannot be clipped there"
             )
+        if getattr(module, "has_position_bias", False):
+            raise ValueError(
+                f"{type(module).__name__} adds a bias of positions to its logits, which does not follow from "
+                "its query and key weights, so they cannot be clipped there"
+            )
         self.heads = head_count(module)
         self.query, self.key = self._parts(module)
         self.key_heads = len(self.key[0])

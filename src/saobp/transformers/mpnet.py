@@ -20,6 +20,7 @@ class RegistryMPNetAttention(MPNetSelfAttention):
 
     config: Any
     is_causal = False
+    has_position_bias = True
 
     def forward(
         self,
