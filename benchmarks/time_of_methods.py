@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("methods", nargs="+")
     parser.add_argument("--tokens", required=True)
     parser.add_argument("--corpus", default="wikipedia_en,gutenberg_books,imdb_reviews")
+    parser.add_argument("--vocabulary", type=int, help="train a tokenizer of so many tokens")
     parser.add_argument("--family", default="modernbert")
     parser.add_argument("--size", default="mini")
     parser.add_argument("--rows", type=int, default=256)
@@ -71,6 +72,8 @@ def measure(given: argparse.Namespace) -> None:
     try:
         ready = {method: child for method, child in children.items() if answer(child) == "ready"}
         print("ready:", *ready, flush=True)
+        if not ready:
+            sys.exit("no method could be trained: the errors are above")
         for number in range(given.rounds):
             for method, child in ready.items():
                 assert child.stdin is not None
@@ -168,7 +171,12 @@ def train(given: argparse.Namespace) -> None:
     (method,) = given.methods
     recipe = recipe_of(given, method)
     texts = find_pretraining_data(
-        recipe.family, recipe.corpus, length=recipe.length, seed=recipe.seed, tokens=given.tokens
+        recipe.family,
+        recipe.corpus,
+        length=recipe.length,
+        seed=recipe.seed,
+        tokens=given.tokens,
+        vocabulary=given.vocabulary,
     )
     planned = blocks(given.first, given.steps, given.rounds)
 
