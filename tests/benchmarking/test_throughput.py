@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from saobp.benchmarking import pretraining as throughput
+from saobp.benchmarking.gpu_idle import LONG, Trace, union
 from saobp.benchmarking.table import BenchmarkTable
-from saobp.testing.scripts import load_script
-
-throughput = load_script("benchmarks/pretraining.py")
-LONG, Trace = throughput.LONG, throughput.Trace
-union = load_script("benchmarks/gpu_idle.py").union
+from saobp.cli import app
 
 
 def test_every_version_is_timed(
-    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -28,20 +26,32 @@ def test_every_version_is_timed(
         "compile",
         lambda function, **options: original(function, **{**options, "backend": "aot_eager", "mode": None}),
     )
-    arguments = "--sizes tiny --device cpu --seconds 0.02 --turns 1 --versions transformers,high-0.1"
-    throughput.main([*arguments.split(), "--out", str(tmp_path)])
-    printed = capsys.readouterr().out
-    row = next(line for line in printed.splitlines() if line.startswith("| bert-tiny"))
+    arguments = (
+        "bench pretraining --models bert-tiny --seconds 0.02 --turns 1 --versions transformers,high-0.1"
+    )
+    result = CliRunner().invoke(app, [*arguments.split(), "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "pretraining.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| bert-tiny"))
     numbers = [float(cell) for cell in row.split("|")[3:-1]]
     assert len(numbers) == 4, "two rates, their ratio, steps a second of ours"
     assert all(number > 0 for number in numbers)
     assert (tmp_path / "pretraining.csv").exists()
 
 
-def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        throughput.main(["--device", "cpu", "--versions", "turbo"])
-    assert "unknown version 'turbo'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--versions turbo", "'turbo' is none of the versions"),
+        ("--models bert-huge", "there is no model 'bert-huge' to time"),
+        ("--models bert-mini@none", "'bert-mini@none' is no model at a batch size"),
+        ("--models bert-mini@0", "'bert-mini@0' is no model at a batch size"),
+    ],
+)
+def test_wrong_options_are_named(option: str, words: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "pretraining", *option.split()], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert words in result.output
 
 
 def test_every_finished_row_and_every_model_left_out_is_saved_at_once(

@@ -137,6 +137,49 @@ def model(
 
 
 @bench.command()
+def pretraining(
+    out: Out = _RESULTS,
+    models: Annotated[
+        str,
+        typer.Option(help="Such as bert-mini,gpt2-mini; bert-mini@32 is the recipe paper at 32 rows."),
+    ] = "bert-mini,bert-small,bert-medium,gpt2-mini",
+    versions: Annotated[
+        str, typer.Option(help="Some of transformers, transformers-0, plain, high, plain-0.1, high-0.1.")
+    ] = "transformers,transformers-0,plain,high",
+    turns: Annotated[int, typer.Option(min=1, help="How often every version is timed.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Of one turn of one version.")] = 2.0,
+    limit: Annotated[float, typer.Option(help="Begin no further model after this many seconds.")] = 480.0,
+    trace: Annotated[bool, typer.Option(help="Count kernels and idle times, too.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens per second of pretraining, against plain Transformers; on a CPU bert-tiny only."""
+    import torch
+
+    from saobp.benchmarking.pretraining import VERSIONS, checked_model, pretraining_speed
+
+    try:
+        names = [checked_model(name.strip()) for name in models.split(",")]
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from None
+    chosen = _chosen("versions", versions, VERSIONS)
+    if any("tiny" not in name for name in names):
+        _require_cuda()
+    table = pretraining_speed(
+        names=names,
+        versions=chosen,
+        compiled=torch.cuda.is_available(),
+        turns=turns,
+        seconds=seconds,
+        limit=limit,
+        traced=trace,
+        notify=OccasionalLines(notes()),
+        save=lambda table: table.write(out),
+    )
+    table.write(out)
+    _show([table], 200, as_json)
+
+
+@bench.command()
 def cpu(
     out: Out = _RESULTS,
     quick: Quick = False,

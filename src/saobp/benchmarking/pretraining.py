@@ -1,13 +1,7 @@
-"""Tokens per second of pretraining against plain Transformers, interleaved in one run.
-
-python benchmarks/pretraining.py                                          on a GPU: BERT and GPT-2 mini, ...
-python benchmarks/pretraining.py --sizes mini@32,mini@256 --versions plain,high   recipe paper, by batch
-python benchmarks/pretraining.py --sizes tiny --device cpu --seconds 0.2  on a CPU, in half a minute
-"""
+"""Tokens per second of pretraining against plain Transformers, interleaved in one run."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -19,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_idle import LONG, Trace
-from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import (
@@ -32,6 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from saobp.benchmarking.gpu_idle import LONG, Trace
 from saobp.benchmarking.table import BenchmarkTable, Cell
 from saobp.data.blocks import Blocks
 from saobp.data.token_store import DOCUMENTS, FORMAT, TOKENS, StoreMetadata, TokenStore
@@ -39,6 +32,7 @@ from saobp.data.tokenizers import prefix_of
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
 from saobp.runs.machine import machine
+from saobp.sizes import PAPER_SIZES
 from saobp.timing import Failure, Timing
 from saobp.training.compiled_step import loss_as_forward
 from saobp.training.objectives import objective_of
@@ -53,6 +47,17 @@ MODELS = ("bert-mini", "bert-small", "bert-medium", "gpt2-mini")
 VOCABULARIES = {"bert": 30522, "gpt2": 50257}
 WARM_UP, PROFILED = 8, 30
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>")
+
+
+def checked_model(name: str) -> str:
+    """The name of a model to time, if it can be: ``FAMILY-SIZE``, or ``FAMILY-SIZE@ROWS``."""
+    model, at, rows = name.partition("@")
+    family, _, size = model.partition("-")
+    if family not in VOCABULARIES or size not in ("tiny", *PAPER_SIZES):
+        raise ValueError(f"there is no model {model!r} to time: choose such as {', '.join(MODELS)}")
+    if at and (not rows.isdecimal() or int(rows) == 0 or size == "tiny"):
+        raise ValueError(f"{name!r} is no model at a batch size: write such as bert-mini@32")
+    return name
 
 
 class RandomBlocks(Dataset):
@@ -347,45 +352,3 @@ def _row(
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--sizes", help="of BERT, such as mini,small; or models, such as bert-mini,gpt2-mini@32"
-    )
-    parser.add_argument("--versions", default=",".join(DEFAULT), help=f"some of {', '.join(VERSIONS)}")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one turn of one version")
-    parser.add_argument("--limit", type=float, default=480.0, help="begin no further model after so many")
-    parser.add_argument("--no-trace", action="store_true", help="count no kernels")
-    parser.add_argument("--out", type=Path, help="folder for the Markdown and CSV files")
-    given = parser.parse_args(arguments)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA GPU here; try --device cpu --sizes tiny")
-    if given.device == "cpu" and torch.cuda.is_available():
-        parser.error("with a GPU in the machine Trainer uses it: hide it by CUDA_VISIBLE_DEVICES= in front")
-    versions = given.versions.split(",")
-    for version in versions:
-        if version not in VERSIONS:
-            parser.error(f"unknown version {version!r}: choose some of {', '.join(VERSIONS)}")
-    sizes = given.sizes.split(",") if given.sizes else list(MODELS)
-    table = pretraining_speed(
-        names=[size if "-" in size else f"bert-{size}" for size in sizes],
-        versions=versions,
-        compiled=given.device == "cuda",
-        turns=given.turns,
-        seconds=given.seconds,
-        limit=given.limit,
-        traced=not given.no_trace,
-        notify=lambda line: print(line, flush=True),
-        save=lambda table: None if given.out is None else table.write(given.out),
-    )
-    Console(width=200).print(table.markdown(), markup=False, soft_wrap=True)
-
-
-if __name__ == "__main__":
-    main()
