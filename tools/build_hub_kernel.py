@@ -154,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist" / NAME, help="a folder that does not exist")
     try:
-        print(build(parser.parse_args().out))
+        print(f"wrote {build(parser.parse_args().out)}")
     except (OSError, ValueError) as problem:
         sys.exit(str(problem))
 

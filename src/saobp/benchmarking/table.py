@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -37,14 +38,14 @@ class BenchmarkTable:
         return list(dict.fromkeys(column for row in self.rows for column in row))
 
     def show(self, console: Console) -> None:
-        shown = RichTable(title=self.title)
+        shown = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
         for column in self.columns:
             shown.add_column(column)
         for row in self.rows:
             shown.add_row(*(text(row.get(column)) for column in self.columns))
         console.print(shown)
         for note in self.notes:
-            console.print(note)
+            console.print(note, soft_wrap=True)
 
     def markdown(self) -> str:
         lines = [f"# {self.title}", "", *(f"- {fact}: {value}" for fact, value in self.facts.items()), ""]

@@ -24,8 +24,6 @@ from saobp.runs.folder import RunFolder
 from saobp.runs.worker_processes import run_jobs
 
 STAGES = ("tokens", "pretrain", "finetune", "measure", "tabulate")
-SHARED = ("pretrain", "finetune", "measure")
-"""Stages that several processes may work on."""
 STAGE_VARIABLE = "SAOBP_STAGE"
 """Names the stage that a worker process was started for."""
 PROGRESS, WARNING = "- ", "Note: "
