@@ -167,6 +167,23 @@ def compile_masked(launched: list[Launched]) -> list[str]:
     return names
 
 
+def compile_step(launched: list[Launched]) -> list[str]:
+    """A decoding step and the next one, whose cache has a key more: nothing is compiled for it."""
+    from saobp.kernels.decoding import launch
+
+    launch._multiprocessors = lambda _: 132  # type: ignore[assignment]
+    query, strength = torch.zeros(1, 4, 1, 128, dtype=torch.bfloat16), torch.zeros(4)
+    totals = None
+    for keys in (300, 301):
+        states = torch.zeros(1, 2, keys, 128, dtype=torch.bfloat16)
+        marks = torch.ones(1, keys, dtype=torch.bool)
+        _, totals = launch.decoding_step(query, states, states, strength, totals, marks, 0.1, 1.0)
+    first, second = launched[:2], launched[2:]
+    if [one.binary for one in first] != [one.binary for one in second]:
+        raise AssertionError("the second step was compiled anew")
+    return [one.name for one in first]
+
+
 CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
     "short": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 128)
@@ -189,6 +206,7 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
     ),
     "masked": compile_masked,
     "statistics": compile_sweep,
+    "decoding": compile_step,
     "elemmul": lambda launched: compile_call(launched, "elemmul", torch.float16, 256),
     "steps": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 512, steps=2)

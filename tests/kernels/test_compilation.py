@@ -24,6 +24,7 @@ KERNELS = {
     "causal": {"causal_row_sums", "weak_messages", "weak_output", "weak_climb", "weak_query_gradient"},
     "short causal": {"short_causal_forward", "short_causal_backward"},
     "statistics": {"row_sweep"},
+    "decoding": {"attend_part", "finish_row"},
     "masked": {
         "mask_spans",
         "masked_row_sums",
@@ -55,7 +56,9 @@ KERNELS = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.slow) if case in ("statistics", "masked", "steps") else case
+        pytest.param(case, marks=pytest.mark.slow)
+        if case in ("statistics", "decoding", "masked", "steps")
+        else case
         for case in pretended_gpu.CASES
     ],
 )

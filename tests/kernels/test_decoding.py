@@ -113,6 +113,34 @@ def test_a_model_decodes_as_it_reads(interpreted_steps: list[str | None], static
     torch.testing.assert_close(decoded[:, -1], whole[:, -1], rtol=1e-4, atol=5e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not dispatch.INTERPRETED, reason="needs Triton's interpreter")
+def test_a_compiled_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        cached_attention, "step_obstacle", lambda call: step_obstacle(call._replace(backend="fused"))
+    )
+    steps: list[int] = []
+    plain = cached_attention.fused_step
+    monkeypatch.setattr(
+        "saobp.transformers.attention_function.fused_step", lambda *call: (steps.append(1), plain(*call))[1]
+    )
+    model = saobp.apply(tiny_model("llama"), "high:0.7")
+    inputs = tiny_batch(2, 6, 2, side="left")
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, position_ids=places, use_cache=False).logits
+        for call, start, stop in ((model, 0, 4), (compiled, 4, 5), (compiled, 5, 6)):
+            found = call(
+                ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=places[:, start:stop],
+                past_key_values=cache, use_cache=True,
+            ).logits  # fmt: skip
+    assert steps
+    torch.testing.assert_close(found[:, -1], whole[:, -1], rtol=1e-4, atol=5e-4)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

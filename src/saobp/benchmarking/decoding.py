@@ -149,7 +149,7 @@ def step_call(name: str, step: Step, shape: Shape, part: str) -> Call:
 
 def _layer(name: str, step: Step, shape: Shape) -> LlamaAttention:
     config = LlamaConfig(
-        hidden_size=8,
+        hidden_size=shape.heads,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.key_heads,
         head_dim=shape.dim,

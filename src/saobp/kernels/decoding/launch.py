@@ -26,12 +26,12 @@ class StepBlock(NamedTuple):
     keys: int = 64
     warps: int = 4
     stages: int = 3
-    programs: int = 4
+    programs: int = 2
     finished: int = 2048
 
 
 HALF, FULL = StepBlock(), StepBlock(32, 4, 1)
-"""For half types, and for float32."""
+"""For half types, found on an H200, and for float32."""
 
 
 def decoding_step(
