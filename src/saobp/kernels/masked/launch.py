@@ -15,7 +15,6 @@ from saobp.kernels.call_spec import (
     CallTensors,
     ceil_div,
     named_strides,
-    resources,
     strides,
 )
 from saobp.kernels.library.strength_gradient import strength_gradient
@@ -59,16 +58,16 @@ class MaskedCall(NamedTuple):
         spec = CallSpec.of(CallTensors(query, key, value, strength), of_call)
         return cls(spec, window, causal, None if mask is None else (mask.shape[0], mask.shape[1]))
 
-    @property
-    def saved(self) -> tuple[dict[str, BufferSlice], int]:
-        """Sums of rows and keys, in two parts where logarithms, what rounding took from the output, and spans of the
-        mask."""
+    def saved(self, saves: bool = True) -> tuple[dict[str, BufferSlice], int]:
+        """Sums of rows and keys, in two parts where logarithms, and spans of the mask; if it ``saves`` for the backward
+        pass, also normalisers of refined rows, and what rounding took from the output."""
         rows, floats = self.spec.rows_shape, torch.float32
         tables = self.tables
         spans = (0,) if self.mask_shape is None else (*self.mask_shape, self.grains, 2)
-        rest = (0,) if self.spec.dtype == torch.float32 else self.spec.states_shape
+        rest = self.spec.states_shape if saves and self.spec.dtype != torch.float32 else (0,)
+        belief = (2, *rows) if saves else (0,)
         return lay_out_buffer("saved", {
-            "lse": ((2, *rows), floats), "belief": ((2, *rows), floats), "heard": (rows if self.spec.hears and not self.causal else (0,), floats), "past": (tables, floats),
+            "lse": ((2, *rows), floats), "belief": (belief, floats), "heard": (rows if self.spec.hears and not self.causal else (0,), floats), "past": (tables, floats),
             "spans": (spans, torch.int32), "key_spans": (spans, torch.int32), "rest": (rest, self.spec.dtype),
         })  # fmt: skip
 
@@ -112,7 +111,7 @@ def common_block(spec: CallSpec) -> Block:
 
 def plan_forward(call: MaskedCall, tensors: tuple[Any, ...], saves: bool) -> LaunchSequence:
     query, key, value, _, _, mask, _ = tensors
-    slices, _ = call.saved
+    slices, _ = call.saved(saves)
     launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved"), slices)
     numbers = _numbers(call, tensors) | named_strides("o", call.spec.states_strides) | {"SAVES": saves}
     if call.mask_shape is not None:
@@ -146,7 +145,7 @@ def plan_backward(call: MaskedCall, tensors: tuple[Any, ...], grad: Tensor, out:
         "scratch",
         {"delta": rows, "heard_grad": rows, "gamma_grad": rows, "future": (call.tables, torch.float32)},
     )
-    launches = LaunchSequence(tensors[0].device, BACKWARD_NAMES, call.saved[0] | scratch)
+    launches = LaunchSequence(tensors[0].device, BACKWARD_NAMES, call.saved()[0] | scratch)
     numbers = _numbers(call, tensors) | strides("g", grad) | named_strides("d", spec.gradient_strides)
     own = {
         **strides("o", out), **named_strides("r", spec.states_strides), "blocks": ceil_div(spec.length, 64), "ROWS": 64,
@@ -169,7 +168,8 @@ def _add_sweep(
         "blocks": ceil_div(call.spec.length, gridded),
         "ROWS": block.rows,
         "KEYS": block.keys,
-        **resources(block),
+        "num_warps": block.warps,
+        "num_stages": block.stages,
     }
     launches.add(sweep, call.programs(gridded), numbers | sizes)
 
@@ -218,7 +218,7 @@ def _run_forward(saves: bool, *flat: Any) -> tuple[Tensor, Tensor]:
     tensors, numbers = flat[:TENSORS], MaskNumbers(*flat[TENSORS:])
     call = MaskedCall.of(tensors, numbers)
     plan = cached(_plans, ("forward", saves, _layout(tensors), numbers), plan_forward, call, tensors, saves)
-    out, saved = _fake_forward(*flat)
+    out, saved = _outputs(saves, *flat)
     plan(*_given(tensors), out, saved)
     return out, saved
 
@@ -232,9 +232,13 @@ def _output(*flat: Any) -> Tensor:
 
 
 def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(True, *flat)
+
+
+def _outputs(saves: bool, *flat: Any) -> tuple[Tensor, Tensor]:
     call, query = MaskedCall.of(flat[:TENSORS], MaskNumbers(*flat[TENSORS:])), flat[0]
     out = query.new_empty_strided(call.spec.states_shape, call.spec.states_strides)
-    return out, query.new_empty(call.saved[1], dtype=torch.uint8)
+    return out, query.new_empty(call.saved(saves)[1], dtype=torch.uint8)
 
 
 def _backward(grad: Tensor, *flat: Any) -> tuple[Tensor, ...]:
