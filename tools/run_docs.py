@@ -233,6 +233,7 @@ def main(
         return 0
     paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "110"}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored in background jobs
     ran = failed = 0
     with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory() as name:
         Path(name).mkdir(parents=True, exist_ok=True)
