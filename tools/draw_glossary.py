@@ -152,7 +152,7 @@ def draw_factor(folder: Path, strength: float = 1.0) -> None:
 
 
 def save(figure: plt.Figure, folder: Path, name: str) -> None:
-    figure.savefig(folder / f"glossary-{name}.png")
+    figure.savefig(folder / f"glossary-{name}.png", bbox_inches="tight", pad_inches=0.06)
     plt.close(figure)
 
 
