@@ -122,7 +122,7 @@ def adapted(command: Command, number: int) -> Command:
     if "saobp pretrain" in text:
         text = _small_training(text, number)
     if words[:2] == ["saobp", "reproduce"] and "--list" not in text:
-        text = re.sub(r"--scale \w+", "", text).replace("--data-dir data", "")
+        text = re.sub(r"--(scale|recipe) \w+", "", text).replace("--data-dir data", "")
         text = re.sub(r"--(tokens|runs|jobs|seeds) \S+", "", text) + " --scale smoke"
         if "reproduce arena" in text:
             text += " --seeds 1 --jobs 2"
@@ -151,6 +151,7 @@ def adapted(command: Command, number: int) -> Command:
 def _small_training(text: str, number: int) -> str:
     """A tiny model and few steps, on the texts that the page names or on a made-up one."""
     text = re.sub(r"--size \w+", "", re.sub(r"--(recipe|steps) \S+", "", text))
+    text = re.sub(r"stop_after=\d+", "stop_after=2", text)
     text = re.sub(r"--vocabulary \d+", "--vocabulary 400", text.replace("--corpus ...", ""))
     text = text.replace("...", "") + ("" if "--out" in text else f" --out runs/doc-{number}")
     if "--resume" in text:

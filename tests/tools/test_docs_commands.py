@@ -57,6 +57,7 @@ def test_what_runs_is_small() -> None:
     for number, command in enumerate(COMMANDS):
         small = adapted(command, number).small
         assert "..." not in small
+        assert "--recipe paper" not in small
         if "saobp pretrain" in small:
             assert "--steps 4" in small
         if "saobp reproduce" in small and "--list" not in small:
