@@ -92,8 +92,6 @@ class GraphedStep:
         self._captured: CapturedStep | None = None
         self._warmup_left: float = WARMUP_STEPS
         self._replays = 0
-        self.replayed = False
-        """Whether the last step was a replay, whose gradients are where those of all replays are."""
 
     @property
     def uses_eager(self) -> bool:
@@ -107,7 +105,6 @@ class GraphedStep:
 
     def __call__(self, batch: Batch) -> Tensor:
         """The loss of a batch; afterwards the parameters have its gradients."""
-        self.replayed = False
         if self._captured is None:
             if self._warmup_left == 0:
                 self._try_to_capture(batch)
@@ -125,7 +122,6 @@ class GraphedStep:
         if self.eager is not None and is_power_of_two:
             return self._compared(batch, self.eager, loss, gradients)
         self._give(gradients)
-        self.replayed = True
         return loss.clone()
 
     def _give(self, gradients: Sequence[Tensor | None]) -> None:
@@ -147,7 +143,6 @@ class GraphedStep:
             self.notify(f"The captured step cannot be compared with the uncompiled one ({why}).")
         if apart <= TOLERANCE:
             self._give(gradients)
-            self.replayed = True
             if loss.is_cuda:
                 torch.cuda.empty_cache()  # of the comparison
             return loss.clone()

@@ -32,7 +32,6 @@ from saobp.training.batches import (
     health_batch,
     held_out_batches,
 )
-from saobp.training.graphed_adamw import GraphedAdamW
 from saobp.training.graphed_step import GraphedStep
 from saobp.training.head_records import (
     MEASURED,
@@ -140,10 +139,6 @@ class PretrainTrainer(Trainer):
     def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
         """Trainer's parameter groups (weight decay for matrices only), and one more for learned strengths."""
         is_new = self.optimizer is None
-        if is_new and self._graphed is not None and self.recipe.optimizer == "adamw":
-            _, options = self.get_optimizer_cls_and_kwargs(self.args)
-            own = {"max_norm": self.args.max_grad_norm, "is_static": self._replayed}
-            self.optimizer_cls_and_kwargs = (GraphedAdamW, {**options, **own})
         optimizer = super().create_optimizer(*arguments)
         if is_new:
             assert isinstance(self.model, PreTrainedModel)
@@ -173,10 +168,6 @@ class PretrainTrainer(Trainer):
         if not model.training:
             model.train()
         return self._loss(model, inputs) if self._graphed is None else self._graphed(inputs)
-
-    def _replayed(self) -> bool:
-        """Whether the last step was a replay, whose gradients are always in the same memory."""
-        return self._graphed is not None and self._graphed.replayed
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Forward and backward of a batch; accumulates gradients."""
@@ -280,8 +271,6 @@ class PretrainTrainer(Trainer):
         """Without Accelerate's loop over all modules, which takes a tenth of a small model's step."""
         if self._learning is None:
             return super()._clip_grad_norm(model)
-        if isinstance(own := getattr(self.optimizer, "optimizer", None), GraphedAdamW):
-            return own.norm  # it clips
         return nn.utils.clip_grad_norm_(self._learning, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Any:
