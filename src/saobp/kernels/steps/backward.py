@@ -12,6 +12,13 @@ and dS = sum_t dT_t + a (G_0 - E) with E = sum over keys of a G_0. Each step nee
 and one over keys for its dc (``step_key_sums``, in the last step with dV); ``step_query_gradient`` and ``step_key_gradient`` then
 have all vectors. The last D is not taken from rowsum(dO * O), whose O is rounded: dT must sum to 0 in each row, since dc adds
 up what is left over from all rows and attraction magnifies it.
+
+Of two undamped steps (SHARED) the sweeps for D_1 and dc_1 also take, from the same products, what D_0 and dc_0 have of dT_1. With
+w = u_0 / m_1, whose sums with and without G_2 are two more numbers per row and per key,
+
+    D_0 = gamma_1 (sum of w dT_1 - sum of w dc_1)        dc_0 = sum of gamma_1 w dT_1 - dc_1 sum of gamma_1 w - sum of u_0 D_0
+
+where dT_1 = u_1 (G_2 - D_1). What is left for the sweeps of step 0 are the last terms, which need no dO V^T.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ from saobp.kernels.library.arithmetic import (
     kept,
     load_lse,
     load_rows,
+    load_vector,
     real_tokens,
     relative,
     store_rows,
@@ -109,7 +117,7 @@ def step_row_sums(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     STEP: tl.constexpr, STEPS: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
-    DROPS: tl.constexpr, LEARNS: tl.constexpr, PRECISION: tl.constexpr,
+    DROPS: tl.constexpr, LEARNS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """D_t of a block of rows for t = STEP; undamped also d gamma_t+1, since D_t = gamma_t+1 sum of b_t+1 H_t+1."""
     pid = tl.program_id(0)
@@ -122,6 +130,8 @@ def step_row_sums(
         )
         if careful != (1 if CAREFUL else 0):
             return
+    LAST: tl.constexpr = STEP == STEPS - 1
+    LIGHT: tl.constexpr = SHARED and not LAST
     rows = block * ROWS + tl.arange(0, ROWS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -139,63 +149,57 @@ def step_row_sums(
     messages = spoken(by_head, rows_real[:, None], STEPS, MASKED)
     seed = head_seed(seed_ptr, row_base, DROPS)
     total = tl.zeros([ROWS, 8], tl.float32)
+    spread = tl.zeros([ROWS, 8], tl.float32)
+    overlap = tl.zeros([ROWS, 8], tl.float32)
     for start in tl.range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
-        v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
         raw = raw_scores(q, k, real_tokens(mask_base, keys, tokens, MASKED), TAIL or MASKED, PRECISION)
-        pull = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        if not LIGHT:
+            v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
+            pull = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+            pull = drop(pull, seed, rows[:, None], keys[None, :], drop_threshold, keep_scale, DROPS)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
         key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, TAIL, 0, HEARS)
         heard_grads = load_steps(heard_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, TAIL, 0)
         _, updated, inverses = run_steps(
             scores, tl.exp2(scores), key_parts, anchors, norms, messages, damping, STEPS, HEARS, PRECISE, CAREFUL, DAMPED
         )  # fmt: skip
-        pull = drop(pull, seed, rows[:, None], keys[None, :], drop_threshold, keep_scale, DROPS)
-        if DAMPED or STEP == STEPS - 1:
+        if LIGHT:
+            total += sums_by_thread(updated[0] * inverses[1] * heard_grads[1])
+        elif DAMPED or LAST:
             pull = pull_after(
                 pull, updated, inverses, deltas, heard_grads, messages, damping, STEP, STEPS, HEARS, DAMPED
             )
-            total += sums_by_thread(updated[STEP] * pull)
+            pulled = updated[STEP] * pull
+            total += sums_by_thread(pulled)
+            if SHARED:
+                weights = updated[0] * inverses[1]
+                spread += sums_by_thread(weights * pulled)
+                overlap += sums_by_thread(weights * updated[1])
         else:
             pull = pull_after(
-                pull,
-                updated,
-                inverses,
-                deltas,
-                heard_grads,
-                messages,
-                damping,
-                STEP + 1,
-                STEPS,
-                HEARS,
-                DAMPED,
-            )
+                pull, updated, inverses, deltas, heard_grads, messages, damping, STEP + 1, STEPS, HEARS, DAMPED
+            )  # fmt: skip
             d_logits = logit_gradient(pull, updated[STEP + 1], deltas[STEP + 1], damping, DAMPED)
             d_message = message_gradient(d_logits, inverses[STEP + 1], heard_grads[STEP + 1], HEARS)
             total += sums_by_thread(updated[STEP] * d_message)
     delta = tl.sum(total, 1)
+    delta_base = delta_ptr + row_base
+    if SHARED and LAST:
+        tl.store(delta_base + rows, tl.sum(spread, 1) - delta * tl.sum(overlap, 1), mask=rows < tokens)
+    if LIGHT:
+        delta = load_vector(delta_base, rows, tokens, 0.0, True) - delta
     if DAMPED:
         delta *= 1.0 - damping
-    elif STEP < STEPS - 1:
+    elif not LAST:
         if LEARNS:
             store_gamma_gradient(
-                strength_grad_ptr,
-                batch,
-                head,
-                first,
-                heads,
-                length,
-                rows,
-                rows_real,
-                tokens,
-                delta,
-                STEP + 1,
-                STEPS,
-            )
+                strength_grad_ptr, batch, head, first, heads, length, rows, rows_real, tokens, delta, STEP + 1, STEPS
+            )  # fmt: skip
         gamma = by_head[STEP + 1][0]
         delta *= tl.where(rows_real, gamma, 0.0) if MASKED else gamma
-    tl.store(delta_ptr + row_base + STEP * tl.cast(plane, tl.int64) + rows, delta, mask=rows < tokens)
+    tl.store(delta_base + STEP * tl.cast(plane, tl.int64) + rows, delta, mask=rows < tokens)
 
 
 @triton.jit
@@ -208,7 +212,7 @@ def step_key_sums(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     STEP: tl.constexpr, STEPS: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    DROPS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dc_t of a block of keys for t = STEP; in the last step also dV."""
     pid = tl.program_id(0)
@@ -222,6 +226,7 @@ def step_key_sums(
         if careful != (1 if CAREFUL else 0):
             return
     VALUES: tl.constexpr = STEP == STEPS - 1
+    LIGHT: tl.constexpr = SHARED and not VALUES
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     keys = block * KEYS + tl.arange(0, KEYS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
@@ -237,33 +242,49 @@ def step_key_sums(
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
     seed = head_seed(seed_ptr, row_base, DROPS)
     total = tl.zeros([KEYS, 8], tl.float32)
+    spread = tl.zeros([KEYS, 8], tl.float32)
+    overlap = tl.zeros([KEYS, 8], tl.float32)
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     for start in tl.range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
         q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        grad = load_rows(g_base, start, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
         high, low = load_lse(lse_ptr + row_base, plane, rows, tokens, PRECISE, TAIL)
         anchors = load_steps(anchor_ptr + row_base, plane, rows, tokens, 0.0, STEPS, TAIL, 0)
         norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 1.0, STEPS, TAIL, 0)
         deltas = load_steps(delta_ptr + row_base, plane, rows, tokens, 0.0, STEPS, TAIL, 0)
         messages = spoken(by_head, real_tokens(mask_base, rows, tokens, MASKED)[None, :], STEPS, MASKED)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        pull = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         before, updated, inverses = run_steps(
             scores, tl.exp2(scores), key_parts, anchors, norms, messages, damping, STEPS, HEARS, PRECISE, CAREFUL, DAMPED
         )  # fmt: skip
-        pull = drop(pull, seed, rows[None, :], keys[:, None], drop_threshold, keep_scale, DROPS)
-        pull = pull_after(
-            pull, updated, inverses, deltas, heard_grads, messages, damping, STEP, STEPS, HEARS, DAMPED
-        )
-        total += sums_by_thread(logit_gradient(pull, updated[STEP], deltas[STEP], damping, DAMPED))
+        if LIGHT:
+            total += sums_by_thread(updated[0] * deltas[0])
+        else:
+            grad = load_rows(g_base, start, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
+            pull = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+            pull = drop(pull, seed, rows[None, :], keys[:, None], drop_threshold, keep_scale, DROPS)
+            pull = pull_after(
+                pull, updated, inverses, deltas, heard_grads, messages, damping, STEP, STEPS, HEARS, DAMPED
+            )
+            d_logits = logit_gradient(pull, updated[STEP], deltas[STEP], damping, DAMPED)
+            total += sums_by_thread(d_logits)
+            if SHARED:
+                weights = messages[1][0] * updated[0] * inverses[1]
+                spread += sums_by_thread(weights * d_logits)
+                overlap += sums_by_thread(weights)
         if VALUES:
             refined = mix(updated[STEP], before[STEP], damping, PRECISE, DAMPED).to(KIND)
             if DROPS:
                 refined = tl.where(kept(seed, rows[None, :], keys[:, None], drop_threshold), refined, 0.0)
             dv = tl.dot(refined, grad, dv, input_precision=PRECISION)
-    heard_grad = tl.where(keys_real, tl.sum(total, 1), 0.0)
+    heard_grad = tl.sum(total, 1)
+    if SHARED and VALUES:
+        left = tl.where(keys_real, tl.sum(spread, 1) - heard_grad * tl.sum(overlap, 1), 0.0)
+        tl.store(heard_grad_ptr + row_base + keys, left, mask=keys < tokens)
+    if LIGHT:
+        heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens, 0.0, True) - heard_grad
+    heard_grad = tl.where(keys_real, heard_grad, 0.0)
     step_base = row_base + STEP * tl.cast(plane, tl.int64) + keys
     tl.store(heard_grad_ptr + step_base, heard_grad, mask=keys < tokens)
     if VALUES:

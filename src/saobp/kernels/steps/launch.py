@@ -153,6 +153,7 @@ def step_numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> d
         "STEPS": spec.steps, "COLUMNS": next_power_of_2(spec.steps), "DAMPED": spec.damping > 0,
         "CHECKED": spec.may_underflow, "HEARS": spec.hears, "PRECISE": spec.precise, "DROPS": spec.dropout > 0,
         "LEARNS": not spec.bound,
+        "SHARED": spec.steps == 2 and spec.hears == 1 and not spec.damping and spec.precise != 2,
     }  # fmt: skip
 
 
