@@ -88,9 +88,9 @@ def measure(models: Path, texts: Path, stsb: Path | None, count: int, tokens: in
                 record["across"] = found.across_layers.get(head.layer, math.nan)
                 heads.append({key: _rounded(value) for key, value in record.items() if key != "name"})
         _write("heads.csv", heads)
-        if name == "minilm" and stsb is not None:
-            losses += _similarity(folder, tokenizer, stsb)
-        elif name in REFINED and name != "minilm":
+        if not causal and stsb is not None:
+            losses += _similarity(name, folder, tokenizer, stsb)
+        elif causal:
             losses += _perplexity(name, folder, tokenizer, own, tokens)
         _write("strengths.csv", losses)
         print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
@@ -123,7 +123,7 @@ def _perplexity(name: str, folder: Path, tokenizer: Any, texts: list[str], token
     return found
 
 
-def _similarity(folder: Path, tokenizer: Any, stsb: Path, pairs: int = 500) -> list[dict]:
+def _similarity(name: str, folder: Path, tokenizer: Any, stsb: Path, pairs: int = 500) -> list[dict]:
     """STS-B of mean-pooled embeddings, and their cosine with those of the model as it was trained."""
     import pandas
 
@@ -148,7 +148,7 @@ def _similarity(folder: Path, tokenizer: Any, stsb: Path, pairs: int = 500) -> l
         score = 100 * float(spearmanr((first * second).sum(-1), data["label"]).statistic)
         kept = float((embeddings * plain).sum(-1).mean())
         for what, value in (("STS-B Spearman", score), ("cosine with plain", kept)):
-            found.append({"model": "minilm", "strength": strength, "measure": what, "value": round(value, 4)})
+            found.append({"model": name, "strength": strength, "measure": what, "value": round(value, 4)})
     return found
 
 
@@ -300,18 +300,23 @@ def _breaking(rows: list[dict]) -> Figure:
                 label=TITLES[name],
             )
     left.set_title("decoders: loss above that as trained, nats per token", fontsize=9, loc="left")
-    for what, style in (("STS-B Spearman", "o-"), ("cosine with plain", "s--")):
-        own = [row for row in rows if row["measure"] == what]
-        plain = float(own[0]["value"]) if own else 1.0
-        values = [float(row["value"]) / plain for row in own[1:]]
-        places = [float(row["strength"]) for row in own[1:]]
-        label = (
-            "STS-B score, share kept"
-            if what.startswith("STS")
-            else "cosine of embeddings with those as trained"
-        )
-        right.plot(places, values, style, color=COLOURS["minilm"], markersize=4, label=label)
-    right.set_title("all-MiniLM-L6-v2", fontsize=9, loc="left")
+    kinds = {
+        "STS-B Spearman": ("o-", "STS-B score, share kept"),
+        "cosine with plain": ("s--", "cosine with embeddings as trained"),
+    }
+    for name in ("minilm", "mpnet"):
+        for what, (style, label) in kinds.items():
+            own = [row for row in rows if row["measure"] == what and row["model"] == name]
+            if own:
+                right.plot(
+                    [float(row["strength"]) for row in own[1:]],
+                    [float(row["value"]) / float(own[0]["value"]) for row in own[1:]],
+                    style,
+                    color=COLOURS[name],
+                    markersize=4,
+                    label=f"{TITLES[name]}: {label}",
+                )
+    right.set_title("encoders: what is left of score and embeddings", fontsize=9, loc="left")
     for panel in (left, right):
         panel.set_xscale("log")
         panel.set_xticks(STRENGTHS[1:], [f"{one:g}" for one in STRENGTHS[1:]])
