@@ -150,6 +150,8 @@ def test_a_compiled_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"query": (2, 4, 1, 20), "value": (2, 4, 9, 20)}, "head sizes 20"),
         ({"device": "cpu"}, "not on a CUDA GPU"),
         ({"dtype": torch.float64}, "torch.float64 has no kernel"),
+        ({"dtype": torch.float32}, "twice the error"),
+        ({"dtype": torch.float32, "backend": "fused"}, None),
         ({}, None),
     ],
 )

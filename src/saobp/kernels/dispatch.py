@@ -239,6 +239,8 @@ def step_obstacle(call: Call) -> str | None:
         INTERPRETED and dtype == torch.bfloat16
     ):
         return f"{dtype} has no kernel"
+    if dtype == torch.float32 and call.backend != "fused":
+        return "in float32 the kernel has more than twice the error of eager attention"
     if query[2] != 1:
         return f"{query[2]} rows are new and the kernel does one"
     if POTTS.get(refinement.factor, (0.0, 0))[1] != 1 or refinement.future != "strict":
