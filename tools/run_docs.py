@@ -16,8 +16,8 @@ Not run here, because they need what this machine may lack:
 
 - the hub: ``export google-bert/...`` (export.md), fine-tuning and evaluation without ``--data-dir``;
 - an open port: ``transformers serve`` (serving.md);
-- a GPU: ``bench attention`` and ``bench model``, which must refuse in a sentence; scripts of
-  ``benchmarks/`` that time kernels; pretraining with compiled steps;
+- a GPU: ``bench`` but for ``cpu`` and ``pretraining --models bert-tiny``, which must refuse in a sentence;
+  scripts of ``benchmarks/`` that time kernels; pretraining with compiled steps;
 - a cluster: the job script of cluster.md, ``accelerate launch`` on several machines (one process here);
 - models and texts of others: ``benchmarks/gallery.py`` (gallery.md);
 - executorch: ``export --to executorch`` must name the missing package in a sentence;
@@ -100,7 +100,7 @@ def adapted(command: Command, number: int) -> Command:
     if words[0] == "python":
         if " serve " in text:
             return known(why_not="a server of Transformers, which opens a port")
-        if not re.search(r"draw_glossary|build_hub_kernel|dense_gap|--device cpu", text):
+        if not re.search(r"draw_glossary|build_hub_kernel|dense_gap", text):
             return known(
                 why_not="a script of benchmarks or tests: some need a GPU, some the models of others"
             )
@@ -143,7 +143,9 @@ def adapted(command: Command, number: int) -> Command:
         text += " --no-browser"
     if words[:3] == ["saobp", "bench", "cpu"]:
         text += " --quick --out benched"
-    is_gpu = words[:3] in (["saobp", "bench", "attention"], ["saobp", "bench", "model"])
+    if "--models bert-tiny" in text:
+        text += " --out benched"
+    is_gpu = words[:2] == ["saobp", "bench"] and "cpu" not in text and "bert-tiny" not in text
     is_optional = re.search("--to executorch|--harness", text)  # refused where the package is not installed
     return known(text, expected=(1,) if is_gpu else (0, 1) if is_optional else (0,))
 
