@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from call_helpers import clear_plans
 
 HOPPER = 90
 
@@ -131,22 +130,6 @@ def compile_hopper(launched: list[Launched]) -> list[str]:
     )
 
 
-def compile_medium(launched: list[Launched]) -> list[str]:
-    """Forward passes of 256 tokens: by sums in one sweep, and by the kernel that holds the whole map."""
-    from saobp.kernels import dispatch
-    from saobp.kernels.fused import fused_attention
-    from saobp.refinement import Refinement
-
-    query, key, value = torch.zeros(3, 1, 256, 2, 64, dtype=torch.bfloat16).transpose(2, 3).unbind()
-    strength, padding = torch.full((2,), 0.2), torch.ones(1, 256, dtype=torch.bool)
-    dispatch.ONE_SWEEP_FROM = 0
-    for whole_map_from, mask in ((None, None), (0, None), (0, padding)):
-        dispatch.WHOLE_MAP_FROM = whole_map_from
-        clear_plans()
-        fused_attention(query, key, value, Refinement("high", "learned"), strength, padding_mask=mask)
-    return [one.name for one in launched]
-
-
 def compile_sweep(launched: list[Launched]) -> list[str]:
     """The sweep for statistics, causal, through Triton and then directly."""
     from saobp.kernels.statistics.launch import sweep_rows
@@ -208,7 +191,6 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
         + compile_call(launched, "high", torch.float16, 100, learned=True, **_padded(100))
     ),
     "hopper": compile_hopper,
-    "medium": compile_medium,
     "long": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 512)
         + compile_call(launched, "low", torch.float16, 300, learned=True, **_padded(300))

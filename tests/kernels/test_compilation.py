@@ -13,13 +13,6 @@ import pytest
 KERNELS = {
     "short": {"short_forward", "short_weak_forward", "short_backward"},
     "hopper": {"short_hopper_forward", "short_careful", "short_backward", "strength_gradient"},
-    "medium": {
-        "row_and_key_sums",
-        "key_weights_of_parts",
-        "refined_output",
-        "whole_map_forward",
-        "careful_output",
-    },
     "long": {
         "row_sums",
         "column_messages",
@@ -64,7 +57,7 @@ KERNELS = {
     "case",
     [
         pytest.param(case, marks=pytest.mark.slow)
-        if case in ("medium", "statistics", "decoding", "masked", "steps")
+        if case in ("statistics", "decoding", "masked", "steps")
         else case
         for case in pretended_gpu.CASES
     ],

@@ -143,10 +143,6 @@ def spec(length: int, **options: object) -> CallSpec:
         ("short", spec(30), {}),
         ("short", spec(128, bound=0.0), {"careful": True, "hopper": True}),
         ("short", spec(128, bound=0.0, dtype=torch.float16), {"careful": True}),
-        ("long", spec(256, bound=0.0), {"careful": True, "one_sweep": True}),
-        ("long", spec(256, bound=0.0, masked=True), {"careful": True}),
-        ("long", spec(256, bound=0.0, heads=4), {"careful": True}),
-        ("long", spec(256), {"weak": True, "careful": True}),
         ("long", spec(512), {"weak": True, "careful": True, "copy_engine": True, "split_axis": 0}),
         ("long", spec(512, hears=False, batch=1, sequences=1, heads=2), {"weak": True}),
         ("long", spec(512, dtype=torch.float32, hears=False), {}),
@@ -166,4 +162,3 @@ def test_kernels_follow_from_the_call(
     assert (unknown.weak, unknown.careful) == (choice.weak, choice.careful)
     assert not unknown.hopper
     assert not unknown.copy_engine
-    assert not unknown.one_sweep

@@ -13,8 +13,6 @@ from torch import Tensor
 
 SHORT = 128
 """Longest sequence whose map one program holds."""
-MEDIUM = 256
-"""Longest sequence whose map one program of the Hopper kernel holds, alone on a multiprocessor."""
 
 
 WEAK_GAMMA_MIN, WEAK_GAMMA_MAX = -0.25, 0.21

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from saobp.kernels.call_spec import MEDIUM, SHORT, CallNumbers, CallSpec, all_keys, is_short
+from saobp.kernels.call_spec import SHORT, CallNumbers, CallSpec, all_keys, is_short
 from saobp.propagation.cpu_inference import cpu_obstacle, needs_values_only
 from saobp.refinement import MAX_STRENGTH, Refinement
 
@@ -285,11 +285,6 @@ ANY_STRENGTH = torch.bfloat16
 HOPPER_FROM = 2048
 """Minimum heads for the Hopper kernel: its tensor descriptors cost the host 44 microseconds per launch, in which
 ``short_weak_forward`` completes fewer heads."""
-WHOLE_MAP_FROM: int | None = None
-"""Minimum heads for the Hopper kernel of 129 to 256 tokens. None, so never: it was timed on a GPU, 140 microseconds instead
-of 162, but its results were only checked on a CPU."""
-ONE_SWEEP_FROM = 1024
-"""Minimum heads for row and key sums of 256 tokens in one sweep, which has fewer programs than two: fewer were not measured."""
 COPIED_FROM = 1 << 28
 """Minimum entries of all maps for tiles fetched by the copy engine, for the same reason. At half as many, 512 heads of 512
 tokens, a call with its backward pass waited for the host (1.1 ms instead of 0.8 on an H200)."""
@@ -305,7 +300,6 @@ class KernelChoice(NamedTuple):
     hopper:      the forward kernel written for Hopper
     copy_engine: tiles are fetched by the GPU's copy engine (TMA)
     split_axis:  axis of ``[batch, heads, ...]`` that is halved over two streams
-    one_sweep:   row and key sums in one sweep instead of two, by tiles that have all keys
     """
 
     weak: bool = False
@@ -313,14 +307,12 @@ class KernelChoice(NamedTuple):
     hopper: bool = False
     copy_engine: bool = False
     split_axis: int | None = None
-    one_sweep: bool = False
 
     def __str__(self) -> str:
         """In a few words, for ``saobp.explain``."""
         words = ["bfloat16 polynomials" if self.weak else "exponentials"]
         words += ["log domain where rows may underflow"] * self.careful
         words += ["Hopper kernel"] * self.hopper + ["copy engine"] * self.copy_engine
-        words += ["sums in one sweep"] * self.one_sweep
         return ", ".join(words + ["two streams"] * (self.split_axis is not None))
 
 
@@ -340,31 +332,14 @@ def select_kernels(
         strong = spec.hears > 0 and spec.dtype == ANY_STRENGTH
         hopper = (weak or strong) and fetched and all_keys(spec) == SHORT and has_hopper_kernel(capability)
         return KernelChoice(weak, spec.may_underflow, hopper and spec.sequences * spec.heads >= HOPPER_FROM)
-    copied = fetched and entries(spec) >= COPIED_FROM
+    fetched = fetched and entries(spec) >= COPIED_FROM
     if family == "causal":  # the weak kernels are for messages that lower beliefs
         weak = weak and spec.hears > 0 and spec.bound > 0
-        return KernelChoice(weak, not weak or spec.may_underflow, copy_engine=weak and copied)
+        return KernelChoice(weak, not weak or spec.may_underflow, copy_engine=weak and fetched)
     if family == "long":
         axis = split_axis(spec) if entries(spec) >= SPLIT_FROM else None
-        hopper = holds_whole_map(spec, fetched, capability)
-        one_sweep = not hopper and sums_in_one_sweep(spec, capability)
-        return KernelChoice(weak, spec.may_underflow, hopper, copied, axis, one_sweep)
+        return KernelChoice(weak, spec.may_underflow, copy_engine=fetched, split_axis=axis)
     return KernelChoice(weak and family.endswith("steps"), spec.may_underflow or family == "short steps")
-
-
-def holds_whole_map(spec: CallSpec, fetched: bool, capability: int) -> bool:
-    """Whether a program of the Hopper kernel for 129 to 256 tokens holds the maps of a call, whatever its strengths."""
-    if WHOLE_MAP_FROM is None or spec.hears == 0 or spec.dtype != ANY_STRENGTH:
-        return False
-    enough = spec.sequences * spec.heads >= WHOLE_MAP_FROM
-    return enough and spec.longest <= MEDIUM and fetched and has_hopper_kernel(capability)
-
-
-def sums_in_one_sweep(spec: CallSpec, capability: int) -> bool:
-    """Whether row and key sums are computed in one sweep: only where a Hopper GPU was seen to be right and faster so."""
-    kind = spec.dtype == torch.bfloat16 and spec.precise == 1 and spec.hears > 0 and spec.dim == 64
-    whole = spec.length == MEDIUM and not spec.masked and not spec.packed
-    return kind and whole and spec.sequences * spec.heads >= ONE_SWEEP_FROM and capability == HOPPER
 
 
 def entries(spec: CallSpec) -> int:

@@ -10,22 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels.bidirectional import backward, forward, gradient_terms, short_sums, sums
+from saobp.kernels.bidirectional import backward, forward, gradient_terms, sums
 from saobp.kernels.call_spec import (
     Block,
     CallSpec,
     CallTensors,
-    all_keys,
     blocks,
     ceil_div,
     layout,
     named_strides,
     next_power_of_2,
     pointers,
-    resources,
     strides,
 )
-from saobp.kernels.hopper.launch import add_whole_map_launch
 from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
 from saobp.kernels.runtime.launcher import (
     BufferSlice,
@@ -95,53 +92,19 @@ def plan_forward(
     states = {"q": query, "k": key, "v": value}
     choice = kernels_for("long", spec, query, key, value)
     slices, _ = saved_slices(spec)
-    names: tuple[str, ...] = (*INPUT_NAMES, "out", "saved")
-    size = None
-    one_sweep = choice.one_sweep and not steps
-    if one_sweep:
-        parts, size = lay_out_buffer("scratch", {"parts": (parts_shape(spec), torch.float32)})
-        slices, names = slices | parts, (*names, "scratch")
-    launches = LaunchSequence(query.device, names, slices)
+    launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved"), slices)
     numbers = _numbers(spec, query, key, value) | named_strides("o", spec.states_strides)
-    if choice.hopper and not steps:
-        add_whole_map_launch(launches, spec, query, key, value)
-        if spec.may_underflow:
-            _add_careful_output(launches, spec, numbers)
-        return LaunchPlan(launches)
 
     def fetch(names: str, rows: int) -> dict[str, TileDescriptor]:
         fetched = {name: states[name] for name in names if choice.copy_engine}
         tile = (1, 1, rows, spec.dim)
         return {name: TileDescriptor(tuple(one.shape), one.stride(), tile) for name, one in fetched.items()}
 
-    for add_step in steps or (_add_sums_at_once if one_sweep else _add_sums, _add_output):
+    for add_step in steps or (_add_sums, _add_output):
         add_step(launches, spec, numbers | {"MAPPED": choice.copy_engine}, fetch)
     dtypes = {"out": query.dtype}
-    axis = None if one_sweep else choice.split_axis
-    launches.in_two_streams(second_half_offsets(spec, axis, strength, states, dtypes, slices))
-    return LaunchPlan(launches, size)
-
-
-ONE_SWEEP = Block(32, 256, warps=8, stages=2)
-SPAN = 256
-"""Rows that a program of ``row_and_key_sums`` goes over, ``ONE_SWEEP.rows`` at a time."""
-
-
-def parts_shape(spec: CallSpec) -> tuple[int, int, int]:
-    """Sums of messages by head, span of rows and key."""
-    return spec.sequences * spec.heads, ceil_div(spec.longest, SPAN), all_keys(spec)
-
-
-def _add_sums_at_once(
-    launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any], _fetch: Fetch
-) -> None:
-    lines, count, keys = parts_shape(spec)
-    own = {
-        "blocks": count, "SPAN": SPAN, "ROWS": ONE_SWEEP.rows, "KEYS": keys, "BLOCKS": next_power_of_2(count),
-        "TAIL": spec.packed or spec.length != keys,
-    }  # fmt: skip
-    launches.add(short_sums.row_and_key_sums, lines * count, numbers | own | resources(ONE_SWEEP))
-    launches.add(short_sums.key_weights_of_parts, lines, numbers | own)
+    launches.in_two_streams(second_half_offsets(spec, choice.split_axis, strength, states, dtypes, slices))
+    return LaunchPlan(launches)
 
 
 def _add_sums(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any], fetch: Fetch) -> None:
@@ -165,15 +128,9 @@ def _add_output(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any
         block = replace(block, registers=168)
     own = blocks(spec, block, block.rows, block.keys)
     launches.add(forward.refined_output, programs, numbers | own, tiles)
-    if spec.may_underflow:
-        _add_careful_output(launches, spec, numbers)
-
-
-def _add_careful_output(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any]) -> None:
-    """Recomputes rows that underflowed."""
-    rows = sweep_block(spec, "refined_output").rows
-    own = blocks(spec, Block(rows, 32, stages=1), rows, 32)
-    launches.add(forward.careful_output, spec.programs(rows), numbers | own)
+    if spec.may_underflow:  # recomputes rows that did
+        own = blocks(spec, Block(block.rows, 32, stages=1), block.rows, 32)
+        launches.add(forward.careful_output, programs, numbers | own)
 
 
 def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:

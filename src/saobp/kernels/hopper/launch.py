@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saobp.kernels.call_spec import MEDIUM, SHORT, Block, CallSpec, ceil_div, resources
+from saobp.kernels.call_spec import SHORT, Block, CallSpec, ceil_div, resources
 from saobp.kernels.runtime.launcher import LaunchSequence, TileDescriptor
 
 BLOCK = Block(128, 128, warps=8, stages=1, registers=128)
@@ -42,36 +42,9 @@ def add_hopper_launch(
     launches.add(hopper_kernel(), ceil_div(lines, HEADS_EACH), numbers, tiles, **named)
 
 
-def whole_heads(shape: tuple[int, ...], strides: tuple[int, ...], keys: int = SHORT) -> TileDescriptor:
+def whole_heads(shape: tuple[int, ...], strides: tuple[int, ...]) -> TileDescriptor:
     """``[batch, heads, length, 64]`` in tiles of one head, in the tensor cores' shared-memory layout."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TileDescriptor(shape, strides, (1, 1, keys, shape[3]), layout)
-
-
-WHOLE_MAP = Block(128, MEDIUM, warps=8, stages=1)
-WHOLE_MAP_HEADS_EACH = 8
-"""Heads per program. Microseconds for 1024 heads on an H200: 158 with one, 145 with two, 141 with four or eight."""
-
-
-def whole_map_kernel() -> Any:
-    from saobp.kernels.hopper.whole_map import whole_map_forward
-
-    return whole_map_forward
-
-
-def add_whole_map_launch(
-    launches: LaunchSequence, spec: CallSpec, query: Tensor, key: Tensor, value: Tensor
-) -> None:
-    """Forward pass of 129 to 256 tokens; its saved tensors are those of the sweeps for long sequences."""
-    lines = spec.sequences * spec.heads
-    numbers = {
-        **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
-        "lines": lines, "TAIL": spec.length != MEDIUM, "HEARS": spec.hears, "DROPS": spec.dropout > 0,
-        **resources(WHOLE_MAP),
-    }  # fmt: skip
-    tiles = {"out": whole_heads(spec.states_shape, spec.states_strides, MEDIUM)}
-    for name, states in (("q", query), ("k", key), ("v", value)):
-        tiles[name] = whole_heads(tuple(states.shape), states.stride(), MEDIUM)
-    launches.add(whole_map_kernel(), ceil_div(lines, WHOLE_MAP_HEADS_EACH), numbers, tiles)
+    return TileDescriptor(shape, strides, (1, 1, SHORT, shape[3]), layout)
