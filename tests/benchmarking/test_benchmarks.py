@@ -61,6 +61,8 @@ def test_attention_on_a_cpu_records_that_the_kernels_cannot(monkeypatch: pytest.
 
 
 def test_flash_attention_is_a_rival_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saobp.kernels.dispatch.INTERPRETED", False)
+
     def flash_attn_func(q, k, v, causal):  # type: ignore[no-untyped-def]
         states = (x.transpose(1, 2) for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=causal).transpose(1, 2)
