@@ -17,12 +17,12 @@ CORPUS = "wikipedia_en,gutenberg_books,imdb_reviews"
 STEPS = 3000
 USUAL_RATE = named_recipe("modern", "modernbert", "mini").strength_rate
 RIVALS = ("temperature", "qk-norm", "gate")
-"""Parts of a form that gain without messages."""
+"""Parts of a form that send no messages and lower the loss by themselves."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A way of attention and how its numbers per head are trained; ``none`` is Original."""
+    """A refinement and how its parameters per head are trained; ``none`` is Original."""
 
     refinement: str
     strength_rate: float = USUAL_RATE
@@ -30,7 +30,7 @@ class Form:
 
     @property
     def rival(self) -> Form | None:
-        """What is left of the form without messages, if it gains by itself."""
+        """The form without messages: its parts that are in RIVALS, None if it has none."""
         parts = [part for part in self.refinement.split("+")[1:] if part in RIVALS]
         return Form("+".join(parts)) if parts else None
 
@@ -56,7 +56,7 @@ CANDIDATES = (
     Form("high:learned+temperature"),
     Form("high-key-bias:learned+temperature"),
 )
-"""In the order in which they are run; the last two have been."""
+"""In the order in which they are run; the last two had been run before the plan."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Run:
 
     @property
     def recipe(self) -> PretrainRecipe:
-        """The recipe of the runs before, without evaluations during training."""
+        """The recipe of the recorded runs of the arena, without evaluations during training."""
         form, usual = self.form, with_steps(named_recipe("modern", self.family, "mini"), STEPS)
         return replace(
             usual,
@@ -111,6 +111,7 @@ Losses = Mapping[str, Mapping[int, float]]
 
 
 def losses_of(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    """:data:`Losses` of records of runs; those of decoders and of other lengths do not count."""
     found: dict[str, dict[int, float]] = {}
     for record in records:
         recipe, loss = record["recipe"], record["result"].get("eval_loss")
@@ -136,7 +137,7 @@ def choose(losses: Losses) -> tuple[Form, dict[str, float], list[str]]:
 
 
 def choice_runs(losses: Losses) -> Iterator[Run]:
-    """What the choice lacks, form by form; and Original once more, at the commit of these runs."""
+    """Candidates and seeds without a loss, form by form; and Original again, at the commit of these runs."""
     for number, form in enumerate(CANDIDATES):
         done = losses.get(method_of(Run(form, 42).recipe.to_dict()), {})
         yield from (Run(form, seed) for seed in CHOICE_SEEDS if seed not in done)

@@ -31,14 +31,19 @@ from saobp.runs.layout import RESULT
 from saobp.storage.json_files import append_line, read_json, write_json
 
 RECORDS = Path(__file__).parents[1] / "results" / "arena" / "runs.json"
-FORMING_ROWS = ("key-bias", "message-gate", "by-distance", "later-steps", "sinkhorn", "softmax-plus-one")
-"""Methods without a fused kernel, which take longer."""
+SLOWER = ("key-bias", "message-gate", "by-distance", "later-steps", "sinkhorn", "softmax-plus-one")
+"""Words in the names of methods for whose runs a quarter more time is reserved."""
 DECODERS_AT_ONCE = 3
-"""25 GB of GPU memory each."""
+"""Runs of a decoder that fit on the GPU side by side: 25 GB of its memory each."""
 
 
 class Queue:
-    """Runs in a folder: ``runs`` (``again`` for controls), and a folder in ``claims`` for each started."""
+    """Runs of the plan, which several processes share.
+
+    Run folders are in ``out/runs`` (controls in ``out/again``). A process that creates ``out/claims/NAME``
+    makes that run.
+    ends, choose_until: seconds since 1970; typical: seconds of a run
+    """
 
     def __init__(self, out: Path, ends: float, choose_until: float, typical: float = 150.0) -> None:
         self.out, self.ends, self.choose_until, self.typical = out, ends, choose_until, typical
@@ -80,6 +85,7 @@ class Queue:
         return form
 
     def planned(self, *, everything: bool = False) -> Iterator[Run]:
+        """Runs in order, also those started; of the choice only while it is open, unless ``everything``."""
         chosen = self.chosen()
         if everything or (chosen is None and time.time() < self.choose_until):
             yield from choice_runs(self.before)
@@ -90,7 +96,7 @@ class Queue:
         """The next run that nobody has and that will be done in time."""
         decoders = sum(run.family == "llama" and self.is_running(run) for run in further_runs())
         for run in self.planned():
-            slow = any(word in run.form.refinement for word in FORMING_ROWS)
+            slow = any(word in run.form.refinement for word in SLOWER)
             late = time.time() + self.typical * (1.25 if slow else 1.0) > self.ends
             full = run.family == "llama" and decoders >= DECODERS_AT_ONCE
             if late or full or self.claim_of(run).exists():
@@ -160,6 +166,7 @@ def work(queue: Queue, tokens: str) -> None:
 
 
 def train(run: Run, queue: Queue, tokens: str) -> float:
+    """Make a run and return its held-out loss."""
     from transformers import TrainerCallback
 
     from saobp.training.dataset import find_pretraining_data

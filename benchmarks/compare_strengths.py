@@ -41,6 +41,7 @@ def strengths_of(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, np
 
 
 def rows(strengths: Mapping[str, Mapping[int, np.ndarray]]) -> Iterator[list[str]]:
+    """A row for each pair of methods that have two seeds or more in common."""
     for one, other in combinations(strengths, 2):
         first, second = strengths[one], strengths[other]
         seeds = [seed for seed in first if seed in second]
@@ -59,6 +60,7 @@ def rows(strengths: Mapping[str, Mapping[int, np.ndarray]]) -> Iterator[list[str
 
 
 def correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Spearman's, over heads ``[heads of all layers]``."""
     return float(stats.spearmanr(first, second).statistic)
 
 

@@ -56,6 +56,7 @@ def mask_of(kind: str, length: int, device: str, dtype: torch.dtype) -> Tensor:
 def attentions(
     kind: str, length: int, device: str, strength: Tensor, dtype: torch.dtype, with_flex: bool
 ) -> dict[str, Attend]:
+    """Ways to compute attention under a mask; all but sdpa and flex refine, and "again" repeats "refined"."""
     mask = mask_of(kind, length, device, dtype)
     own = {"sliding_window": WINDOW} if kind == "window" else {"attn_mask": mask}
     refined = partial(saobp.attention, refinement=REFINEMENT, strength=strength, **own)
@@ -66,11 +67,11 @@ def attentions(
     def sees(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (row - key).abs() < WINDOW if kind == "window" else entries[row, key]
 
-    def moved(score: Tensor, _batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+    def biased(score: Tensor, _batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return score + entries[row, key]
 
     if kind == "numbers":
-        options = {"score_mod": moved}
+        options = {"score_mod": biased}
     else:
         options = {"block_mask": create_block_mask(sees, None, None, length, length, device=device)}
     ways: dict[str, Attend] = {
@@ -83,6 +84,7 @@ def attentions(
 
 
 def operation(kind: str, length: int, options: argparse.Namespace) -> Iterator[dict[str, Cell]]:
+    """Rows of the table for one mask and length: forward, and forward with backward."""
     device, cuda = options.device, options.device == "cuda"
     shape = max(1, options.tokens // length), length, HEADS, DIM
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -135,12 +137,13 @@ def added_memory(call: Call) -> Cell:
 
 @contextmanager
 def whole_maps() -> Iterator[None]:
-    """Calls under masks and windows go by the reference."""
+    """Inside, calls under masks and windows take the reference, which holds the whole map."""
     with patch.object(dispatch, "_masked_obstacle", lambda _: "this benchmark asks for the whole map"):
         yield
 
 
 def model(length: int, options: argparse.Namespace) -> dict[str, Cell]:
+    """The table's row for a whole model at a length."""
     from transformers import ModernBertConfig, ModernBertModel
 
     device, cuda = options.device, options.device == "cuda"

@@ -40,7 +40,7 @@ def run_workers(script: str, out: Path, given: list[Any], workers: int) -> None:
 
 
 def claimed(out: Path, names: list[str]) -> Iterator[str]:
-    """The runs that this process should make: each goes to one process, in order, as long as time is left."""
+    """Names of runs for this process: those that no other has claimed, in order, while time is left."""
     deadline, longest = float(os.environ.get(DEADLINE, "inf")), 0.0
     for name in names:
         if time.time() + longest > deadline:
@@ -63,7 +63,9 @@ def compare(
     digits: int,
     higher_is_better: bool = True,
 ) -> Any:
-    """Print a row of the table: cells, pairs, both means, difference with its interval, verdict.
+    """Print a row of a Markdown table: cells, pairs, means of base and method, difference, verdict.
+
+    method, base: scores by seed; pairs have the seed in common
 
     Returns what ``paired_gain`` found.
     """

@@ -26,7 +26,7 @@ HEADS, DIM, STRENGTH, TURNS = 8, 64, 0.2, 20
 
 
 def milliseconds(call: Callable[[], object], on_gpu: bool) -> float:
-    """Median time, of replays of a CUDA graph on a GPU."""
+    """On a GPU the median of replays of a CUDA graph, else the time of one call."""
     for _ in range(3):
         call()
     if not on_gpu:

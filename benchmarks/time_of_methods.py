@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ def answer(child: subprocess.Popen[str]) -> str:
 
 
 def write(given: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
+    """``seconds``: mean seconds of a step by method and round."""
     recipe = recipe_of(given, given.methods[0])
     found = {
         "command": " ".join(["python", "benchmarks/time_of_methods.py", *sys.argv[1:]]),
@@ -123,9 +124,9 @@ def recipe_of(given: argparse.Namespace, method: str) -> PretrainRecipe:
 
 
 def blocks(first: int, steps: int, count: int) -> list[tuple[int, int]]:
-    """``count`` blocks of steps (begin, end), without those in which a captured step is checked.
+    """``count`` blocks of steps (begin, end) in which the captured step is not checked.
 
-    It is compared with the uncompiled one at replays 1, 2, 4, 8 and so on, which takes time of its own.
+    At replays 1, 2, 4, 8 and so on training compares it with an uncompiled step, which takes time of its own.
     """
     found: list[tuple[int, int]] = []
     begin = first
@@ -141,9 +142,9 @@ def blocks(first: int, steps: int, count: int) -> list[tuple[int, int]]:
 
 
 class Turns(TrainerCallback):
-    """Waits for a line on stdin before each block and prints the seconds of a step after it."""
+    """Waits for a line on stdin before each block, and ``say``s the mean seconds of its steps after it."""
 
-    def __init__(self, planned: Sequence[tuple[int, int]], say: Any) -> None:
+    def __init__(self, planned: Sequence[tuple[int, int]], say: Callable[[object], None]) -> None:
         self.begins, self.ends = ([block[end] for block in planned] for end in (0, 1))
         self.say, self.began, self.steps = say, 0.0, planned[0][1] - planned[0][0]
 
@@ -162,6 +163,7 @@ class Turns(TrainerCallback):
 
 
 def settle() -> None:
+    """Wait until the GPU has done what was launched."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

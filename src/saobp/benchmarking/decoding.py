@@ -35,7 +35,12 @@ PARTS = ("attention", "attention and cache update")
 
 
 class Step(NamedTuple):
-    """States of one token, of the cache after it, and what the cache heard."""
+    """A token and the cache after it, which has its key and value last.
+
+    query ``[batch, heads, 1, dim]``, key and value ``[batch, key_heads, 1, dim]``: of the token
+    keys and values ``[batch, key_heads, keys, dim]``: of the cache
+    totals ``[1, batch, heads, keys]``: sums of log messages; mask: bool ``[batch, 1, 1, keys]``
+    """
 
     query: Tensor
     key: Tensor
@@ -118,7 +123,7 @@ def make_step(batch: int, keys: int, shape: Shape, dtype: torch.dtype, device: s
 
 
 def step_call(name: str, step: Step, shape: Shape, part: str) -> Call:
-    """A step of a version: its attention alone, or with the cache's update. Every call starts alike."""
+    """A step of a version: attention alone, or with the cache's update; calls first restore the cache."""
     updates = part == PARTS[1]
     module = _layer(name, step, shape)
     layer: Any = DynamicLayer() if name == "sdpa" else MessageDynamicLayer()

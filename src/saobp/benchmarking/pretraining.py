@@ -46,6 +46,7 @@ DEFAULT = ("transformers", "transformers-0", "plain", "high")
 MODELS = ("bert-mini", "bert-small", "bert-medium", "gpt2-mini")
 VOCABULARIES = {"bert": 30522, "gpt2": 50257}
 WARM_UP, PROFILED = 8, 30
+"""Steps before timing, and steps of a trace of GPU kernels."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>")
 
 
@@ -64,8 +65,8 @@ class RandomBlocks(Dataset):
     """Random tokens ``[rows, length]``, row by row as lists, as Transformers' collator expects."""
 
     def __init__(self, rows: int, length: int, vocabulary: int) -> None:
-        drawn = np.random.default_rng(0).integers(len(SPECIAL), vocabulary, (rows, length), dtype=np.uint16)
-        self.tokens = drawn
+        random = np.random.default_rng(0)
+        self.tokens = random.integers(len(SPECIAL), vocabulary, (rows, length), dtype=np.uint16)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -142,7 +143,7 @@ class Contestant:
     watch: Stopwatch
 
     def milliseconds(self, steps: int) -> float:
-        """Per step, after a warm-up that is not counted."""
+        """Milliseconds of a step: the mean of ``steps`` after a warm-up."""
         self.trainer.args.max_steps = WARM_UP + steps
         self.trainer.train()
         return self.watch.seconds * 1000 / self.watch.steps
@@ -210,7 +211,7 @@ def _their_trainer(
     folder: Path,
     compiled: bool,
 ) -> Trainer:
-    """Labels for every position, masks drawn by the collator in worker processes, SDPA, autocast."""
+    """Transformers' Trainer: labels at all positions, masks by a collator in workers, SDPA, autocast."""
     cuda = torch.cuda.is_available()
     model = new_model(replace(recipe, refinement=None, vocabulary_multiple=1), tokenizer)
     model.set_attn_implementation("sdpa")

@@ -44,7 +44,7 @@ class CallTensors(NamedTuple):
 
 
 def pointers(tensors: tuple[Any, ...]) -> list[Tensor]:
-    """CallTensors for kernels: None is replaced by a dummy tensor, which the kernel never reads."""
+    """Tensors of a call for kernels, strength fourth: None is replaced by a dummy tensor, which the kernel never reads."""
     strength = tensors[3]
     return [strength if one is None else one for one in tensors]
 

@@ -18,7 +18,7 @@ from saobp.transformers.masks import graph_of
 
 @dataclass(slots=True)
 class Prefill:
-    """A causal call on an empty cache, whose messages only later calls need."""
+    """A causal call on an empty cache. Only later calls need its messages, which are not computed before."""
 
     query: Tensor
     key: Tensor
@@ -29,6 +29,7 @@ class Prefill:
     window: int | None = None
 
     def compute_messages(self, messages: MessageCacheLayer) -> None:
+        """Compute them by the reference and store them in ``messages``."""
         keys = self.key.shape[-2]
         graph, _ = graph_of(self.mask, self.query, keys, self.refinement, True, self.window)
         call = self.query, self.key, self.key, self.refinement, self.strength, graph
@@ -44,7 +45,7 @@ def why_not_fused_step(
         return "no row before it has sent messages"
     if strength.ndim != 1:
         return "its strengths are not one per head"
-    if mask is None or not _is_marks(mask, query, key):
+    if mask is None or not _is_key_mask(mask, query, key):
         return "its mask says something else than which keys one row sees"
     states = (query, key, value, strength)
     if torch.is_grad_enabled() and any(one.requires_grad for one in states):
@@ -53,8 +54,8 @@ def why_not_fused_step(
     return step_obstacle(call)
 
 
-def _is_marks(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    """Whether a mask marks keys alike for all heads of one row: ``[batch or 1, 1, 1, keys or more]``."""
+def _is_key_mask(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask is of one row for all heads: bool or int8 ``[batch or 1, 1, 1, keys or more]``."""
     return (
         isinstance(mask, Tensor)
         and mask.ndim == 4
@@ -69,7 +70,11 @@ def fused_step(
     query: Tensor, key: Tensor, value: Tensor, refinement: Refinement, strength: Tensor, mask: Tensor,
     messages: MessageCacheLayer, scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """Output of one row by the kernels; stores new totals in ``messages``."""
+    """Output ``[batch, heads, 1, dim]`` by the kernels; stores the new sums of messages in ``messages``.
+
+    query ``[batch, heads, 1, dim]``, key and value ``[batch, key_heads, keys, dim]``, strength ``[heads]``,
+    mask ``[batch or 1, 1, 1, keys or more]``
+    """
     from saobp.kernels.decoding.launch import decoding_step
 
     assert messages.past is not None
@@ -95,7 +100,10 @@ def cached_attention(
     scale: float | None = None,
     wants_rows: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and, if requested, rows of a cached call; stores new totals in ``messages``.
+    """Output and, if requested, rows of a cached call; stores the new sums of messages in ``messages``.
+
+    query and output ``[batch, heads, queries, dim]``, key and value ``[batch, key_heads, keys, dim]``,
+    rows ``[batch, heads, queries, keys]``; strength and bias as in ``reference_attention``
 
     Returned rows are those that the output is computed from, so that gradients reach them.
     """

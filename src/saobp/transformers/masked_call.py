@@ -12,6 +12,7 @@ from saobp.transformers.masks import SEEN_BY_PADDING, check_mask
 from saobp.transformers.packed_sequences import are_sequences, same_sequence
 
 States = tuple[Tensor, Tensor, Tensor]
+"""Query ``[batch, heads, length, dim]``, key and value ``[batch, key_heads, length, dim]``."""
 
 
 def masked_path(
@@ -48,7 +49,9 @@ def masked_output(
 ) -> Tensor:
     """Refined attention ``[batch, heads, length, dim]`` if :func:`masked_path` is fused.
 
-    mask: of this implementation or the user's, as ``masks.read_mask`` and packed sequences have it.
+    strength: as ``read_strength`` takes it, such as ``[heads]``
+    mask: None; ``[batch, 1 or heads, 1 or length, length or more]``, bool, numbers to add, or int8 as
+    ``masks.saobp_mask`` makes it; or int64 ``[batch, length]``, the number of each token's packed sequence
     """
     from saobp.kernels.masked.attention import masked_attention
 
@@ -68,12 +71,13 @@ def masked_output(
 
 
 def _window(window: int | None, mask: Tensor | None, length: int) -> int | None:
-    """The window of a call. A 4-D mask holds it already."""
+    """The window that kernels apply: None with a 4-D mask, which already hides what is outside of it."""
     return read_window(window, length, length) if mask is None or are_sequences(mask) else None
 
 
 def _nodes(mask: Tensor) -> Tensor:
-    """Tokens that are nodes, bool ``[.., length]``: not padding, which the mask marks or no row sees."""
+    """Whether each token is real, bool ``[.., length]``. Padding has SEEN_BY_PADDING in its row of an int8
+    mask; under other masks no row sees it."""
     if mask.dtype == torch.int8:
         return ~(mask == SEEN_BY_PADDING).any(-1)
     seen = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask

@@ -56,7 +56,10 @@ def eager_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention: output ``[batch, length, heads, dim]`` and rows."""
+    """Softmax attention: output ``[batch, length, heads, dim]`` and rows ``[batch, heads, length, length]``.
+
+    query, key and value ``[batch, heads, length, dim]``; attention_mask: added to the scores
+    """
     scores = query @ key.mT * scaling
     rows = torch.softmax(scores if attention_mask is None else scores + attention_mask, -1)
     rows = nn.functional.dropout(rows, dropout, module.training)
@@ -64,9 +67,10 @@ def eager_attention(
 
 
 def biased_mask(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """A mask of numbers that adds the bias to the scores of visible keys.
+    """A mask of numbers ``[batch, heads, queries, keys]`` that adds the bias to the scores of visible keys.
 
     mask: None, ``[batch, keys]``, or ``[batch, 1 or heads, queries, keys]``; bool, or numbers to add
+    bias: None, or ``[batch, heads, queries, keys]``. Without one the mask is returned as it is.
     """
     if bias is None or mask is None:
         return mask if bias is None else bias

@@ -16,11 +16,11 @@ from saobp.kernels.runtime.custom_op import operator
 from saobp.kernels.runtime.launcher import INTERPRETED, KernelLaunch, cached
 
 LINE = 64
-"""Rows of sums of messages begin at multiples of this many numbers."""
+"""Rows of sums of messages are this many numbers, or a multiple, apart: kernels rely on 16."""
 
 
 class StepBlock(NamedTuple):
-    """Keys of a tile, warps, pipeline stages, programs per multiprocessor to divide the keys into, keys of a program of
+    """Keys of a tile, warps and stages of ``attend_part``, its programs per multiprocessor, keys of a program of
     ``finish_row``."""
 
     keys: int = 64
@@ -31,7 +31,7 @@ class StepBlock(NamedTuple):
 
 
 HALF, FULL = StepBlock(), StepBlock(32, 4, 1)
-"""For half types, found on an H200, and for float32."""
+"""For half types, the fastest found on an H200, and for float32."""
 
 
 def decoding_step(
@@ -49,7 +49,7 @@ def decoding_step(
 
 
 def _totals(query: Tensor, keys: int) -> Tensor:
-    """Sums of messages whose rows are aligned."""
+    """An empty tensor for sums of messages ``[batch, heads, keys]`` with aligned rows."""
     batch, heads = query.shape[:2]
     line = ceil_div(keys, LINE) * LINE
     return query.new_empty_strided((batch, heads, keys), (heads * line, line, 1), dtype=torch.float32)
@@ -70,12 +70,12 @@ def _step(
     key_heads, keys = key.shape[1:3]
     block = FULL if query.dtype == torch.float32 else HALF
     query, key, value = (one if _is_aligned(one) else one.contiguous() for one in (query, key, value))
-    heard = 0 if past is None else past.shape[-1]
+    past_keys = 0 if past is None else past.shape[-1]
     totals = _totals(query, keys)
     if past is None:
         past = totals
     elif past.stride(2) != 1 or past.stride(1) % 16 or past.stride(0) != heads * past.stride(1):
-        past = _totals(query, heard).copy_(past)
+        past = _totals(query, past_keys).copy_(past)
     tiles = ceil_div(keys, block.keys)
     lines = batch * key_heads
     wanted = ceil_div(block.programs * _multiprocessors(query.device), lines)
@@ -103,16 +103,16 @@ def _step(
     sizes = {
         **_eighths("q", query), **_eighths("k", key), **_eighths("v", value),
         "mask_batch": 0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
-        "heads": heads, "keys": keys, "heard": heard, "past_line": past.stride(1) // 16, "new_line": totals.stride(1) // 16,
+        "heads": heads, "keys": keys, "past_keys": past_keys, "past_line": past.stride(1) // 16, "new_line": totals.stride(1) // 16,
         "tiles": tiles, "parts": parts, "part_tiles": part_tiles, "blocks": blocks,
         "score_scale": scale * math.log2(math.e), "sign": sign,
     }  # fmt: skip
-    marks = strength if mask is None else mask.view(torch.int8)
-    if marks.stride(-1) != 1:
-        marks = marks.contiguous()
+    entries = strength if mask is None else mask.view(torch.int8)
+    if entries.stride(-1) != 1:
+        entries = entries.contiguous()
     dtypes = (query.dtype, strength.dtype)
     _launch(attend_part, lines * parts, sizes, attend_fixed, dtypes, query.device)(
-        query, key, value, marks, past, part_out, part_sums, tile_sums, numerators
+        query, key, value, entries, past, part_out, part_sums, tile_sums, numerators
     )
     _launch(finish_row, rows * (blocks + 1), sizes, finish_fixed, dtypes, query.device)(
         past, strength.contiguous(), part_out, part_sums, tile_sums, numerators, totals, out
@@ -121,12 +121,13 @@ def _step(
 
 
 def _is_aligned(states: Tensor) -> bool:
-    """Whether rows begin at multiples of eight numbers."""
+    """Whether all strides but the last, which is 1, are multiples of 8."""
     *others, last = states.stride()
     return last == 1 and all(one % 8 == 0 for one in others)
 
 
 def _eighths(name: str, states: Tensor) -> dict[str, int]:
+    """Strides of batch, head and row divided by 8, as ``attend_part`` takes them."""
     strides = zip(("batch", "head", "row"), states.stride(), strict=False)
     return {f"{name}_{axis}": stride // 8 for axis, stride in strides}
 

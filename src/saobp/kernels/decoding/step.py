@@ -4,7 +4,7 @@ With c_k the sum of log messages about key k before the row, its refined row is 
 a = softmax(s) then adds log(1 - gamma a_k) to c_k.
 
 1. ``attend_part``: a part of the keys of one key head, for all query heads that share it. The output of the part, its
-   refined normaliser, and the prior's numerators, in half precision relative to the largest of their tile.
+   refined normaliser, and the prior's numerators, in half precision relative to the largest of their tile of keys.
 2. ``finish_row``: the output from all parts, and the new sums of messages, once the prior's normaliser is known.
 """
 
@@ -17,6 +17,7 @@ from saobp.kernels.library.arithmetic import head_message, load_rows, log2_messa
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SEEN_BY_PADDING = tl.constexpr(2)
+"""Entry of the mask as in ``saobp.transformers.masks``."""
 
 
 @triton.jit
@@ -28,17 +29,21 @@ def _finite(top):
 @triton.jit(
     do_not_specialize=[
         "q_batch", "q_head", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "mask_batch", "heads", "keys",
-        "heard", "past_line", "tiles", "parts", "part_tiles",
+        "past_keys", "past_line", "tiles", "parts", "part_tiles",
     ]
 )  # fmt: skip
 def attend_part(
     q_ptr, k_ptr, v_ptr, mask_ptr, past_ptr, part_out_ptr, part_sums_ptr, tile_sums_ptr, numerators_ptr,
     q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch,
-    heads, keys, heard, past_line, tiles, parts, part_tiles, score_scale,
+    heads, keys, past_keys, past_line, tiles, parts, part_tiles, score_scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Strides of states count eights, and ``past_line`` sixteens, so that the compiler knows their alignment."""
+    """Sums over ``part_tiles`` tiles of keys of one key head, for the GROUP query heads that share it.
+
+    ``past`` holds sums of messages about the first ``past_keys`` keys. Strides of states are divided by 8, and ``past_line``,
+    a row of ``past``, by 16, so that the compiler knows their alignment.
+    """
     part = tl.program_id(0) % parts
     line = tl.program_id(0) // parts
     key_heads = heads // GROUP
@@ -65,14 +70,14 @@ def attend_part(
         v = load_rows(v_base, begin, keys, v_row * 8, KEYS, DIM, BLOCK_DIM, True)
         past = tl.load(
             past_ptr + (rows * past_line * 16)[:, None] + places[None, :],
-            mask=inside[:, None] & (places < heard)[None, :],
+            mask=inside[:, None] & (places < past_keys)[None, :],
             other=0.0,
         )
         seen = places < keys
-        speaks = seen
+        sends = seen
         if MASKED:
-            mark = tl.load(mask_ptr + batch * mask_batch + places, mask=places < keys, other=0)
-            seen, speaks = mark != 0, mark != SEEN_BY_PADDING
+            entry = tl.load(mask_ptr + batch * mask_batch + places, mask=places < keys, other=0)
+            seen, sends = entry != 0, entry != SEEN_BY_PADDING
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         tile_top = tl.max(scores, 1)
@@ -81,7 +86,7 @@ def attend_part(
         tl.store(tile_sums_ptr + sums_place, tile_top, mask=inside)
         tl.store(tile_sums_ptr + sums_place + 1, tl.sum(prior, 1), mask=inside)
         if MASKED:
-            prior = tl.where(speaks[None, :], prior, 0.0)
+            prior = tl.where(sends[None, :], prior, 0.0)
         numerator_places = (rows * tiles * KEYS)[:, None] + places[None, :]
         tl.store(
             numerators_ptr + numerator_places, prior.to(numerators_ptr.dtype.element_ty), mask=inside[:, None]
@@ -123,10 +128,10 @@ def _add_parts(
 
 @triton.jit
 def _add_messages(
-    past_ptr, tile_sums_ptr, numerators_ptr, totals_ptr, message, row, begin, keys, heard, tiles,
+    past_ptr, tile_sums_ptr, numerators_ptr, totals_ptr, message, row, begin, keys, past_keys, tiles,
     KEYS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Adds the row's messages about SIZE keys to their sums; ``past`` and ``totals`` begin at the row's."""
+    """Adds the row's messages about SIZE keys to their sums; ``past`` and ``totals`` point to this row's sums."""
     tile = tl.arange(0, TILES)
     sums = tile_sums_ptr + row * tiles * 2
     top = tl.load(sums + tile * 2, mask=tile < tiles, other=float("-inf"))
@@ -138,15 +143,17 @@ def _add_messages(
     tile_top = tl.load(sums + places // KEYS * 2, mask=inside, other=float("-inf"))
     numerator = tl.load(numerators_ptr + row * tiles * KEYS + places, mask=inside, other=0.0)
     a = numerator.to(tl.float32) * tl.exp2(tile_top - lse)
-    past = tl.load(past_ptr + places, mask=places < heard, other=0.0)
-    spoken = log2_message(a, message, 2) * (1.0 / LOG2_E)
-    tl.store(totals_ptr + places, past + spoken, mask=inside)
+    past = tl.load(past_ptr + places, mask=places < past_keys, other=0.0)
+    sent = log2_message(a, message, 2) * (1.0 / LOG2_E)
+    tl.store(totals_ptr + places, past + sent, mask=inside)
 
 
-@triton.jit(do_not_specialize=["heads", "keys", "heard", "past_line", "new_line", "tiles", "parts", "blocks"])
+@triton.jit(
+    do_not_specialize=["heads", "keys", "past_keys", "past_line", "new_line", "tiles", "parts", "blocks"]
+)
 def finish_row(
     past_ptr, strength_ptr, part_out_ptr, part_sums_ptr, tile_sums_ptr, numerators_ptr, totals_ptr, out_ptr,
-    heads, keys, heard, past_line, new_line, tiles, parts, blocks, sign,
+    heads, keys, past_keys, past_line, new_line, tiles, parts, blocks, sign,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -160,5 +167,5 @@ def finish_row(
         message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         _add_messages(
             past_ptr + row * past_line * 16, tile_sums_ptr, numerators_ptr, totals_ptr + row * new_line * 16, message,
-            row, (block - 1) * SIZE, keys, heard, tiles, KEYS, SIZE, TILES,
+            row, (block - 1) * SIZE, keys, past_keys, tiles, KEYS, SIZE, TILES,
         )  # fmt: skip

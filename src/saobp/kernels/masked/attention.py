@@ -25,11 +25,12 @@ def masked_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Refined attention under a mask, a window, or both; states as in :func:`saobp.attention`.
+    """Refined attention ``[batch, heads, length, dim]`` under a mask, a window, or both.
 
+    query ``[batch, heads, length, dim]``, key and value ``[batch, key_heads, length, dim]``, strength ``[heads]``;
     nodes ``[batch or 1, heads or 1, length]``: False for padding, which sends no message and which no row sees;
     mask ``[batch or 1, heads or 1, length or 1, length]``: not 0 where a row may attend, or floating point, added to the
-    scores; window: a row sees keys less than this many places away. Strict causality needs a window and no mask.
+    scores; window: a row sees keys less than this many places away. ``is_causal`` needs a window and no mask.
     """
     reject_forward_mode(query, key, value, strength)
     query, key, value = (one if one.stride(3) == 1 else one.contiguous() for one in (query, key, value))

@@ -1,14 +1,16 @@
 """Masked attention, gradients: the formulas of ``bidirectional.backward`` in the log domain, without atomics.
 
-1. ``row_products``: D = rowsum(dO * O). The output's rounding error counts too: in a collapsed row dO V^T - D cancels.
-2. ``masked_value_gradient`` (over keys): dV = P^T dO and dc = sum_j dT. As V . dV - P^T D, dc would spare a product, but
-   then the gradient of strengths would err several times as much as in eager attention.
+1. ``row_products``: D = rowsum(dO * O), with the rounding error of O (``rest``) added back: in a collapsed row dO V^T - D cancels.
+2. ``masked_value_gradient`` (over keys): dV = P^T dO and dc = sum_j dT. dc = V . dV - P^T D would save a product, but
+   the error of the strengths' gradient would be several times that of eager attention.
 3. ``masked_query_gradient`` (over rows): H = u (dT - dc), E = rowsum(H), dQ = (dT + gamma H) K - gamma E (a K).
 4. ``masked_key_gradient`` (over keys): dK = (dT + gamma H - gamma E a)^T Q.
 
 CAUSAL: in the place of dT - dc stands -S, the sum of dT over later rows. Sweep 2 goes up the rows and stores it for each
 block of rows and the keys that the block sees (``future``). In a collapsed row both products of dQ are then much larger than
-their difference, so what rounding takes from their tiles is multiplied too.
+their difference, so the rounding errors of their tiles are multiplied too (``add_product``).
+
+Names in the code: ``delta`` is D, ``d_logits`` dT, ``heard_grad`` dc or S, ``d_message`` H, ``gamma_grad`` E.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def row_products(
     grad_ptr, out_ptr, rest_ptr, delta_ptr, g_batch, g_head, g_row, o_batch, o_head, o_row, r_batch, r_head, r_row,
     heads, length, blocks, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """D of each row: its gradient times its output, with what rounding took from it."""
+    """D of each row: its gradient times its output, to which the rounding error is added back."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, grad_ptr, False)
     begin = block * ROWS
     rows = begin + tl.arange(0, ROWS)
@@ -137,7 +139,7 @@ def message_gradient(a, d_logits, heard_grad, speaks, message, HEARS: tl.constex
 
 @triton.jit
 def add_product(total, tile, states, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
-    """total + tile @ states. SPLIT: what rounding to the type of the states takes from the tile is multiplied too."""
+    """total + tile @ states. SPLIT: in two products, of the tile rounded to the type of the states and of its rounding error."""
     KIND: tl.constexpr = states.dtype
     large = tile.to(KIND)
     total = tl.dot(large, states, total, input_precision=PRECISION)

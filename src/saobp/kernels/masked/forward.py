@@ -1,11 +1,15 @@
-"""Masked attention, forward: three sweeps as for long sequences, in the log domain, over the tiles that are seen.
+"""Masked attention, forward: three sweeps in the log domain over the tiles of which an entry may be seen.
 
 1. ``masked_row_sums``: log-sum-exp of every row's scores, in two parts, its largest score and the rest.
 2. ``masked_column_messages``: sum of all rows' log messages per key.
 3. ``masked_output``: refined rows times values.
 
-CAUSAL, under a window: rows receive messages of earlier rows only. Sweep 2 goes down the rows and stores what each key has
-heard when a block of rows begins, for the keys that the block sees (``past``); within a tile a strict triangle sums.
+``heard`` is such a sum of log messages about a key. Padding is no node: its rows send no message, and no row sees its keys.
+HEARS is 1 if a row receives the messages of all other rows, 2 if its own too, 0 if none: only its own is subtracted.
+
+CAUSAL, under a window: rows receive messages of earlier rows only. Sweep 2 goes down the rows and stores, before each block
+of rows, the sums so far about the keys that the block sees (``past``); within a tile, the product with a strictly triangular
+matrix sums messages of earlier rows.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from saobp.kernels.call_spec import (
     CallTensors,
     ceil_div,
     named_strides,
+    pointers,
     strides,
 )
 from saobp.kernels.library.strength_gradient import strength_gradient
@@ -43,7 +44,7 @@ class MaskNumbers(NamedTuple):
 
 
 class MaskedCall(NamedTuple):
-    """A call but its tensors' addresses. ``mask_shape`` are batch and heads of the mask, None without one."""
+    """What launches depend on: all of a call but the addresses of its tensors. ``mask_shape``: batch and heads of the mask."""
 
     spec: CallSpec
     window: int
@@ -59,27 +60,28 @@ class MaskedCall(NamedTuple):
         return cls(spec, window, causal, None if mask is None else (mask.shape[0], mask.shape[1]))
 
     def saved(self, saves: bool = True) -> tuple[dict[str, BufferSlice], int]:
-        """Sums of rows and keys, in two parts where logarithms, and spans of the mask; if it ``saves`` for the backward
-        pass, also normalisers of refined rows, and what rounding took from the output."""
+        """Slices of the saved buffer and its bytes: log-sum-exp of rows, in two parts, sums of messages, spans of the mask; if
+        it ``saves`` for the backward pass, also log normalisers of refined rows and the rounding error of the output."""
         rows, floats = self.spec.rows_shape, torch.float32
         tables = self.tables
         spans = (0,) if self.mask_shape is None else (*self.mask_shape, self.grains, 2)
         rest = self.spec.states_shape if saves and self.spec.dtype != torch.float32 else (0,)
         belief = (2, *rows) if saves else (0,)
+        heard = rows if self.spec.hears and not self.causal else (0,)
         return lay_out_buffer("saved", {
-            "lse": ((2, *rows), floats), "belief": (belief, floats), "heard": (rows if self.spec.hears and not self.causal else (0,), floats), "past": (tables, floats),
+            "lse": ((2, *rows), floats), "belief": (belief, floats), "heard": (heard, floats), "past": (tables, floats),
             "spans": (spans, torch.int32), "key_spans": (spans, torch.int32), "rest": (rest, self.spec.dtype),
         })  # fmt: skip
 
     @property
     def back(self) -> int:
-        """Earliest key that a causal block of rows can need, counted back from its first row in whole tiles."""
+        """How far before its first row a causal block of rows sees, rounded up to whole tiles of keys."""
         keys = common_block(self.spec).keys
         return ceil_div(self.window - 1, keys) * keys
 
     @property
     def tables(self) -> tuple[int, ...]:
-        """Shape of what causal blocks of rows have heard about each key that they see: linear in length."""
+        """Shape of ``past`` and ``future``, sums per causal block of rows and key that it sees: linear in length."""
         if not self.causal or not self.spec.hears:
             return (0,)
         rows = common_block(self.spec).rows
@@ -87,6 +89,7 @@ class MaskedCall(NamedTuple):
 
     @property
     def grains(self) -> int:
+        """Blocks of rows, or keys, with a span of the mask each."""
         return ceil_div(self.spec.length, tiles.GRAIN)
 
     def programs(self, size: int) -> int:
@@ -94,7 +97,7 @@ class MaskedCall(NamedTuple):
 
 
 def block_of(call: MaskedCall, sweep: str) -> Block:
-    """Tile of a sweep. The rows of causal sweeps are those of their tables, so all have the same."""
+    """Tile of a sweep. Causal sweeps share one, since ``past`` and ``future`` are stored by its blocks of rows."""
     tile = common_block(call.spec)
     if call.causal or call.spec.dtype == torch.float32 or call.spec.dim > 64:
         return tile
@@ -110,7 +113,7 @@ def common_block(spec: CallSpec) -> Block:
 
 
 def plan_forward(call: MaskedCall, tensors: tuple[Any, ...], saves: bool) -> LaunchSequence:
-    query, key, value, _, _, mask, _ = tensors
+    query, mask = tensors[0], tensors[5]
     slices, _ = call.saved(saves)
     launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved"), slices)
     numbers = _numbers(call, tensors) | named_strides("o", call.spec.states_strides) | {"SAVES": saves}
@@ -209,17 +212,12 @@ def _layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in tensors)
 
 
-def _given(tensors: tuple[Any, ...]) -> list[Tensor]:
-    """Tensors for kernels: the strength stands for what is missing, which no kernel then reads."""
-    return [tensors[3] if one is None else one for one in tensors]
-
-
 def _run_forward(saves: bool, *flat: Any) -> tuple[Tensor, Tensor]:
     tensors, numbers = flat[:TENSORS], MaskNumbers(*flat[TENSORS:])
     call = MaskedCall.of(tensors, numbers)
     plan = cached(_plans, ("forward", saves, _layout(tensors), numbers), plan_forward, call, tensors, saves)
     out, saved = _outputs(saves, *flat)
-    plan(*_given(tensors), out, saved)
+    plan(*pointers(tensors), out, saved)
     return out, saved
 
 
@@ -248,7 +246,7 @@ def _backward(grad: Tensor, *flat: Any) -> tuple[Tensor, ...]:
     plan: BackwardPlan = cached(_plans, key, plan_backward, call, tensors, grad, out)
     gradients = _fake_backward(grad, *flat)
     scratch = grad.new_empty(plan.scratch, dtype=torch.uint8)
-    plan.launches(*_given(tensors), grad, out, saved, *gradients, scratch)
+    plan.launches(*pointers(tensors), grad, out, saved, *gradients, scratch)
     return gradients
 
 

@@ -1,8 +1,8 @@
 """Masked tiles: which entries a tile may use, which tiles a block needs, and the weights of a tile.
 
 An entry is *seen* if the row may attend to the key: inside the window, allowed by the mask, and the key is a node of the
-graph (no padding). ``view`` is what decides that: pointer to the mask of this head, its two strides, the number up to
-which an added number hides an entry, the window and the length.
+graph (no padding). ``view`` is what decides that: pointer to the mask of this head, its two strides, ``lowest`` (a mask of
+numbers hides the entries up to it), the window and the length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from saobp.kernels.library.arithmetic import log2_message
 
 GRAIN = 64
-"""Tokens of a block whose reach under a mask is known."""
+"""Rows of a block for which ``mask_spans`` finds the first and last key that the mask shows; likewise keys and rows."""
 _GRAIN = tl.constexpr(GRAIN)
 
 
@@ -118,8 +118,8 @@ def log2_own(a, message, EXACT: tl.constexpr):
 def heard_so_far(
     a, past, speaks, message, EXACT: tl.constexpr, BY_ROWS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Causal: what each row of a tile ``[rows, keys]`` (BY_ROWS) or ``[keys, rows]`` has heard about each key, from the
-    rows before the tile (``past``) and the earlier rows in it."""
+    """Causal: sum of log messages about each key that each row of a tile ``[rows, keys]`` (BY_ROWS) or ``[keys, rows]``
+    receives, from the rows before the tile (``past``) and the earlier rows in it."""
     messages = tl.where(speaks, log2_own(a, message, EXACT), 0.0)
     if BY_ROWS:
         inside = tl.dot(strict_triangle(a.shape[0], False), messages, input_precision=PRECISION)
@@ -136,8 +136,8 @@ def weights(
     """Prior and refined weights of a tile, all in the log domain.
 
     ``lse`` and ``belief``: log2 of the rows' normalisers, before and after messages, in two parts each; ``heard``: sum of
-    messages about each key (CAUSAL: of the rows before the tile); ``speaks``: rows whose own message is in that sum and is
-    taken out again.
+    log messages about each key (CAUSAL: of the rows before the tile); ``speaks``: rows that send messages, all but padding.
+    Their own is subtracted, as ``log_belief`` says.
     """
     prior = (scores - lse[0]) - lse[1]
     a = tl.exp2(prior)
@@ -151,7 +151,8 @@ def weights(
 def log_belief(
     prior, a, heard, speaks, message, HEARS: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """Unnormalised base-2 log beliefs: prior and received messages. CAUSAL: ``heard`` leaves the own message out."""
+    """Unnormalised base-2 log beliefs: prior plus received messages. The row's own message is subtracted, unless HEARS
+    is 2 or, CAUSAL, ``heard`` is without it."""
     if HEARS:
         prior += heard
     if HEARS != 2 and not (CAUSAL and HEARS):

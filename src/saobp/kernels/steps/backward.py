@@ -1,24 +1,26 @@
-"""Several steps: gradients. Beliefs are recomputed in every tile; what is summed over rows or keys is stored, a vector each.
+"""Several steps: gradients. Beliefs are recomputed in every tile; sums over rows or keys are stored, one vector each.
 
 With G_T = dO V^T, the gradient of the last beliefs, and back from t = T - 1 to 0 (notation as in ``entries``):
 
-    D_t = sum over keys of (1 - damping) u_t G_t+1              (a row's)
+    D_t = sum over keys of (1 - damping) u_t G_t+1              (one per row)
     dT_t = u_t ((1 - damping) G_t+1 - D_t)                      gradient of the logits of step t
-    dc_t = sum over rows of dT_t                                (a key's)
+    dc_t = sum over rows of dT_t                                (one per key)
     H_t = (dT_t - dc_t) / m_t                                   d gamma_t = sum of b_t H_t
     G_t = damping G_t+1 + gamma_t H_t
 
 and dS = sum_t dT_t + a (G_0 - E) with E = sum over keys of a G_0. Each step needs a sweep over rows for its D (``step_row_sums``)
 and one over keys for its dc (``step_key_sums``, in the last step with dV); ``step_query_gradient`` and ``step_key_gradient`` then
 have all vectors. The last D is not taken from rowsum(dO * O), whose O is rounded: dT must sum to 0 in each row, since dc adds
-up what is left over from all rows and attraction magnifies it.
+up the errors of all rows, and attraction (gamma < 0, unbounded) multiplies them.
 
-Of two undamped steps (SHARED) the sweeps for D_1 and dc_1 also take, from the same products, what D_0 and dc_0 have of dT_1. With
+Names in the code: ``pull`` is G, ``delta`` D, ``d_logits`` dT, ``heard_grad`` dc, ``d_message`` H, ``inverse`` 1 / m.
+
+With two undamped steps (SHARED) the sweeps for D_1 and dc_1 also sum, from the same products, the terms of D_0 and dc_0 in dT_1. With
 w = u_0 / m_1, whose sums with and without G_2 are two more numbers per row and per key,
 
     D_0 = gamma_1 (sum of w dT_1 - sum of w dc_1)        dc_0 = sum of gamma_1 w dT_1 - dc_1 sum of gamma_1 w - sum of u_0 D_0
 
-where dT_1 = u_1 (G_2 - D_1). What is left for the sweeps of step 0 are the last terms, which need no dO V^T.
+where dT_1 = u_1 (G_2 - D_1). What is left for the sweeps of step 0 (LIGHT) are the last terms, which need no dO V^T.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ from saobp.kernels.steps.entries import (
 
 @triton.jit
 def drop(pull, seed, rows, keys, drop_threshold, keep_scale, DROPS: tl.constexpr):
-    """The gradient of weights before dropout."""
+    """The gradient of weights before dropout from that after it."""
     if DROPS:
         pull = tl.where(kept(seed, rows, keys, drop_threshold), pull * keep_scale, 0.0)
     return pull

@@ -4,8 +4,13 @@ Step t (from 0) turns beliefs b_t into b_t+1; b_0 is the prior a, and gamma_t th
 
     m_t = 1 - gamma_t b_t        u_t = a weight_t[key] / m_t * norm_t[row]        b_t+1 = (1 - damping) u_t + damping b_t
 
-``weight_t = 2^(heard_t)`` and ``norm_t``, one over the row's sum, are all that an entry needs to know of the others. So
-every sweep recomputes the beliefs of its tiles from a, and 2 T vectors are stored instead of T maps.
+m_t is the message that a row sends about a key, ``heard_t`` the sum over rows of log2(m_t), one number per key, and
+``weight_t = 2^(heard_t)``, both relative to the head's largest; ``norm_t`` is one over the row's sum. An entry depends on
+others only through these vectors. So every sweep recomputes the beliefs of its tiles from a, and 2 T vectors are stored
+instead of T maps.
+
+HEARS is 1 above: a row receives all messages but its own, hence / m_t. 2: its own too, without / m_t; 0: none, so
+weight_t is left out. PRECISE is that of ``CallSpec.precise``.
 
 Undamped, with x = 1 - gamma_0 a, two steps need one division: m_1 = y / x with y = x - gamma_1 a weight_0 norm_0. And the
 sum over rows of log y is that of log m_1 plus that of log m_0, which is known.
@@ -38,7 +43,7 @@ def head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS
 
 @triton.jit
 def spoken(messages, speaks, STEPS: tl.constexpr, MASKED: tl.constexpr):
-    """The same for each row: gamma is 0 where ``speaks`` is False, for padding."""
+    """``head_messages`` by row: gamma is 0 where ``speaks`` is False, since padding sends no messages."""
     if MASKED:
         sent = speaks.to(tl.float32)
         silenced = ()
@@ -66,7 +71,7 @@ def load_steps(
 def load_key_parts(
     base, plane, keys, tokens, STEPS: tl.constexpr, TAIL: tl.constexpr, AXIS: tl.constexpr, HEARS: tl.constexpr
 ):  # fmt: skip
-    """What each key's belief is multiplied by, or its logarithm; nothing is read if rows hear none."""
+    """weight_t of keys, or heard_t for a CAREFUL sweep, of each step; zeros, with nothing read, if HEARS is 0."""
     if HEARS:
         return load_steps(base, plane, keys, tokens, 0.0, STEPS, TAIL, AXIS)
     else:
@@ -75,7 +80,7 @@ def load_key_parts(
 
 @triton.jit
 def weigh(scores, a, key_part, anchor, HEARS: tl.constexpr, CAREFUL: tl.constexpr):
-    """a times the key's factor, whose logarithm is ``key_part`` if CAREFUL; then relative to the row's ``anchor``."""
+    """a weight_t. CAREFUL: ``key_part`` is the logarithm heard_t, and the product is divided by 2^anchor of its row."""
     if CAREFUL:
         return tl.exp2(scores + key_part - anchor)
     elif HEARS:
@@ -86,7 +91,7 @@ def weigh(scores, a, key_part, anchor, HEARS: tl.constexpr, CAREFUL: tl.constexp
 
 @triton.jit
 def normalise(weights, norm, PRECISE: tl.constexpr):
-    """Weights times ``norm``, in float32 over it: a row that sits on one key then has a weight of exactly 1."""
+    """Weights times ``norm``. PRECISE 2: ``norm`` is the row's sum, and a row with one nonzero weight gets exactly 1."""
     if PRECISE == 2:
         return tl.div_rn(weights, tl.broadcast_to(norm, weights.shape))
     else:
@@ -95,7 +100,7 @@ def normalise(weights, norm, PRECISE: tl.constexpr):
 
 @triton.jit
 def mix(updated, before, damping, PRECISE: tl.constexpr, DAMPED: tl.constexpr):
-    """The belief after a step. With gamma near 1 a weight rounded above 1 would give messages below 0."""
+    """The belief after a step, in float32 at most 1: with gamma near 1, messages of a larger one would be below 0."""
     if DAMPED:
         updated += damping * (before - updated)
     return tl.minimum(updated, 1.0) if PRECISE == 2 else updated
@@ -151,7 +156,7 @@ def own_inverse(
     scores, a, belief, key_parts, anchors, norms, messages,
     STEP: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
 ):  # fmt: skip
-    """1 / m_t for t = STEP, from b_t, unless both come from one division."""
+    """1 / m_t for t = STEP from b_t; for the second of undamped steps m_1 = y / x, as above."""
     if STEP == 1 and PRECISE == 1 and HEARS == 1 and not DAMPED:
         x = 1.0 - messages[0][0] * a
         first = weigh(scores, a, key_parts[0], anchors[0], HEARS, CAREFUL) * norms[0]
@@ -165,7 +170,7 @@ def log2_sent(
     scores, a, key_parts, anchors, norms, messages, damping,
     STEP: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
 ):  # fmt: skip
-    """log2(m_t) for t = STEP; log2(m_0 m_1) where ``step_messages`` takes log2(m_0) off the sum."""
+    """log2(m_t) for t = STEP; of the second undamped step log2(y) = log2(m_0 m_1): ``step_messages`` subtracts heard_0."""
     if STEP == 1 and PRECISE == 1 and HEARS == 1 and not DAMPED:
         first = weigh(scores, a, key_parts[0], anchors[0], HEARS, CAREFUL) * norms[0]
         return _hardware_log2(1.0 - messages[0][0] * a - messages[1][0] * first)

@@ -2,8 +2,8 @@
 
 After ``row_sums`` and ``column_messages`` of one step, for t = 0 ... T - 1:
 
-- ``step_rows`` (over rows): each row's sum of a weight_t / m_t, whose inverse is norm_t. In the last step also the output,
-  with values.
+- ``step_rows`` (over rows): each row's sum of a weight_t / m_t, whose inverse is norm_t. In the last step (VALUES) also
+  the output.
 - ``step_messages`` (over keys): heard_t+1 = sum over rows of log2(m_t+1), which needs norm_t.
 
 Where a row's sum may underflow, each sweep is launched twice: CAREFUL, with keys' factors as logarithms, for the heads
@@ -160,7 +160,7 @@ def step_messages(
     STEP: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, LOWEST_BLOCKS: tl.constexpr,
     HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum over rows of base-2 log messages of step t = STEP about each key, up to a constant of the head, and the largest."""
+    """heard_t of a block of keys for t = STEP, up to a constant of the head, and its largest."""
     pid = tl.program_id(0)
     block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
@@ -195,7 +195,7 @@ def step_messages(
                 STEP, HEARS, PRECISE, CAREFUL, DAMPED,
             )
         )  # fmt: skip
-    if STEP == 1 and PRECISE == 1 and HEARS == 1 and not DAMPED:  # log2_sent has both messages
+    if STEP == 1 and PRECISE == 1 and HEARS == 1 and not DAMPED:  # log2_sent is log2(m_0 m_1)
         known = load_vector(first_heard_ptr + row_base, keys, tokens, 0.0, True)
         known = tl.where(known == float("-inf"), 0.0, known)
         sums -= tl.where(tl.arange(0, 8)[None, :] == 0, known[:, None], 0.0)

@@ -46,7 +46,10 @@ def step_query_gradient(
     LOWEST_BLOCKS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, LEARNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of rows and E; if strengths learn also the rows' parts of d gamma_0, damped of every step's."""
+    """dQ of a block of rows, and E (``row_term``; dT sums to 0 in a row, so it is the sum of dT + a G_0).
+
+    LEARNS: also the rows' parts of d gamma_0; with damping, of d gamma of every step.
+    """
     pid = tl.program_id(0)
     block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if block * ROWS >= tokens:
@@ -135,7 +138,7 @@ def step_query_gradient(
                 step,
                 STEPS,
             )
-    elif LEARNS:  # those of later steps came with D
+    elif LEARNS:  # step_row_sums has stored those of later steps
         own = tl.sum(first_grad, 1)
         store_gamma_gradient(
             strength_grad_ptr, batch, head, first, heads, length, rows, rows_real, tokens, own, 0, STEPS

@@ -25,7 +25,7 @@ from saobp.kernels.steps import backward, forward, gradients
 
 
 def step_block(spec: CallSpec, sweep: str) -> Block:
-    """Tile of a sweep; with the sizes of one step's where registers are scarce."""
+    """Tile of a sweep: smaller for float32 and large heads, where registers are scarce."""
     dim = int(spec.dim)
     if spec.dtype == torch.float32:
         return Block(32, 32, warps=4, stages=1) if dim > 64 else Block(64, 32, warps=4, stages=2)
@@ -82,7 +82,7 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
 
 
 def _add_messages(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any], step: int) -> None:
-    """heard and weight of a step. The first is that of a single step."""
+    """heard_t and weight_t for t = step; for t = 0 by the sweep of attention with a single step."""
     heard, weight = f"heard_{step}", f"weight_{step}"
     if step == 0:
         block = sweep_block(spec, "column_messages")
@@ -127,7 +127,7 @@ def _add_sweep(
     by_rows: bool = False,
     **named: str,
 ) -> None:
-    """A sweep, and where products may underflow the same in logarithms."""
+    """Add a sweep, and where products may underflow its CAREFUL version, with heard_t in place of weight_t."""
     block = step_block(spec, kernel.__name__)
     gridded, walked = (block.rows, block.keys) if by_rows else (block.keys, block.rows)
     own = numbers | blocks(spec, block, gridded, walked)

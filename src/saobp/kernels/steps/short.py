@@ -1,6 +1,6 @@
 """Several steps on short sequences: a program holds the whole map of one head; one launch forward, one backward.
 
-The formulas of ``entries`` and ``backward``, in the log domain, with sums over rows and keys taken where they are needed.
+The formulas and names of ``entries`` and ``backward``, in the log domain; sums over rows and keys are taken from the map.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from saobp.kernels.steps.entries import head_messages, mix, spoken
 
 @triton.jit
 def softmax_rows(logits):
-    """2^logits, normalised; 0 in rows that see no key."""
+    """Softmax to base 2 over keys; 0 in rows that see no key."""
     top = tl.max(logits, 1)
     weights = tl.exp2(logits - tl.where(top == float("-inf"), 0.0, top)[:, None])
     total = tl.sum(weights, 1)
@@ -154,9 +154,9 @@ def short_steps_backward(
             tl.store(step_base + places, own, mask=places < tokens)
         pull = pull_before(pull, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
     d_scores += a * (pull - tl.sum(a * pull, 1)[:, None])
-    halves = (d_scores * scale).to(KIND)
-    dq = tl.dot(halves, k, input_precision=PRECISION)
-    dk = tl.dot(tl.trans(halves), q, input_precision=PRECISION)
+    d_scores_half = (d_scores * scale).to(KIND)
+    dq = tl.dot(d_scores_half, k, input_precision=PRECISION)
+    dk = tl.dot(tl.trans(d_scores_half), q, input_precision=PRECISION)
     dq_base = states_base(dq_ptr, batch, head, first, d_batch, d_head, d_row)
     dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dq_base, 0, tokens, d_row, dq, KEYS, DIM, BLOCK_DIM)

@@ -10,6 +10,7 @@ from saobp.lab.statistics import spread
 
 
 def many_seeds(results: Results, page: Page) -> None:
+    """A row for each task and method, and the paired differences from Original."""
     page.text(
         "One model of each method, of one seed of pretraining, fine-tuned with several seeds: they decide "
         "on the new head, the order of rows and dropout. The range is from the lowest score to the "
@@ -69,4 +70,5 @@ def _paper(task: str, size: str) -> dict[str, float]:
 
 
 def _gap(paper: dict[str, float]) -> str:
+    """The paper's High less its Original, empty where one of them is not printed."""
     return f"{paper['high'] - paper['original']:+.2f}" if {"high", "original"} <= paper.keys() else ""

@@ -1,4 +1,4 @@
-"""The page of the plateau: when attention comes to be of use, by batch size, from the logs of runs."""
+"""The page of the plateau: how long the loss stays at that of word frequencies, by batch size."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from saobp.lab.result_page import Page, gain_in_words
 from saobp.lab.results import Results
 from saobp.lab.statistics import Gain, paired_gain
 
-LEFT = 5.5
+PLATEAU_END = 5.5
 """Held-out loss in nats below which a run has left the plateau, as in the page of pretraining."""
-FIRST = 2000.0
-"""Perplexities above it, of the first steps, are not drawn."""
+HIGHEST_DRAWN = 2000.0
+"""Perplexities above it, which are those of the first steps, are not drawn."""
 
 
 def plateau(results: Results, page: Page) -> None:
+    """Figure, table of runs, and each method against Original."""
     runs = logged_runs(results)
     if not runs:
         page.text("Not run: no run has a held-out loss yet.")
         return
-    level = math.exp(LEFT)
+    level = math.exp(PLATEAU_END)
     page.text(
         "Every run first learns how frequent words are and stays there, at a perplexity of 440 to 500, until "
         "attention comes to be of use. A run has left that plateau at its first evaluation with a held-out "
-        f"loss below {LEFT} (perplexity {level:.0f}). Rate, warm-up, schedule and steps "
+        f"loss below {PLATEAU_END} (perplexity {level:.0f}). Rate, warm-up, schedule and steps "
         "are the paper's; its batch size is not printed, and its texts are not to be had: Wikipedia, books "
         "and reviews stand in."
     )
@@ -69,11 +70,11 @@ def logged_runs(results: Results) -> dict[str, list[LoggedRun]]:
 
 def left_at(run: LoggedRun) -> float | None:
     """The first evaluated step below the plateau, if any."""
-    return next((step for step, perplexity in run.points if perplexity < math.exp(LEFT)), None)
+    return next((step for step, perplexity in run.points if perplexity < math.exp(PLATEAU_END)), None)
 
 
 def _drawn(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [point for point in points if point[1] <= FIRST] or [*points]
+    return [point for point in points if point[1] <= HIGHEST_DRAWN] or [*points]
 
 
 def _rows(title: str, runs: Sequence[LoggedRun]) -> list[list[str]]:
@@ -90,7 +91,7 @@ def _rows(title: str, runs: Sequence[LoggedRun]) -> list[list[str]]:
 
 
 def _compare(page: Page, title: str, runs: Sequence[LoggedRun], base: str = "original") -> None:
-    """Differences of each method from the base in pairs of one seed, and the answer where a pair left."""
+    """Each method against the base, in pairs of one seed: steps on the plateau, and perplexities."""
     waits: dict[str, dict[int, float]] = {run.method: {} for run in runs}
     for run in runs:
         left = left_at(run)
