@@ -53,13 +53,15 @@ def read_strength(
         if (
             by_step
             and strength.shape in ((steps, heads), (steps, 1, heads, 1, 1))
-            and steps <= refinement.steps
+            and 1 <= steps <= refinement.steps
         ):
             strength = strength.reshape(steps, heads) if steps > 1 else strength.reshape(heads)
             return BoundedStrength(strength.to(device), bound)
         if strength.shape != (heads,):
+            several = f", or (steps, {heads}) for at most {refinement.steps} steps"
             raise ValueError(
-                f"strength must have shape ({heads},), one per head, not {tuple(strength.shape)}"
+                f"strength must have shape ({heads},), one per head"
+                f"{several if by_step and refinement.steps > 1 else ''}, not {tuple(strength.shape)}"
             )
         return BoundedStrength(strength.to(device), bound)
     factor = get_factor(refinement.factor)
@@ -189,7 +191,7 @@ def read_attn_mask(
 ) -> tuple[Tensor, Tensor | None]:
     """Visible entries, bool, and the bias added to the scores; both broadcast to ``shape``."""
     require_tensors(attn_mask=mask)
-    if mask.dtype != torch.bool and not mask.is_floating_point():
+    if mask.dtype not in (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(
             f"attn_mask must be bool (True: attend) or floating point (added to scores), not {mask.dtype}"
         )

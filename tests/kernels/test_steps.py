@@ -149,7 +149,7 @@ def test_each_step_has_its_own_strength() -> None:
 
 def test_strengths_of_more_steps_than_there_are_raise() -> None:
     inputs = inputs_of(8)
-    with pytest.raises(ValueError, match=r"strength must have shape \(2,\), one per head, not \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"or \(steps, 2\) for at most 2 steps, not \(3, 2\)"):
         saobp.attention(
             inputs.query, inputs.key, inputs.value, Refinement("high", steps=2), strength=torch.ones(3, 2)
         )

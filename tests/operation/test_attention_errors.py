@@ -97,6 +97,10 @@ def attend(**changes: Any) -> None:
             "attn_mask must be bool (True: attend) or floating point (added to scores), not torch.int64",
         ),
         (
+            {"attn_mask": torch.zeros(5, 5).to(torch.float8_e4m3fn)},
+            "floating point (added to scores), not torch.float8_e4m3fn",
+        ),
+        (
             {"attn_mask": torch.ones(2, 5, dtype=torch.bool)},
             "attn_mask must broadcast to [batch, heads, queries, keys] (2, 4, 5, 5), unlike (2, 5); "
             "[batch, keys] with 1 for real tokens is attention_mask",
@@ -122,6 +126,7 @@ def attend(**changes: Any) -> None:
         ),
         ({"backend": "magic"}, "unknown backend 'magic': choose 'auto', 'reference' or 'fused'"),
         ({"strength": states(3)}, "strength must have shape (4,), one per head, not (3,)"),
+        ({"strength": states(0, 4)}, "strength must have shape (4,), one per head, not (0, 4)"),
         (
             {"refinement": saobp.Refinement("high")},
             "strength 'auto' has no value outside a model: saobp.apply(model, ...) resolves it, or pass a "

@@ -28,6 +28,8 @@ def own_mask(length=9):
 def test_a_users_own_mask_is_honoured(family, kind):
     model, ids = tiny_model(family, attn_implementation="eager"), tiny_batch(batch=1)["input_ids"]
     seen = own_mask()
+    if family == "bert":
+        seen = seen | seen.mT
     lowest = torch.finfo(torch.float32).min
     additive = torch.zeros(seen.shape).masked_fill(~seen, lowest)
     expected = logits(model, ids, additive)
@@ -36,6 +38,17 @@ def test_a_users_own_mask_is_honoured(family, kind):
     strong = logits(saobp.apply(model, "high:0.7"), ids, given)
     again = logits(saobp.apply(model, "high:0.7"), ids, seen)
     torch.testing.assert_close(strong, again, **ROUNDING)
+
+
+@pytest.mark.parametrize("kind", ["bool", "numbers"])
+def test_a_mask_that_hides_one_way_is_refused_without_causality(kind):
+    """Messages would tell rows of tokens that are hidden from them."""
+    model, ids = saobp.apply(tiny_model("bert"), "high:0.7"), tiny_batch(batch=1)["input_ids"]
+    mask = own_mask()
+    if kind == "numbers":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    with pytest.raises(ValueError, match="lets one row see another's token but not the reverse"):
+        logits(model, ids, mask)
 
 
 def test_a_mask_of_numbers_is_added_to_the_scores():

@@ -126,3 +126,12 @@ def test_logits_with_a_bias_cannot_be_clipped() -> None:
     (_, module), *_ = attention_modules(mpnet())
     with pytest.raises(ValueError, match="adds a bias of positions to its logits"):
         HeadParts(module)
+
+
+def test_masks_that_would_be_misread_are_refused() -> None:
+    model, ids = saobp.apply(mpnet(), "high:0.7"), torch.randint(4, 60, (HEADS, 9))
+    with pytest.raises(ValueError, match=r"reads masks \[batch, keys\] or .*, not \(4, 9, 9\)"):
+        model(ids, attention_mask=torch.ones(HEADS, 9, 9).tril())
+    one_way = torch.ones(HEADS, 1, 9, 9, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="lets one row see another's token but not the reverse"):
+        model(ids, attention_mask=one_way)

@@ -70,6 +70,8 @@ def test_a_run_can_stop_early_on_the_schedule_of_a_longer_one(tmp_path: Path) ->
     same = [[line[name] for name in kept] for line in part.metrics() if "loss" in line]
     assert same == [[line[name] for name in kept] for line in lines if "loss" in line][:5]
     assert part.metrics()[-1]["step"] == 5
+    short = train_small(replace(whole, stop_after=3, log_steps=4, checkpoint_steps=4), tmp_path / "short")
+    assert math.isfinite(short.loss)
     assert "eval_loss" in part.metrics()[-1], "the held-out loss of the last step"
 
 

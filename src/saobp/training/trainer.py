@@ -134,7 +134,7 @@ class PretrainTrainer(Trainer):
     def _stop_after(self, step: int) -> None:
         """End training after the last step, with its log, evaluation and model."""
         if step >= self.recipe.last_step:
-            self.control.should_training_stop = True
+            self.control.should_log = self.control.should_training_stop = True
 
     def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
         """Trainer's parameter groups (weight decay for matrices only), and one more for learned strengths."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from saobp.arguments import read_strength, read_window
 from saobp.kernels.dispatch import Call, Path, select
 from saobp.refinement import Refinement
-from saobp.transformers.masks import SEEN_BY_PADDING, check_mask
+from saobp.transformers.masks import SEEN_BY_PADDING, check_mask, check_users_mask, read_mask
 from saobp.transformers.packed_sequences import are_sequences, same_sequence
 
 States = tuple[Tensor, Tensor, Tensor]
@@ -63,6 +63,7 @@ def masked_output(
         mask = same_sequence(mask)
     elif mask is not None:
         mask = mask[..., :length]
+        check_users_mask(mask, read_mask(mask, length, length), length, refinement)
         nodes = _nodes(mask)
     return masked_attention(
         *states, refinement, strength, nodes=nodes, mask=mask, window=window,

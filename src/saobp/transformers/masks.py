@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from saobp.arguments import check_symmetric_mask
 from saobp.functional import build_graph
 from saobp.propagation.graph import FactorGraph, in_window
 from saobp.refinement import Refinement
@@ -125,7 +126,15 @@ def graph_of(
         view = window_view(window, queries, keys, causal, mask, query.device)
     else:
         view = read_mask(mask, queries, keys)
+        if not causal:
+            check_users_mask(mask, view, queries, refinement)
     return FactorGraph(view.visible, view.speaks, causal=strict), view.bias
+
+
+def check_users_mask(mask: Tensor, view: View, queries: int, refinement: Refinement) -> None:
+    """Raises if a user's 4-D mask of a bidirectional model is not symmetric; ours, int8, always is."""
+    if mask.dtype != torch.int8 and view.visible is not None and view.visible.shape[-1] == queries:
+        check_symmetric_mask(FactorGraph(view.visible, view.speaks), refinement, is_causal=False)
 
 
 def read_mask(mask: Tensor, queries: int, keys: int) -> View:

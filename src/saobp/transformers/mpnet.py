@@ -74,6 +74,10 @@ def biased_mask(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """
     if bias is None or mask is None:
         return mask if bias is None else bias
+    if mask.ndim not in (2, 4):
+        raise ValueError(
+            f"saobp reads masks [batch, keys] or [batch, heads, queries, keys], not {tuple(mask.shape)}"
+        )
     seen = mask[:, None, None, :] if mask.ndim == 2 else mask
     if seen.is_floating_point():
         return bias + seen
