@@ -149,8 +149,8 @@ def select(call: Call) -> Path:
             obstacle = "kernels for a key bias are not used unasked yet: backend='fused' asks for them"
         if obstacle is None and call.backend == "auto" and call.refinement.steps > 1:
             obstacle = "kernels for several steps are not used unasked yet: backend='fused' asks for them"
-        if obstacle is None and call.backend == "auto" and call.is_masked and call.is_causal:
-            obstacle = "kernels for causal windows are not used unasked yet: backend='fused' asks for them"
+        if obstacle is None and call.backend == "auto" and call.is_masked:
+            obstacle = "kernels for windows and masks are not used unasked yet: backend='fused' asks for them"
         if obstacle is None:
             longest = call.query[2] if call.longest is None else call.longest
             kernels = family(call.refinement, call.is_causal, longest, call.query[3], call.dtype)
