@@ -143,7 +143,10 @@ def whole_maps() -> Iterator[None]:
 
 
 def model(length: int, options: argparse.Namespace) -> dict[str, Cell]:
-    """The table's row for a whole model at a length."""
+    """The table's row for a whole model at a length.
+
+    "refined" takes the default path of models: whole maps, until kernels for masks are used unasked.
+    """
     from transformers import ModernBertConfig, ModernBertModel
 
     device, cuda = options.device, options.device == "cuda"
