@@ -1,13 +1,24 @@
-"""For tests of kernels: CallSpec of tensors, and clearing of cached plans."""
+"""For tests of kernels: CallSpec of tensors, clearing of cached plans, and what is slow without a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
 
 from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors
 from saobp.kernels.dispatch import TRITON_FOUND
+
+SLOW_INTERPRETED = () if torch.cuda.is_available() else pytest.mark.slow
+"""Marks of a parameter that Triton's interpreter takes long for."""
+
+
+def slow_interpreted(test: Callable) -> Callable:
+    """Marks a test as slow where kernels run in Triton's interpreter."""
+    return test if torch.cuda.is_available() else pytest.mark.slow(test)
 
 
 def spec_of(query: Tensor, key: Tensor, mask: Tensor | None, cu: Tensor | None, *numbers: Any) -> CallSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from call_helpers import slow_interpreted
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
@@ -17,7 +18,12 @@ from saobp.refinement import Refinement
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 from saobp.transformers import cached_attention
 
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.bfloat16 if GPU else torch.float32, torch.float16]
+"""Models use the kernels in half types; the interpreter, which multiplies bfloat16 wrongly, takes float32."""
 STRENGTHS = (-0.5, 0.0, 0.2, 4.0, 8.0, 1.0)
+needs_kernels = pytest.mark.skipif(not (GPU or dispatch.INTERPRETED), reason="needs a GPU or the interpreter")
 
 
 def step(
@@ -26,11 +32,12 @@ def step(
     """States of a row, strengths and sums of messages before it, for all keys but the last."""
     random = torch.Generator().manual_seed(keys)
     shapes = [(2, heads, 1, dim), (2, key_heads, keys, dim), (2, key_heads, keys, dim)]
-    states = [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
+    states = [torch.randn(shape, generator=random).to(DEVICE, dtype) for shape in shapes]
     if sink:
         states[0][..., 0] = 1.0
         states[1][:, :, keys // 2, 0] = sink * dim**0.5
-    return states, torch.tensor(STRENGTHS[:heads]), -3 * torch.rand(2, heads, keys - 1, generator=random)
+    past = -3 * torch.rand(2, heads, keys - 1, generator=random)
+    return states, torch.tensor(STRENGTHS[:heads], device=DEVICE), past.to(DEVICE)
 
 
 def reference(states: list[Tensor], strength: Tensor, past: Tensor, marks: Tensor | None) -> Attended:
@@ -45,7 +52,8 @@ def reference(states: list[Tensor], strength: Tensor, past: Tensor, marks: Tenso
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("keys", "sink"), [(1, 0), (70, 0), (200, 9), (200, 60)])
 def test_a_row_against_a_cache(dtype: torch.dtype, keys: int, sink: float) -> None:
     states, strength, past = step(dtype, keys, sink=sink)
@@ -59,9 +67,10 @@ def test_a_row_against_a_cache(dtype: torch.dtype, keys: int, sink: float) -> No
     ).abs().max() + 2e-4
 
 
+@needs_kernels
 def test_hidden_keys_padding_rows_and_any_layout() -> None:
     states, strength, past = step(torch.float32, 90)
-    marks = torch.ones(2, 90, dtype=torch.int8)
+    marks = torch.ones(2, 90, dtype=torch.int8, device=DEVICE)
     marks[0, :30] = 0
     marks[1, 10:] = 0
     marks[1] *= 2
@@ -80,8 +89,8 @@ def test_hidden_keys_padding_rows_and_any_layout() -> None:
 
 
 @pytest.fixture
-def interpreted_steps(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Decoding steps on a CPU by the interpreted kernels, and why a call was none."""
+def fused_steps(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Decoding steps by the kernels, in float32 and on a CPU too, and why a call was none."""
     obstacles: list[str | None] = []
 
     def obstacle(call: Call) -> str | None:
@@ -92,11 +101,11 @@ def interpreted_steps(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     return obstacles
 
 
-@pytest.mark.skipif(not dispatch.INTERPRETED, reason="needs Triton's interpreter")
+@needs_kernels
 @pytest.mark.parametrize("static", [False, True])
-def test_a_model_decodes_as_it_reads(interpreted_steps: list[str | None], static: bool) -> None:
-    model = saobp.apply(tiny_model("llama"), "high:0.7")
-    inputs = tiny_batch(2, 6, 2, side="left")
+def test_a_model_decodes_as_it_reads(fused_steps: list[str | None], static: bool) -> None:
+    model = saobp.apply(tiny_model("llama"), "high:0.7").to(DEVICE)
+    inputs = {name: one.to(DEVICE) for name, one in tiny_batch(2, 6, 2, side="left").items()}
     cache = StaticCache(config=model.config, max_cache_len=8) if static else DynamicCache(config=model.config)
     places = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
@@ -109,12 +118,12 @@ def test_a_model_decodes_as_it_reads(interpreted_steps: list[str | None], static
                 past_key_values=cache,
                 use_cache=True,
             ).logits
-    assert interpreted_steps.count(None) == 2 * model.config.num_hidden_layers
+    assert fused_steps.count(None) == 2 * model.config.num_hidden_layers
     torch.testing.assert_close(decoded[:, -1], whole[:, -1], rtol=1e-4, atol=5e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not dispatch.INTERPRETED, reason="needs Triton's interpreter")
+@slow_interpreted
+@needs_kernels
 def test_a_compiled_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         cached_attention, "step_obstacle", lambda call: step_obstacle(call._replace(backend="fused"))
@@ -124,8 +133,8 @@ def test_a_compiled_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "saobp.transformers.attention_function.fused_step", lambda *call: (steps.append(1), plain(*call))[1]
     )
-    model = saobp.apply(tiny_model("llama"), "high:0.7")
-    inputs = tiny_batch(2, 6, 2, side="left")
+    model = saobp.apply(tiny_model("llama"), "high:0.7").to(DEVICE)
+    inputs = {name: one.to(DEVICE) for name, one in tiny_batch(2, 6, 2, side="left").items()}
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = StaticCache(config=model.config, max_cache_len=8)

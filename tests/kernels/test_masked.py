@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from call_helpers import SLOW_INTERPRETED, slow_interpreted
 from torch import Tensor
 
 import saobp
@@ -45,8 +46,8 @@ def added(seen: Tensor) -> Tensor:
     return torch.where(seen, numbers, -math.inf)
 
 
-@pytest.mark.parametrize("window", [1, 9, pytest.param(70, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("window", [1, 9, pytest.param(70, marks=SLOW_INTERPRETED)])
+@pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=SLOW_INTERPRETED)], ids=str)
 def test_a_sliding_window_with_grouped_heads_and_padding(dtype: torch.dtype, window: int) -> None:
     inputs = attention_inputs(
         2, 2, 100 if window > 1 else 20, 16, key_heads=1, strength=(0.9, -0.5), padding="left",
@@ -57,9 +58,9 @@ def test_a_sliding_window_with_grouped_heads_and_padding(dtype: torch.dtype, win
 
 @pytest.mark.parametrize(
     "factor",
-    ["high", *(pytest.param(one, marks=pytest.mark.slow) for one in ("low-listing", "low-key-bias"))],
+    ["high", *(pytest.param(one, marks=SLOW_INTERPRETED) for one in ("low-listing", "low-key-bias"))],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(HALF, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(HALF, marks=SLOW_INTERPRETED)], ids=str)
 def test_a_mask_of_pairs(factor: str, dtype: torch.dtype) -> None:
     inputs = attention_inputs(1, 2, 90, 16, strength=(2.0, 0.0), dtype=dtype, device=DEVICE)
     check(inputs, Refinement(factor, "learned"), attn_mask=symmetric(90, 0.2))
@@ -67,7 +68,7 @@ def test_a_mask_of_pairs(factor: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [HALF, *(pytest.param(one, marks=pytest.mark.slow) for one in (torch.float32, torch.float16))],
+    [HALF, *(pytest.param(one, marks=SLOW_INTERPRETED) for one in (torch.float32, torch.float16))],
     ids=str,
 )
 def test_numbers_to_add_under_a_window_and_padding(dtype: torch.dtype) -> None:
@@ -76,9 +77,9 @@ def test_numbers_to_add_under_a_window_and_padding(dtype: torch.dtype) -> None:
     check(inputs, Refinement("low", "learned"), attn_mask=numbers, sliding_window=40)
 
 
-@pytest.mark.parametrize("window", [9, pytest.param(70, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("factor", ["high", pytest.param("low-listing", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("window", [9, pytest.param(70, marks=SLOW_INTERPRETED)])
+@pytest.mark.parametrize("factor", ["high", pytest.param("low-listing", marks=SLOW_INTERPRETED)])
+@pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=SLOW_INTERPRETED)], ids=str)
 def test_a_causal_window(dtype: torch.dtype, factor: str, window: int) -> None:
     inputs = attention_inputs(
         2, 2, 150, 16, key_heads=1, strength=(0.9, 1.5), padding="left", transposed=True, dtype=dtype,
@@ -87,7 +88,7 @@ def test_a_causal_window(dtype: torch.dtype, factor: str, window: int) -> None:
     check(inputs, Refinement(factor, "learned"), sliding_window=window, is_causal=True)
 
 
-@pytest.mark.slow
+@slow_interpreted
 @pytest.mark.parametrize("dim", [80, 136])
 def test_other_head_sizes_have_other_tiles(dim: int) -> None:
     inputs = attention_inputs(1, 1, 140, dim, strength=0.8, dtype=HALF, device=DEVICE)
@@ -95,7 +96,7 @@ def test_other_head_sizes_have_other_tiles(dim: int) -> None:
         check(inputs, Refinement("high", "learned"), sliding_window=45, is_causal=causal)
 
 
-@pytest.mark.slow
+@slow_interpreted
 @pytest.mark.parametrize("shape", [(2, 1, 40, 40), (1, 2, 40, 40), (2, 1, 1, 40)])
 def test_masks_of_every_shape(shape: tuple[int, ...]) -> None:
     inputs = attention_inputs(2, 2, 40, 16, dtype=HALF, device=DEVICE)
@@ -109,7 +110,7 @@ def test_masks_of_every_shape(shape: tuple[int, ...]) -> None:
     check(inputs, Refinement("high", "learned"), attn_mask=mask.expand(shape))
 
 
-@pytest.mark.slow
+@slow_interpreted
 @pytest.mark.parametrize("collapse", ["sink", "diagonal"])
 @pytest.mark.parametrize("gap", [20.0, 90.0])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
@@ -180,6 +181,13 @@ def test_a_mask_is_looked_at_once_until_it_changes(monkeypatch: pytest.MonkeyPat
         attend()
 
 
+def test_an_order_of_rows_under_a_mask_is_refused() -> None:
+    inputs = attention_inputs(1, 1, 8, 16, device=DEVICE)
+    mask = torch.ones(8, 8, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(ValueError, match="causal attention with attn_mask has no kernel"):
+        saobp.attention(*inputs.leaves()[:3], "high:0.2", attn_mask=mask, is_causal=True, backend="fused")
+
+
 def test_a_mask_that_learns_goes_by_the_reference() -> None:
     inputs = attention_inputs(1, 1, 8, 16, device=DEVICE)
     mask = torch.zeros(8, 8, device=DEVICE, requires_grad=True)
@@ -187,7 +195,7 @@ def test_a_mask_that_learns_goes_by_the_reference() -> None:
         saobp.attention(*inputs.leaves()[:3], "high:0.2", attn_mask=mask, backend="fused")
 
 
-@pytest.mark.slow
+@slow_interpreted
 def test_the_compiler_sees_one_operator() -> None:
     inputs = attention_inputs(1, 2, 40, 16, device=DEVICE)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from call_helpers import clear_plans, spec_of
+from call_helpers import SLOW_INTERPRETED, clear_plans, slow_interpreted, spec_of
 from torch import Tensor
 
 import saobp
@@ -23,7 +23,6 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
 HALF = DTYPES[-1]
-slow = pytest.mark.slow if not GPU else ()
 
 
 def check(inputs: AttentionInputs, refinement: Refinement, strongest: float | None = None) -> None:
@@ -51,35 +50,33 @@ def inputs_of(
 @pytest.mark.parametrize(
     ("length", "dtype"),
     [(70, torch.float32), (130, HALF)] + [(length, HALF) for length in (1, 7, 37, 64, 111, 128)]
-    + [pytest.param(length, dtype, marks=slow) for length in (129, 200, 256) for dtype in DTYPES],
+    + [pytest.param(length, dtype, marks=SLOW_INTERPRETED) for length in (129, 200, 256) for dtype in DTYPES],
 )  # fmt: skip
 def test_two_steps(length: int, dtype: torch.dtype) -> None:
     """Up to 128 tokens in half types a program holds the whole map."""
     check(inputs_of(length, dtype=dtype, transposed=True), Refinement("high", "learned", steps=2))
 
 
+SETTINGS = [
+    ("high", 2, 0.5), ("high", 3, 0.0), ("low", 2, 0.0), ("high-key-bias", 2, 0.0), ("high", 4, 0.3),
+    ("low-key-bias", 2, 0.3), ("high-listing", 2, 0.0), ("low-listing", 3, 0.3),
+]  # fmt: skip
+"""The last four in long sequences too, whose many kernels are compiled for each."""
+
+
 @pytest.mark.parametrize(
-    ("factor", "steps", "damping"),
-    [
-        ("low", 2, 0.3),
-        pytest.param("high", 2, 0.5, marks=slow),
-        pytest.param("high", 3, 0.0, marks=slow),
-        pytest.param("low", 2, 0.0, marks=slow),
-        pytest.param("high", 4, 0.3, marks=slow),
-        pytest.param("high-key-bias", 2, 0.0, marks=slow),
-        pytest.param("low-key-bias", 2, 0.3, marks=slow),
-        pytest.param("high-listing", 2, 0.0, marks=slow),
-        pytest.param("low-listing", 3, 0.3, marks=slow),
-    ],
+    ("length", "factor", "steps", "damping"),
+    [(37, "low", 2, 0.3)]
+    + [pytest.param(37, *one, marks=SLOW_INTERPRETED) for one in SETTINGS]
+    + [pytest.param(135, *one, marks=SLOW_INTERPRETED) for one in SETTINGS[-4:]],
 )
-@pytest.mark.parametrize("length", [37, pytest.param(135, marks=slow)])
 def test_every_factor_damped_and_not(length: int, factor: str, steps: int, damping: float) -> None:
     """With padding, on either side, and keys shared by two heads."""
     inputs = inputs_of(length, batch=2, key_heads=1, padding="both")
     check(inputs, Refinement(factor, "learned", steps=steps, damping=damping))
 
 
-@pytest.mark.slow
+@slow_interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("strength", [0.02, 8.0])
 @pytest.mark.parametrize("factor", ["high", "low"])
@@ -88,7 +85,7 @@ def test_weak_and_strong(length: int, factor: str, strength: float, dtype: torch
     check(inputs_of(length, strength, dtype), Refinement(factor, "learned", steps=2))
 
 
-@pytest.mark.slow
+@slow_interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["sink", "diagonal"])
 @pytest.mark.parametrize("gap", [5.0, 12.0, 90.0])
@@ -99,13 +96,13 @@ def test_collapsed_heads(length: int, strength: float, gap: float, kind: str, dt
     check(inputs, Refinement("high", "learned", steps=2))
 
 
-@pytest.mark.slow
+@slow_interpreted
 @pytest.mark.parametrize(("length", "dim"), [(20, 1), (140, 48), (33, 80), (130, 80), (20, 128), (20, 256)])
 def test_head_sizes(length: int, dim: int) -> None:
     check(inputs_of(length, 0.2, dim=dim), Refinement("high", 0.2, steps=2), 0.2)
 
 
-@pytest.mark.slow
+@slow_interpreted
 @pytest.mark.parametrize("damping", [0.0, 0.3])
 @pytest.mark.parametrize("padding", [None, "right"])
 @pytest.mark.parametrize("length", [70, 140])
@@ -120,7 +117,9 @@ def test_strengths_known_to_be_weak(
     check(inputs, Refinement("high", strength, steps=2, damping=damping), strength)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=slow)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=SLOW_INTERPRETED)], ids=["float32", "float16"]
+)
 def test_logarithms_give_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of rows that underflow, taken by all."""
     monkeypatch.setattr(CallSpec, "lowest_sum", 1e9)
@@ -169,7 +168,7 @@ def test_dropout_is_one_mask_in_both_directions(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
 
-@pytest.mark.slow
+@slow_interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["long", "short"])
 def test_packed_sequences_equal_each_alone(dtype: torch.dtype) -> None:
     lengths, refinement = (30, 0, 70, 5), Refinement("high", 0.5, steps=2, damping=0.2)
@@ -204,7 +203,7 @@ def test_a_sequence_of_padding_gives_zeros_and_no_gradient(dtype: torch.dtype) -
         assert torch.isfinite(result).all()
 
 
-@pytest.mark.slow
+@slow_interpreted
 @pytest.mark.parametrize("length", [70, 140])
 def test_repeats_are_bit_equal(length: int) -> None:
     inputs = inputs_of(length)
@@ -234,7 +233,7 @@ def test_memory_is_linear_in_length() -> None:
         assert long <= 8 * short
 
 
-@pytest.mark.parametrize("family", ["short steps", pytest.param("steps", marks=slow)])
+@pytest.mark.parametrize("family", ["short steps", pytest.param("steps", marks=SLOW_INTERPRETED)])
 def test_the_operators_are_well_formed(family: str) -> None:
     from saobp.kernels.fused import FAMILIES
 

@@ -114,11 +114,6 @@ def attend(**changes: Any) -> None:
             "attn_mask lets one row see another's token but not the reverse, as a causal mask does, so rows "
             "would hear of tokens that are hidden from them: pass is_causal=True, or",
         ),
-        (
-            {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "is_causal": True, "backend": "fused"},
-            "the fused backend cannot do this call because causal attention with attn_mask has no kernel: "
-            "there each row needs its own sums of earlier messages",
-        ),
         ({"strength": [0.1] * 4}, "strength must be a tensor of one real number per head, not list"),
         (
             {"strength": torch.zeros(4, dtype=torch.complex64)},
