@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -140,33 +141,40 @@ _nodes_of_masks = WeakTensorKeyDictionary()
 
 
 def nodes_of_mask(attn_mask: Tensor, seen: Tensor, padding_mask: Tensor | None, call: Call) -> Tensor:
-    """Tokens that are nodes under a caller's mask, bool ``[.., keys]``; raises if it is not symmetric.
+    """Tokens that are nodes under a caller's mask, bool ``[.., keys]``; raises if it is not symmetric."""
 
-    Remembered as long as the mask lives and is not changed: layers share a mask, and to look at it on a GPU
-    is to wait for it.
+    def find() -> Tensor:
+        graph = build_graph(
+            call.query[2],
+            call.key[2],
+            call.refinement,
+            padding_mask,
+            call.is_causal,
+            seen.device,
+            seen=seen,
+            window=call.window,
+        )
+        check_symmetric_mask(graph, call.refinement, call.is_causal)
+        assert graph.speaks is not None
+        return graph.speaks.squeeze(-1)
+
+    if padding_mask is not None:
+        return find()
+    return remembered_nodes(attn_mask, (call.window, call.refinement.factor), find)
+
+
+def remembered_nodes(mask: Tensor, state: tuple[Any, ...], find: Callable[[], Tensor]) -> Tensor:
+    """``find()``, or what it gave for this mask before, if neither the mask nor ``state`` has changed.
+
+    Layers share a mask, and to look at it on a GPU is to wait for it.
     """
-    remembers = padding_mask is None and not torch.compiler.is_compiling() and not attn_mask.is_inference()
-    state = (attn_mask._version, call.window, call.refinement.factor) if remembers else None
-    known = _nodes_of_masks.get(attn_mask) if remembers else None
-    if known is not None and known[0] == state:
-        nodes: Tensor = known[1]
-        return nodes
-    queries, keys = call.query[2], call.key[2]
-    graph = build_graph(
-        queries,
-        keys,
-        call.refinement,
-        padding_mask,
-        call.is_causal,
-        seen.device,
-        seen=seen,
-        window=call.window,
-    )
-    check_symmetric_mask(graph, call.refinement, call.is_causal)
-    assert graph.speaks is not None
-    nodes = graph.speaks.squeeze(-1)
-    if remembers:
-        _nodes_of_masks[attn_mask] = (state, nodes)
+    if torch.compiler.is_compiling() or mask.is_inference():
+        return find()
+    state = (mask._version, *state)
+    known = _nodes_of_masks.get(mask)
+    if known is None or known[0] != state:
+        known = _nodes_of_masks[mask] = (state, find())
+    nodes: Tensor = known[1]
     return nodes
 
 

@@ -195,6 +195,20 @@ def test_a_mask_that_learns_goes_by_the_reference() -> None:
         saobp.attention(*inputs.leaves()[:3], "high:0.2", attn_mask=mask, backend="fused")
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_is_linear_in_length(causal: bool) -> None:
+    from saobp.kernels.masked.launch import MaskedCall, MaskNumbers, plan_backward
+
+    def sizes(length: int) -> tuple[int, int]:
+        states = torch.empty(1, 2, length, 16, device=DEVICE, dtype=torch.float16)
+        tensors = (states, states, states, torch.ones(2, device=DEVICE), None, None, None)
+        made = MaskedCall.of(tensors, MaskNumbers(65, 0.25, 0.0, 1.0, 1, causal))
+        return made.saved()[1], plan_backward(made, tensors, states, states).scratch
+
+    for short, long in zip(sizes(512), sizes(4096), strict=True):
+        assert long <= 8 * short
+
+
 @slow_interpreted
 def test_the_compiler_sees_one_operator() -> None:
     inputs = attention_inputs(1, 2, 40, 16, device=DEVICE)

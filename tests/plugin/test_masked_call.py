@@ -9,6 +9,7 @@ from saobp import explanation, functional
 from saobp.kernels import dispatch
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 from saobp.transformers import masked_call
+from saobp.transformers import masks as transformers_masks
 from saobp.transformers.capture import watch
 
 pytest.importorskip("triton")
@@ -73,6 +74,45 @@ def test_a_window_gives_what_the_mask_of_pairs_gave(monkeypatch, family):
     expected = logits(model, batch["input_ids"], batch["attention_mask"])
     real = batch["attention_mask"].bool()
     torch.testing.assert_close(found[real], expected[real], **ROUNDING)
+
+
+def test_layers_share_one_look_at_a_mask(by_kernels, monkeypatch):
+    """On a GPU each look waits for the device."""
+    looks = []
+    check = transformers_masks.check_symmetric_mask
+    monkeypatch.setattr(
+        transformers_masks, "check_symmetric_mask", lambda *given, **more: looks.append(check(*given, **more))
+    )
+    model, mask = saobp.apply(tiny_model("bert"), "high:0.7"), masks()["bool"][:1]
+    ids = tiny_batch(batch=1, padding=0)["input_ids"][:, :7]
+    assert model.config.num_hidden_layers > 1
+    first = logits(model, ids, mask)
+    assert len(looks) == 1
+    assert by_kernels.count("masked") == model.config.num_hidden_layers
+    mask[..., 1, 2] = mask[..., 2, 1] = not mask[0, 0, 1, 2]
+    assert not torch.equal(logits(model, ids, mask), first)
+    assert len(looks) == 2
+
+
+@pytest.mark.parametrize("kind", ["window", "bool"])
+def test_a_model_trains_as_by_the_reference(kind, request):
+    """ModernBERT, whose local layers pass a window; with a user's mask its layers get a mask of pairs."""
+    model, batch = saobp.apply(tiny_model("modernbert"), "high,strength=learned"), tiny_batch(padding=0)
+    mask = batch["attention_mask"] if kind == "window" else masks()["bool"]
+    ids = batch["input_ids"][:, : mask.shape[-1]]
+
+    def gradients():
+        model.zero_grad()
+        model(ids, attention_mask=mask).logits.square().mean().backward()
+        return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+    expected = gradients()
+    paths = request.getfixturevalue("by_kernels")
+    found = gradients()
+    assert "masked" in paths
+    assert any("saobp" in name for name in found)
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-3, atol=1e-5)
 
 
 def test_a_prompt_longer_than_the_window_leaves_its_messages_in_the_cache(by_kernels):

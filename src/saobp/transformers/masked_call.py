@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from saobp.arguments import read_strength, read_window
+from saobp.functional import remembered_nodes
 from saobp.kernels.dispatch import Call, Path, select
 from saobp.refinement import Refinement
 from saobp.transformers.masks import SEEN_BY_PADDING, check_mask, check_users_mask, read_mask
@@ -62,9 +65,8 @@ def masked_output(
     if are_sequences(mask):
         mask = same_sequence(mask)
     elif mask is not None:
+        nodes = remembered_nodes(mask, (length, refinement.factor), partial(_nodes, mask, length, refinement))
         mask = mask[..., :length]
-        check_users_mask(mask, read_mask(mask, length, length), length, refinement)
-        nodes = _nodes(mask)
     return masked_attention(
         *states, refinement, strength, nodes=nodes, mask=mask, window=window,
         dropout_p=dropout_p, scale=scale,
@@ -76,9 +78,13 @@ def _window(window: int | None, mask: Tensor | None, length: int) -> int | None:
     return read_window(window, length, length) if mask is None or are_sequences(mask) else None
 
 
-def _nodes(mask: Tensor) -> Tensor:
-    """Whether each token is real, bool ``[.., length]``. Padding has SEEN_BY_PADDING in its row of an int8
-    mask; under other masks no row sees it."""
+def _nodes(mask: Tensor, length: int, refinement: Refinement) -> Tensor:
+    """Whether each token is real, bool ``[.., length]``; raises on a user's mask that is not symmetric.
+
+    Padding has SEEN_BY_PADDING in its row of an int8 mask; under other masks no row sees it.
+    """
+    mask = mask[..., :length]
+    check_users_mask(mask, read_mask(mask, length, length), length, refinement)
     if mask.dtype == torch.int8:
         return ~(mask == SEEN_BY_PADDING).any(-1)
     seen = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask
