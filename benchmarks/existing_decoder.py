@@ -28,6 +28,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from paired_runs import claimed, compare, run_workers
+from torch import Tensor
+from torch.nn import functional
 
 from saobp.runs.worker_processes import end_with_parent
 from saobp.storage.json_files import write_json
@@ -141,8 +143,7 @@ def work(out: Annotated[Path, typer.Option()], given: Annotated[str, typer.Optio
         corpus, method, seed = name.split("-")
         run = Continuation(model, Path(tokens_dir), corpus, method, int(seed))
         if compiled and run.device == "cuda":
-            for layer in run.model.model.layers:
-                layer.compile(dynamic=False)  # all layers share one graph
+            run.compile()
         found = run.timed(out / "claims", len(names)) if steps is None else run.whole(steps)
         write_json(out / f"{name}.json", found)
 
@@ -182,16 +183,25 @@ class Continuation:
             weight_decay=0.0,
             fused=self.device == "cuda",
         )
-        self.order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
+        self.order, self.loss = order.to(self.device), next_token_loss
+
+    def compile(self) -> None:
+        """Compile the layers, which share one graph, and the loss with the output layer."""
+        import torch
+
+        for layer in self.model.model.layers:
+            layer.compile(dynamic=False)
+        self.loss = torch.compile(next_token_loss, dynamic=False)
 
     def step(self, number: int) -> Any:
         """One step of training; returns its loss."""
         import torch
 
-        rows = self.order[number * BATCH : (number + 1) * BATCH]
-        ids = self.train[rows.to(self.device)]
+        ids = self.train[self.order[number * BATCH : (number + 1) * BATCH]]
         with torch.autocast(self.device, torch.bfloat16):
-            loss = self.model(ids, labels=ids, use_cache=False).loss
+            states = self.model.model(ids, use_cache=False).last_hidden_state
+            loss = self.loss(states, self.model.lm_head.weight, ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimiser.step()
@@ -238,6 +248,12 @@ class Continuation:
         for number in range(warm, warm + steps):
             self.step(number).item()
         return {"step_seconds": (time.monotonic() - began) / steps}
+
+
+def next_token_loss(states: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Mean loss in nats from last states ``[rows, length, width]`` and output weights ``[words, width]``."""
+    logits = functional.linear(states[:, :-1], weight).float()
+    return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
 def held_out_loss(model: Any, blocks: Any) -> float:
