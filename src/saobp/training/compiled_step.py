@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from saobp.training.full_rows import no_masks_for_full_rows
 from saobp.training.fused_qkv import fused_projections
 from saobp.training.objectives import Objective
 from saobp.training.temporary_class import temporary_class
@@ -100,6 +101,7 @@ def loss_as_forward(
             return step(input_ids, seeds, counts)
 
     with ExitStack() as stack:
+        stack.enter_context(no_masks_for_full_rows())
         if not (sharded or model.is_gradient_checkpointing):
             stack.enter_context(fused_projections(model))
         if regularizer is not None:
