@@ -132,6 +132,8 @@ def check_numbers(dropout_p: float, scale: float | None) -> None:
 
 
 def check_lengths(queries: int, keys: int, refinement: Refinement, is_causal: bool) -> None:
+    if is_causal and refinement.message_stride > 1:
+        raise ValueError("message_stride has no causal form: causal rows would hear different shares of rows")
     if queries == keys or not is_causal:
         return
     factor = get_factor(refinement.factor)

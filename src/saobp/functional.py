@@ -316,6 +316,7 @@ def refine(
         graph,
         steps=refinement.steps,
         damping=refinement.damping,
+        message_stride=refinement.message_stride,
     ).rows
     return refined.to(probabilities.dtype)
 

@@ -31,6 +31,8 @@ _factor_names = [
 
 SINKS = ("sink", "softmax-plus-one")
 """Variants that replace softmax."""
+KEY_BIAS = ("high-key-bias", "low-key-bias")
+"""Factors with one bias per key, the same for all rows, whose messages may come from a part of the rows."""
 OF_STRENGTHS = ("alternating", "by-distance", "later-steps", "message-gate")
 """Variants of learned strengths, in the order in which they apply."""
 VARIANTS = ("temperature", "qk-norm", "query-bias", "sigma-reparam", "gate", *SINKS, *OF_STRENGTHS)
@@ -66,6 +68,8 @@ class Refinement:
     - ``damping``: share of the old belief kept at each of several steps (no effect on a single step)
     - ``future``: causal attention only. ``strict``: a row hears earlier rows only. ``paper``: it hears all
       rows, which leaks the future, only to reproduce the paper's decoder table.
+    - ``message_stride``: key-bias factors only. Every how many-th row sends messages; each counts for as many
+      rows as it stands for. 1: all rows do
     - ``variants``: other changes to a model's attention: names of ``VARIANTS``
     """
 
@@ -74,6 +78,7 @@ class Refinement:
     steps: int = 1
     damping: float = 0.0
     future: str = "strict"
+    message_stride: int = 1
     variants: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -93,6 +98,12 @@ class Refinement:
         object.__setattr__(self, "damping", float(self.damping))
         if self.future not in ("strict", "paper"):
             raise ValueError(f"future must be 'strict' or 'paper', not {self.future!r}")
+        check_count("message_stride", self.message_stride)
+        if self.message_stride > 1 and self.factor not in KEY_BIAS:
+            raise ValueError(
+                f"message_stride is for {' and '.join(KEY_BIAS)}, whose rows all receive the same messages; "
+                f"rows of {self.factor!r} leave out their own, so each must send one"
+            )
         object.__setattr__(self, "variants", _checked_variants(self.variants, self.factor))
         of_strengths = [name for name in self.variants if name in OF_STRENGTHS]
         if of_strengths and not self.is_learned:
@@ -138,7 +149,7 @@ class Refinement:
         """The command-line form, which :meth:`parse` reads; fields at their defaults are left out."""
         usual = {field.name: field.default for field in fields(self)}
         head = self.factor if self.strength == "auto" else f"{self.factor}:{_strength_text(self.strength)}"
-        others = ((name, getattr(self, name)) for name in ("steps", "damping", "future"))
+        others = ((name, getattr(self, name)) for name in ("steps", "damping", "future", "message_stride"))
         text = ",".join([head, *(f"{name}={value}" for name, value in others if value != usual[name])])
         return "+".join([*([] if text == "none" and self.variants else [text]), *self.variants])
 
@@ -163,6 +174,7 @@ class Refinement:
             "steps": int,
             "damping": float,
             "future": str,
+            "message_stride": int,
         }
         for part in rest:
             name, equals, value = part.partition("=")
@@ -188,11 +200,14 @@ class Refinement:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON-serialisable form: tuples become lists; ``variants`` is omitted if empty."""
+        """The JSON-serialisable form: tuples become lists; ``variants`` and ``message_stride``
+        are omitted at their defaults."""
         plain = asdict(self)
         plain["variants"] = list(self.variants)
         if not self.variants:
             del plain["variants"]
+        if self.message_stride == 1:
+            del plain["message_stride"]
         if isinstance(self.strength, tuple):
             plain["strength"] = [list(s) if isinstance(s, tuple) else s for s in self.strength]
         return plain

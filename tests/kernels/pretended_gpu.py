@@ -94,7 +94,7 @@ def compile_call(
     from saobp.refinement import Refinement
 
     learned = options.pop("learned", False)
-    several = {name: options.pop(name) for name in ("steps", "damping") if name in options}
+    several = {name: options.pop(name) for name in ("steps", "damping", "message_stride") if name in options}
     query, key, value = (
         torch.zeros(1, length, heads, 64, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
     )
@@ -127,6 +127,7 @@ def compile_hopper(launched: list[Launched]) -> list[str]:
         + compile_call(launched, "high", torch.bfloat16, 128, learned=True)
         + compile_call(launched, "high-listing", torch.bfloat16, 128)
         + compile_call(launched, "low", torch.bfloat16, 100, **_padded(100))
+        + compile_call(launched, "high-key-bias", torch.bfloat16, 100, learned=True, message_stride=4)
     )
 
 
@@ -194,6 +195,12 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
     "long": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 512)
         + compile_call(launched, "low", torch.float16, 300, learned=True, **_padded(300))
+    ),
+    "key bias": lambda launched: (
+        compile_call(launched, "high-key-bias", torch.bfloat16, 512, learned=True, message_stride=4)
+        + compile_call(
+            launched, "low-key-bias", torch.float16, 300, learned=True, message_stride=2, **_padded(300)
+        )
     ),
     "causal": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 512, is_causal=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -226,3 +227,55 @@ def test_two_rows_give_the_exact_marginals() -> None:
     prior = scores_of(3, 2).softmax(-1)
     expected = oracles.marginals(prior, oracles.potential_matrix(oracles.high(0.9), 2), [(0, 1)])
     torch.testing.assert_close(saobp.refine(prior, saobp.Refinement("high", 0.9)), expected)
+
+
+@given(data=st.data(), seed=seeds, length=st.integers(1, 8), strength=strengths, stride=st.integers(1, 5))
+@pytest.mark.parametrize("factor", ["high", "low"])
+def test_messages_from_a_part_of_the_rows(
+    factor: str, data: st.DataObject, seed: int, length: int, strength: float, stride: int
+) -> None:
+    real, scores = data.draw(masks(length)), scores_of(seed, length)
+    identity = torch.eye(length, dtype=scores.dtype)
+    found = saobp.attention(
+        scores[None, None],
+        identity[None, None],
+        identity[None, None],
+        saobp.Refinement(f"{factor}-key-bias", strength, message_stride=stride),
+        attention_mask=None if real is None else torch.tensor([real]),
+        scale=1.0,
+    )
+    rows = oracles.masked_softmax(scores, "bidirectional", real)
+    psi = oracles.high(strength) if factor == "high" else oracles.low(strength)
+    assert_same(found[0, 0], oracles.key_bias(rows, psi, stride, real))
+
+
+@given(seed=seeds, before=st.integers(0, 4), after=st.integers(0, 4), stride=st.integers(1, 4))
+def test_padding_does_not_change_which_rows_send(seed: int, before: int, after: int, stride: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(1, 2, 7, 4, generator=random, dtype=torch.float64) for _ in range(3))
+    refinement = saobp.Refinement("high-key-bias", 0.9, message_stride=stride)
+    alone = saobp.attention(query, key, value, refinement)
+    padded = [torch.nn.functional.pad(one, (0, 0, before, after)) for one in (query, key, value)]
+    real = torch.nn.functional.pad(torch.ones(1, 7, dtype=torch.bool), (before, after))
+    found = saobp.attention(*padded, refinement, attention_mask=real)
+    torch.testing.assert_close(found[:, :, before : before + 7], alone, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_of_messages_from_a_part_of_the_rows() -> None:
+    random = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, 1, 5, 3, generator=random, dtype=torch.float64) for _ in range(3)]
+    strength = torch.tensor([0.7], dtype=torch.float64)
+    leaves = [one.requires_grad_() for one in (*states, strength)]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
+        refinement = saobp.Refinement("high-key-bias", "learned", message_stride=2)
+        return saobp.attention(query, key, value, refinement, strength=strength)
+
+    assert torch.autograd.gradcheck(attend, leaves)
+
+
+@pytest.mark.parametrize("call", [saobp.attention, saobp.refine])
+def test_messages_from_a_part_of_the_rows_have_no_causal_form(call: Callable[..., Tensor]) -> None:
+    states = [torch.rand(1, 1, 4, 4) for _ in range(3 if call is saobp.attention else 1)]
+    with pytest.raises(ValueError, match="message_stride has no causal form"):
+        call(*states, saobp.Refinement("high-key-bias", 0.3, message_stride=2), is_causal=True)

@@ -53,6 +53,10 @@ def test_text_round_trip(refinement: Refinement) -> None:
         (Refinement("high", 0.2), "high:0.2"),
         (Refinement("high", 1), "high:1"),
         (Refinement(), "high"),
+        (
+            Refinement("high-key-bias", "learned", message_stride=4),
+            "high-key-bias:learned,message_stride=4",
+        ),
         (Refinement("none"), "none"),
         (Refinement("low", "learned", steps=2), "low:learned,steps=2"),
         (Refinement("high", [0.1, 2], damping=0.5, future="paper"), "high:0.1/2,damping=0.5,future=paper"),
@@ -163,7 +167,9 @@ def test_fields_are_checked(fields: dict[str, Any], sentence: str) -> None:
 
 
 def test_unknown_fields_are_named() -> None:
-    sentence = "unknown refinement field colour: the fields are damping, factor, future, steps, strength"
+    sentence = (
+        "unknown refinement field colour: the fields are damping, factor, future, message_stride, steps"
+    )
     with pytest.raises(ValueError, match=sentence):
         Refinement.from_dict({"factor": "high", "colour": "red"})
 
@@ -199,3 +205,23 @@ def test_what_it_is() -> None:
     assert not Refinement("high", [0.1]).is_learned
     assert Refinement("none").is_plain
     assert not Refinement("high", 0.0).is_plain
+
+
+@pytest.mark.parametrize("factor", ["high-key-bias", "low-key-bias"])
+def test_messages_from_a_part_of_the_rows_have_every_form(factor: str) -> None:
+    refinement = Refinement(factor, 0.3, steps=2, message_stride=3)
+    assert Refinement.parse(str(refinement)) == refinement
+    assert Refinement.from_dict(refinement.to_dict()) == refinement
+    assert "message_stride" not in Refinement(factor).to_dict()
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_only_a_key_bias_has_messages_from_a_part_of_the_rows(factor: str) -> None:
+    with pytest.raises(ValueError, match="message_stride is for high-key-bias and low-key-bias"):
+        Refinement(factor, 0.3, message_stride=2)
+
+
+@pytest.mark.parametrize("stride", [0, -1, 1.5, True, "2"])
+def test_a_message_stride_is_a_whole_number(stride: Any) -> None:
+    with pytest.raises(ValueError, match="message_stride must be a whole number of at least 1"):
+        Refinement("high-key-bias", 0.3, message_stride=stride)

@@ -67,7 +67,8 @@ def layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 class CallNumbers(NamedTuple):
     """Scalars of a call, in the order of every operator: length of the longest sequence, scale of scores, dropout
     probability, sign of the strength, whom a row hears (0: none, 1: the others, 2: its own message too), a bound on
-    gamma (0 if unknown), steps of propagation, and the share of the old belief that each of several keeps."""
+    gamma (0 if unknown), steps of propagation, the share of the old belief that each of several keeps, and the distance
+    of rows that send messages (1: all rows do)."""
 
     longest: int
     scale: float
@@ -77,6 +78,7 @@ class CallNumbers(NamedTuple):
     bound: float = 0.0
     steps: int = 1
     damping: float = 0.0
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -106,17 +108,19 @@ class CallSpec:
     """Whether queries, keys and values are contiguous ``[batch, heads, length, dim]``, as gradients then are too."""
     steps: int = 1
     damping: float = 0.0
+    stride: int = 1
 
     @classmethod
     def of(cls, tensors: CallTensors, numbers: CallNumbers) -> CallSpec:
         batch, heads, length, dim = tensors.query.shape
-        longest, scale, dropout, sign, hears, bound, steps, damping = numbers
+        longest, scale, dropout, sign, hears, bound, steps, damping, stride = numbers
         return cls(
             batch=batch, sequences=batch if tensors.cu is None else tensors.cu.shape[0] - 1, heads=heads,
             group=heads // tensors.key.shape[1], length=length, longest=longest, dim=dim, dtype=tensors.query.dtype,
             scale=scale, dropout=dropout, sign=sign, hears=hears, bound=bound,
             masked=tensors.mask is not None, packed=tensors.cu is not None,
             heads_first=all(one.is_contiguous() for one in tensors[:3]), steps=steps, damping=damping,
+            stride=stride,
         )  # fmt: skip
 
     @cached_property
@@ -185,6 +189,11 @@ class CallSpec:
         strongest = abs(math.log1p(-self.bound)) if self.bound else math.inf
         return strongest * self.longest * math.log2(math.e) > -math.log2(self.lowest_sum) - 2
 
+    @property
+    def senders(self) -> int:
+        """Most rows of a sequence that send messages."""
+        return ceil_div(self.length, self.stride)
+
     def programs(self, block: int) -> int:
         return ceil_div(self.longest, block) * self.sequences * self.heads
 
@@ -205,6 +214,7 @@ class CallSpec:
             "MASKED": self.masked,
             "PACKED": self.packed,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
+            "STRIDE": self.stride,
         }
 
     @cached_property

@@ -15,7 +15,9 @@ from saobp.propagation.cpu_inference import cpu_obstacle, needs_values_only
 from saobp.refinement import MAX_STRENGTH, Refinement
 
 Backend = Literal["auto", "reference", "fused"]
-Family = Literal["short", "long", "short causal", "causal", "elemmul", "steps", "short steps", "masked"]
+Family = Literal[
+    "short", "long", "key bias", "short causal", "causal", "elemmul", "steps", "short steps", "masked"
+]
 
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -202,6 +204,8 @@ def unsupported(call: Call) -> str | None:
     known = 0.0 if call.strongest is None or factor not in POTTS else call.strongest
     if known > HALF_MAX_STRENGTH and dtype != torch.float32:
         return f"strength {known:g} is more than the {HALF_MAX_STRENGTH:g} that {dtype} has range for"
+    if refinement.steps > 1 and refinement.message_stride > 1:
+        return "several steps with messages from a part of the rows have no kernel"
     if refinement.steps > MAX_STEPS:
         return f"{refinement.steps} steps were asked for and the kernels do up to {MAX_STEPS}"
     if refinement.steps > 1 and (call.is_causal or factor == "elemmul"):
@@ -233,6 +237,8 @@ def _masked_obstacle(call: Call) -> str | None:
         return "causal attention with attn_mask has no kernel: there each row needs its own sums of earlier messages"
     if call.refinement.steps != 1:
         return f"{call.refinement.steps} steps with {what} have no kernel"
+    if call.refinement.message_stride > 1:
+        return f"messages from a part of the rows have no kernel for {what}"
     if call.bias_learns:
         return "attn_mask requires a gradient, which needs every entry of the map"
     return None
@@ -271,6 +277,8 @@ def family(refinement: Refinement, is_causal: bool, longest: int, dim: int, dtyp
         return "short steps" if short else "steps"
     if is_causal:
         return "short causal" if short else "causal"
+    if refinement.message_stride > 1 and not short:
+        return "key bias"
     return "short" if short else "long"
 
 
@@ -286,7 +294,9 @@ def numbers_of(
         dim**-0.5 if scale is None else scale,
         refinement.damping if refinement.steps > 1 else 0.0,
     )
-    return CallNumbers(longest, scale, dropout_p, sign, hears, bound, refinement.steps, damping)
+    return CallNumbers(
+        longest, scale, dropout_p, sign, hears, bound, refinement.steps, damping, refinement.message_stride
+    )
 
 
 HOPPER = 90
@@ -338,8 +348,8 @@ def select_kernels(
     weak, half = spec.precise == 0, spec.dtype != torch.float32
     fetched = half and aligned and spec.dim == 64 and not spec.packed and capability >= HOPPER
     if family == "short":  # with fewer than 64 keys the tiles of the weak kernel would be mostly empty
-        weak = weak and not spec.may_underflow and all_keys(spec) >= 64
-        strong = spec.hears > 0 and spec.dtype == ANY_STRENGTH
+        weak = weak and not spec.may_underflow and all_keys(spec) >= 64 and spec.stride == 1
+        strong = spec.hears > 0 and spec.dtype == ANY_STRENGTH and not (spec.stride > 1 and spec.masked)
         hopper = (weak or strong) and fetched and all_keys(spec) == SHORT and has_hopper_kernel(capability)
         return KernelChoice(weak, spec.may_underflow, hopper and spec.sequences * spec.heads >= HOPPER_FROM)
     fetched = fetched and entries(spec) >= COPIED_FROM

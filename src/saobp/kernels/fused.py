@@ -11,13 +11,15 @@ from saobp.kernels.causal.launch import CAUSAL
 from saobp.kernels.causal.short_launch import SHORT_CAUSAL
 from saobp.kernels.dispatch import family, numbers_of
 from saobp.kernels.elemmul.launch import ELEMMUL
+from saobp.kernels.key_bias.launch import KEY_BIAS
 from saobp.kernels.runtime.custom_op import reject_forward_mode
 from saobp.kernels.steps.launch import STEPS
 from saobp.kernels.steps.short_launch import SHORT_STEPS
 from saobp.refinement import Refinement
 
 FAMILIES = {
-    one.family: one for one in (SHORT_FAMILY, LONG, SHORT_CAUSAL, CAUSAL, ELEMMUL, STEPS, SHORT_STEPS)
+    one.family: one
+    for one in (SHORT_FAMILY, LONG, KEY_BIAS, SHORT_CAUSAL, CAUSAL, ELEMMUL, STEPS, SHORT_STEPS)
 }
 
 

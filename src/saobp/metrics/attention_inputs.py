@@ -134,6 +134,7 @@ class AttentionInputs:
             graph,
             steps=self.refinement.steps,
             damping=self.refinement.damping,
+            message_stride=self.refinement.message_stride,
         ).rows
         return unchecked_maps(rows, self.padding_mask)
 

@@ -31,6 +31,7 @@ def propagate(
     *,
     steps: int = 1,
     damping: float = 0.0,
+    message_stride: int = 1,
     past: Tensor | None = None,
     keep_messages: bool = False,
 ) -> Beliefs:
@@ -54,7 +55,7 @@ def propagate(
             if keep_messages:
                 spoken = graph.spoken(factor.log_messages(beliefs, own)).sum(-2)
                 totals.append(spoken if past is None else spoken + past[step])
-            here = replace(graph, past=heard_before)
+            here = replace(graph, past=heard_before, stride=message_stride)
             log_belief = factor.log_belief(log_prior, beliefs, own, here)
             updated = graph.shown(torch.softmax(graph.hidden(log_belief), -1))
             beliefs = updated if damping == 0 or steps == 1 else torch.lerp(updated, beliefs, damping)

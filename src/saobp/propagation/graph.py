@@ -16,12 +16,14 @@ class FactorGraph:
     visible: bool, broadcastable to ``[..., node, label]``: keys a row may attend to; None means all
     speaks:  bool, broadcastable to ``[..., node, 1]``: False for padding, which is no node; None means all
     causal:  a node receives messages of earlier nodes only, instead of all others
+    stride:  every how many-th node sends messages, each counted for as many nodes as it stands for; 1: all do
     past:    ``[..., 1, label]``: summed log messages of nodes before the first one here (cached decoding)
     """
 
     visible: Tensor | None = None
     speaks: Tensor | None = None
     causal: bool = False
+    stride: int = 1
     past: Tensor | None = None
 
     def spoken(self, messages: Tensor) -> Tensor:
@@ -39,6 +41,8 @@ class FactorGraph:
         ``own`` includes each node's own message, else it is left out.
         """
         messages = self.spoken(messages)
+        if self.stride > 1:
+            messages = messages * self.shares(messages.shape[-2], messages)
         if not self.causal:
             total = messages.sum(-2, keepdim=True)
             return total if own else total - messages
@@ -46,6 +50,21 @@ class FactorGraph:
         is_same = own or not so_far.shape[-2]
         heard = so_far if is_same else functional.pad(so_far, (0, 0, 1, -1))  # sliced, it cannot be exported
         return heard if self.past is None else heard + self.past
+
+    def shares(self, nodes: int, like: Tensor) -> Tensor:
+        """How many nodes the message of each counts for, ``[..., node, 1]``.
+
+        Every ``stride``-th node sends, the first included; its message counts for the number of nodes over
+        that of sending ones, those of others not at all. Padding is no node.
+        """
+        if self.causal:
+            raise ValueError(
+                "message_stride has no causal form: causal rows would hear different shares of rows"
+            )
+        speaks = like.new_ones(nodes, 1, dtype=torch.bool) if self.speaks is None else self.speaks
+        sends = speaks & ((speaks.cumsum(-2) - 1) % self.stride == 0)
+        nodes_heard = sends.sum(-2, keepdim=True, dtype=like.dtype).clamp(min=1)
+        return sends * (speaks.sum(-2, keepdim=True, dtype=like.dtype) / nodes_heard)
 
     def hidden(self, log_values: Tensor) -> Tensor:
         """Minus infinity where a row cannot see; rows that see nothing become 0, so softmax is finite."""

@@ -54,6 +54,7 @@ def reference_attention(
         graph,
         steps=refinement.steps,
         damping=refinement.damping,
+        message_stride=refinement.message_stride,
         past=past,
         keep_messages=keep_messages,
     )

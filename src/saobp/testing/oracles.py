@@ -66,6 +66,27 @@ def paper_product(
     return beliefs
 
 
+def key_bias(rows: Rows, psi: Potential, stride: int, real: Sequence[bool] | None = None) -> Rows:
+    """Prior times messages of every ``stride``-th real node, to the power of real over sending nodes.
+
+    With stride 1 that is ``paper_product`` with the own message included.
+    """
+    length = len(rows)
+    nodes = [i for i in range(length) if real is None or real[i]]
+    senders = nodes[::stride]
+    beliefs = []
+    for j in range(length):
+        belief = []
+        for k in range(length):
+            product = rows[j][k]
+            for i in senders:
+                message = sum(psi(r, k) * rows[i][r] for r in range(length))
+                product *= message ** (len(nodes) / len(senders))
+            belief.append(product)
+        beliefs.append(_normalised(belief))
+    return beliefs
+
+
 def listing(rows: Rows, strength: float) -> Rows:
     """Algorithm 1 line by line: the product runs over the labels of one row. Rows that see nothing stay."""
     length = len(rows)

@@ -110,13 +110,13 @@ def plan_forward(
 def _add_sums(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any], fetch: Fetch) -> None:
     block = sweep_block(spec, "row_sums")
     own = blocks(spec, block, block.rows, block.keys)
-    launches.add(sums.row_sums, spec.programs(block.rows), numbers | own)
+    launches.add(sums.row_sums, spec.programs(block.rows), numbers | own, senders="strength")
     if not spec.hears:
         return
     block = sweep_block(spec, "column_messages")
     programs, count = spec.programs(block.keys), ceil_div(spec.longest, block.keys)
     own = blocks(spec, block, block.keys, block.rows)
-    launches.add(sums.column_messages, programs, numbers | own, fetch("q", block.rows))
+    launches.add(sums.column_messages, programs, numbers | own, fetch("q", block.rows), senders="strength")
     own = {"blocks": count, "KEYS": block.keys, "BLOCKS": next_power_of_2(count)}
     launches.add(sums.key_weights, programs, numbers | own)
 

@@ -27,6 +27,7 @@ from saobp.kernels.library.arithmetic import (
 )
 from saobp.kernels.library.indexing import locate, row_bases, states_base
 from saobp.kernels.library.packed_bf16 import boosted, multiply, pair_message
+from saobp.kernels.library.senders import senders_of_map
 
 LOWEST = tl.constexpr(2.0**-80)
 """Smallest normaliser of a row for which products of weights in float32 or bfloat16 are exact enough."""
@@ -77,7 +78,7 @@ def short_forward(
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr, SAVES: tl.constexpr,
+    PRECISION: tl.constexpr, SAVES: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Output of one head of one sequence of at most KEYS tokens; not TAIL: exactly KEYS.
 
@@ -117,9 +118,12 @@ def short_forward(
     heard = tl.zeros([KEYS], tl.float32)
     if HEARS:
         sent = log2_message(a, message, PRECISE)
-        if MASKED:
-            sent = tl.where(real[:, None], sent, 0.0)
+        sends, share = senders_of_map(real, places, tokens, STRIDE, MASKED)
+        if MASKED or STRIDE > 1:
+            sent = tl.where(sends[:, None], sent, 0.0)
         heard = tl.sum(sent, 0)
+        if STRIDE > 1:
+            heard *= share
         if TAIL or MASKED:
             heard = tl.where(real, heard, float("-inf"))
         peak = tl.max(heard, 0)
@@ -210,7 +214,7 @@ def short_backward(
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of one head, and the gradient of its gamma per row; notation of backward.py.
 
@@ -276,8 +280,11 @@ def short_backward(
         d_message = u * (d_logits - tl.sum(d_logits, 0)[None, :])
     else:
         d_message = u * d_logits
-    if MASKED:
-        d_message = tl.where(real[:, None], d_message, 0.0)
+    sends, share = senders_of_map(real, places, tokens, STRIDE, MASKED)
+    if MASKED or STRIDE > 1:
+        d_message = tl.where(sends[:, None], d_message, 0.0)
+    if STRIDE > 1:
+        d_message *= share
     strength_grad = tl.sum(d_message, 1)
     tl.store(strength_grad_ptr + row_base + places, strength_grad, mask=places < tokens)
     d_scores = d_logits + gamma * (d_message - a * strength_grad[:, None])

@@ -4,6 +4,8 @@
 2. ``column_messages``: sum of all rows' log messages per key, gridded over keys, so without atomics;
    ``key_weights`` turns it into factors at most 1.
 
+STRIDE above 1: only every STRIDE-th real row sends messages (``library.senders``), so both sweeps take those rows alone.
+
 Tiles of 128 rows (in sweep 2, keys) are processed in two halves with separate products: while the tensor cores
 compute one half's product, exponentials of the other are taken.
 """
@@ -24,6 +26,7 @@ from saobp.kernels.library.arithmetic import (
 )
 from saobp.kernels.library.indexing import head_base, locate, mask_base_of, row_bases, states_base, states_of
 from saobp.kernels.library.packed_bf16 import pair_logarithm, powers, short_log2, short_sums, sums_by_thread
+from saobp.kernels.library.senders import load_senders, sending_rows
 
 
 @triton.jit
@@ -79,11 +82,11 @@ def exponentials(raw, reference, score_scale, PRECISE: tl.constexpr):
 
 @triton.jit
 def store_lse(
-    lse_base, low_plane, rows, reference, parts, q, k_base, k_row, mask_base, tokens, score_scale,
+    lse_base, low_plane, rows, count, reference, parts, q, k_base, k_row, mask_base, tokens, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of some rows.
+    """Log-sum-exp of some of ``count`` rows.
 
     If a score far above the reference overflowed, or all underflowed, recomputes with a running maximum, in narrow tiles.
     """
@@ -98,20 +101,22 @@ def store_lse(
             raw = raw_scores(q, k, real, True, PRECISION)
             top, total = with_maximum(top, total, raw, score_scale)
         reference = as_reference(top, score_scale, PRECISE)
-    write_lse(lse_base, low_plane, rows, tokens, reference, total, PRECISE)
+    write_lse(lse_base, low_plane, rows, count, reference, total, PRECISE)
 
 
 @triton.jit
 def row_sums(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, senders_ptr, lse_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     heads, group, length, blocks, low_plane, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 log-sum-exp of each row; plus infinity for a row that sees no key, so that its weights are 0."""
+    """Base-2 log-sum-exp of each sending row; plus infinity for a row that sees no key, so that its weights are 0."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    if block * ROWS >= tokens:
+    index, count, share = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
+    if block * ROWS >= count:
         return
     SPLIT: tl.constexpr = ROWS == 128
     PART: tl.constexpr = 64 if SPLIT else ROWS
@@ -125,10 +130,12 @@ def row_sums(
     # The first tile's largest score is the reference for the whole row: no running maximum is needed.
     real = real_tokens(mask_base, tl.arange(0, KEYS), tokens, MASKED)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
-    q = load_rows(q_base, begin, tokens, q_row, PART, DIM, BLOCK_DIM, True)
+    q = load_senders(q_base, index, begin, count, q_row, PART, DIM, BLOCK_DIM, True, STRIDE, MASKED)
     reference, parts = first_sums(q, k, real, score_scale, PRECISE, PRECISION)
     if SPLIT:
-        q_2 = load_rows(q_base, begin + PART, tokens, q_row, PART, DIM, BLOCK_DIM, True)
+        q_2 = load_senders(
+            q_base, index, begin + PART, count, q_row, PART, DIM, BLOCK_DIM, True, STRIDE, MASKED
+        )
         reference_2, parts_2 = first_sums(q_2, k, real, score_scale, PRECISE, PRECISION)
     for start in tl.range(KEYS, tokens, KEYS):
         real = real_tokens(mask_base, start + tl.arange(0, KEYS), tokens, MASKED)
@@ -140,12 +147,12 @@ def row_sums(
         if SPLIT:
             parts_2 += exponentials(raw_2, reference_2, score_scale, PRECISE)
     store_lse(
-        lse_base, low_plane, rows, reference, parts, q, k_base, k_row, mask_base, tokens, score_scale,
+        lse_base, low_plane, rows, count, reference, parts, q, k_base, k_row, mask_base, tokens, score_scale,
         DIM, BLOCK_DIM, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     if SPLIT:
         store_lse(
-            lse_base, low_plane, rows + PART, reference_2, parts_2, q_2, k_base, k_row, mask_base, tokens, score_scale,
+            lse_base, low_plane, rows + PART, count, reference_2, parts_2, q_2, k_base, k_row, mask_base, tokens, score_scale,
             DIM, BLOCK_DIM, PRECISE, MASKED, PRECISION,
         )  # fmt: skip
 
@@ -188,18 +195,24 @@ def store_heard(base, keys, tokens, mask_base, sums, unit, MASKED: tl.constexpr)
 
 @triton.jit
 def column_messages(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, heard_ptr, peak_ptr, q_map,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, senders_ptr, lse_ptr, strength_ptr, heard_ptr, peak_ptr, q_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     heads, group, length, blocks, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum over all rows of base-2 log messages about each key, and the largest sum of each block of keys."""
+    """Sum over rows of base-2 log messages about each key, and the largest sum of each block of keys.
+
+    STRIDE above 1: of the sending rows, times real rows over sending rows.
+    """
     pid = tl.program_id(0)
     block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         tl.store(peak_ptr + pid, float("-inf"))
         return
+    index, count, share = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
+    PADDED: tl.constexpr = MASKED and STRIDE == 1  # padding is no sending row
     SPLIT: tl.constexpr = KEYS == 128
     PART: tl.constexpr = 64 if SPLIT else KEYS
     begin = block * KEYS
@@ -211,17 +224,22 @@ def column_messages(
     logarithm = pair_logarithm(message)
     COLUMNS: tl.constexpr = 8 if PRECISE == 0 else 1
     unit = logarithm[0] if PRECISE == 0 else 1.0
+    if STRIDE > 1:
+        unit *= share
     k = load_rows(k_base, begin, tokens, k_row, PART, DIM, BLOCK_DIM, True)
     sums = tl.zeros([PART, COLUMNS], tl.float32)
     if SPLIT:
         k_2 = load_rows(k_base, begin + PART, tokens, k_row, PART, DIM, BLOCK_DIM, True)
         sums_2 = tl.zeros([PART, COLUMNS], tl.float32)
     # A tile's log-sum-exp is prefetched before its product.
-    high, low = load_speakers(
-        lse_ptr + row_base, low_plane, mask_base, 0, tokens, ROWS, TAIL, PRECISE, MASKED
-    )
-    for start in tl.range(0, tokens, ROWS):
-        q = fetch_tile(queries, start, tokens, ROWS, DIM, BLOCK_DIM, TAIL, MAPPED)
+    high, low = load_speakers(lse_ptr + row_base, low_plane, mask_base, 0, count, ROWS, TAIL, PRECISE, PADDED)
+    for start in tl.range(0, count, ROWS):
+        if STRIDE == 1:
+            q = fetch_tile(queries, start, tokens, ROWS, DIM, BLOCK_DIM, TAIL, MAPPED)
+        else:
+            q = load_senders(
+                queries[1], index, start, count, q_row, ROWS, DIM, BLOCK_DIM, TAIL, STRIDE, MASKED
+            )
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if SPLIT:
             raw_2 = tl.dot(k_2, tl.trans(q), input_precision=PRECISION)
@@ -229,7 +247,7 @@ def column_messages(
         if SPLIT:
             sums_2 = add_messages(sums_2, raw_2, high, low, score_scale, message, logarithm, PRECISE)
         high, low = load_speakers(
-            lse_ptr + row_base, low_plane, mask_base, start + ROWS, tokens, ROWS, TAIL, PRECISE, MASKED
+            lse_ptr + row_base, low_plane, mask_base, start + ROWS, count, ROWS, TAIL, PRECISE, PADDED
         )
     peak = store_heard(heard_ptr + row_base, keys, tokens, mask_base, sums, unit, MASKED)
     if SPLIT:

@@ -56,7 +56,7 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
     numbers = _numbers(spec, query, key, value) | {"ANCHORED": spec.dtype == torch.float16}
     block = sweep_block(spec, "row_sums")
     own = blocks(spec, block, block.rows, block.keys)
-    launches.add(sums.row_sums, spec.programs(block.rows), numbers | own)
+    launches.add(sums.row_sums, spec.programs(block.rows), numbers | own, senders="strength")
     _add_centres(launches, spec, centering.value_centres, numbers)
     _add_sweep(launches, spec, forward.gathered_values, numbers)
     _add_sweep(launches, spec, forward.elemmul_output, numbers, by_rows=True)

@@ -34,6 +34,7 @@ def add_hopper_launch(
     numbers = {
         **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
         "lines": lines, "TAIL": spec.length != SHORT, "HEARS": spec.hears, "STRONG": strong,
+        "share": spec.length / spec.senders,
         "DROPS": spec.dropout > 0, "SAVES": saves, **resources(BLOCK),
     }  # fmt: skip
     tiles = {"out": whole_heads(spec.states_shape, spec.states_strides)}

@@ -141,8 +141,8 @@ def prior_rows(raw, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr):
 
 @gluon.jit
 def strong_rows(
-    raw, bound, score_scale, gamma, says, KIND: tl.constexpr, HEARS: tl.constexpr, GAPS: tl.constexpr
-):
+    raw, bound, score_scale, gamma, says, KIND: tl.constexpr, HEARS: tl.constexpr, GAPS: tl.constexpr, STRIDE: tl.constexpr
+):  # fmt: skip
     """For any strength: messages of pairs of rows, refined weights without the keys' factors, largest scores and sums."""
     if GAPS:
         raw = gl.minimum(raw, bound[None, :])
@@ -152,7 +152,7 @@ def strong_rows(
     e = gl.exp2(raw * score_scale - high[:, None])
     total = gl.sum(e, 1)
     slope = gamma * inverse_or_zero(total, GAPS)
-    if GAPS:
+    if GAPS or STRIDE > 1:
         slope *= says
     sent, refined = messages_and_weights(e, slope, KIND, HEARS == 2)
     return sent, gl.convert_layout(refined, product_layout(KEYS, gl.num_warps())), high, total
@@ -180,8 +180,8 @@ def boosted_rows(coarse, inverse, message):
 
 @gluon.jit
 def key_weights(
-    sums, memory, key_part_base, mask_base, length, message,
-    STRONG: tl.constexpr, MASKED: tl.constexpr, GAPS: tl.constexpr, SAVES: tl.constexpr,
+    sums, memory, key_part_base, mask_base, length, message, share,
+    STRONG: tl.constexpr, MASKED: tl.constexpr, GAPS: tl.constexpr, SAVES: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Factors of keys from their summed messages. Each warp takes all keys: no reduction across warps for the largest."""
     spread: tl.constexpr = gl.BlockedLayout([KEYS // 32], [32], [gl.num_warps()], [0])
@@ -191,6 +191,8 @@ def key_weights(
     else:
         memory.store(gl.sum(sums, 1))
         heard = memory.load(spread) * pair_logarithm(message)[0]
+    if STRIDE > 1:
+        heard *= share
     keys = gl.arange(0, KEYS, spread)
     if GAPS:
         heard = gl.minimum(heard, real_or(mask_base, keys, length, float("inf"), float("-inf"), MASKED))
@@ -217,12 +219,15 @@ def times_values(refined, v, factor):
 def short_hopper_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, totals_ptr,
     q_map, k_map, v_map, out_map,
-    heads, group, length, lines, score_scale, drop_threshold, keep_scale,
+    heads, group, length, lines, score_scale, drop_threshold, keep_scale, share,
     sign, r0, r1, r2, l0, l1, l2,
     TAIL: tl.constexpr, HEARS: tl.constexpr, STRONG: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
-    SAVES: tl.constexpr,
+    SAVES: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Output of several heads, and what the backward pass needs, as ``short_weak.short_weak_forward``."""
+    """Output of several heads, and what the backward pass needs, as ``short_weak.short_weak_forward``.
+
+    STRIDE above 1, with STRONG and without padding: every STRIDE-th row sends messages, which count ``share`` times.
+    """
     WARPS: tl.constexpr = gl.num_warps()
     ROWS: tl.constexpr = 16 * WARPS
     PARTS: tl.constexpr = KEYS // ROWS
@@ -299,8 +304,10 @@ def short_hopper_forward(
             rows = part * ROWS + gl.arange(0, ROWS, by_row)
             if STRONG:
                 says = real_or(mask_base, rows, length, 1.0, 0.0, MASKED) if GAPS else 1.0
+                if STRIDE > 1:
+                    says *= gl.where(rows % STRIDE == 0, 1.0, 0.0)
                 fine, coarse, high, total = strong_rows(
-                    raw, bound, score_scale, message[0], says, KIND, HEARS, GAPS
+                    raw, bound, score_scale, message[0], says, KIND, HEARS, GAPS, STRIDE
                 )
             else:
                 fine, coarse, high, total = prior_rows(raw, bound, score_scale, KIND, GAPS)
@@ -327,8 +334,8 @@ def short_hopper_forward(
         if HEARS:
             sums = warpgroup_mma_wait(0, deps=(sums,))
             weight = key_weights(
-                sums, heard_memory, key_part_ptr + row_base, mask_base, length, message,
-                STRONG, MASKED, GAPS, SAVES or STRONG,
+                sums, heard_memory, key_part_ptr + row_base, mask_base, length, message, share,
+                STRONG, MASKED, GAPS, SAVES or STRONG, STRIDE,
             )  # fmt: skip
             weight_memory.store(weight.to(KIND))
             weight = weight_memory.load(by_key)

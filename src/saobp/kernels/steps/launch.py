@@ -70,9 +70,8 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
     launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved"), saved_slices(spec)[0])
     numbers = step_numbers(spec, query, key, value) | named_strides("o", spec.states_strides)
     block = sweep_block(spec, "row_sums")
-    launches.add(
-        sums.row_sums, spec.programs(block.rows), numbers | blocks(spec, block, block.rows, block.keys)
-    )
+    own = numbers | blocks(spec, block, block.rows, block.keys)
+    launches.add(sums.row_sums, spec.programs(block.rows), own, senders="strength")
     for step in range(spec.steps):
         if spec.hears:
             _add_messages(launches, spec, numbers, step)
@@ -87,7 +86,7 @@ def _add_messages(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, A
     if step == 0:
         block = sweep_block(spec, "column_messages")
         own = numbers | blocks(spec, block, block.keys, block.rows) | {"MAPPED": False}
-        launches.add(sums.column_messages, spec.programs(block.keys), own, heard=heard)
+        launches.add(sums.column_messages, spec.programs(block.keys), own, heard=heard, senders="strength")
     else:
         block = step_block(spec, "step_messages")
         own = numbers | {"STEP": step}

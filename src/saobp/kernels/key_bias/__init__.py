@@ -1,0 +1,1 @@
+"""Attention with a bias per key that a part of the rows sends."""

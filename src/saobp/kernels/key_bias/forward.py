@@ -1,0 +1,165 @@
+"""Key bias from a part of the rows, forward: the third sweep, after the two of ``bidirectional.sums``.
+
+softmax(s + c) is plain attention with a bias per key, so no row needs the log-sum-exp of its prior, and the first two
+sweeps take the sending rows alone. In place of it, exponentials are relative to the largest biased score of a row's first
+tile; if one overflows for that, or the first tile is all padding, the block is computed again with a running maximum.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saobp.kernels.bidirectional.forward import add_row_sums
+from saobp.kernels.bidirectional.sums import write_lse
+from saobp.kernels.library.arithmetic import head_seed, kept, load_rows, load_vector, store_rows
+from saobp.kernels.library.indexing import head_base, locate, states_base
+
+
+@triton.jit
+def first_reference(raw, bias, score_scale):
+    """Largest biased score of each row of a tile; 0 for a row that sees none of its keys."""
+    top = tl.max(raw * score_scale + bias[None, :], 1)
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def add_tile(
+    out, totals, raw, v, bias, reference, ones, seed, rows, keys, score_scale, drop_threshold,
+    PRECISE: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output and sums of weights of some rows, with those of a tile of keys added."""
+    weights = tl.exp2((raw * score_scale + bias[None, :]) - reference[:, None]).to(v.dtype)
+    totals = add_row_sums(totals, weights, ones, PRECISE)
+    if DROPS:
+        weights = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), weights, 0.0)
+    return tl.dot(weights, v, out, input_precision=PRECISION), totals
+
+
+@triton.jit
+def with_maximum(
+    q, k_base, v_base, heard_base, seed, rows, tokens, k_row, v_row, score_scale, drop_threshold,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output, sum of weights and reference of some rows, with a running maximum, in narrow tiles."""
+    KEYS: tl.constexpr = 16
+    top = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    reference = tl.zeros([q.shape[0]], tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    out = tl.zeros([q.shape[0], BLOCK_DIM], tl.float32)
+    for start in tl.range(0, tokens, KEYS, num_stages=1):
+        keys = start + tl.arange(0, KEYS)
+        k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+        v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+        bias = load_vector(heard_base, keys, tokens, float("-inf"), True)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale + bias[None, :]
+        raised = tl.maximum(top, tl.max(scores, 1))
+        reference = tl.where(raised == float("-inf"), 0.0, raised)
+        shrink = tl.exp2(top - reference)
+        weights = tl.exp2(scores - reference[:, None]).to(v.dtype)
+        total = total * shrink + tl.sum(weights.to(tl.float32), 1)
+        if DROPS:
+            weights = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), weights, 0.0)
+        out = tl.dot(weights, v, out * shrink[:, None], input_precision=PRECISION)
+        top = raised
+    return out, total, reference
+
+
+@triton.jit
+def finish_rows(
+    out, totals, reference, q, k_base, v_base, out_ptr, rest_ptr, out_offset, heard_base, belief_base, low_plane, seed,
+    begin, tokens, k_row, v_row, o_row, score_scale, drop_threshold, keep_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PRECISE: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Normalises and stores some rows of the output; if SAVES also its rounding error and log2 of the normalisers."""
+    rows = begin + tl.arange(0, out.shape[0])
+    total = tl.max(totals, 1)
+    # Of a first tile with a real key the largest weight is 1.
+    if (tl.max(total) > 1e37) | (tl.min(total) < 0.5):
+        out, total, reference = with_maximum(
+            q, k_base, v_base, heard_base, seed, rows, tokens, k_row, v_row, score_scale, drop_threshold,
+            DIM, BLOCK_DIM, DROPS, PRECISION,
+        )  # fmt: skip
+    out *= tl.where(total > 0, keep_scale / total, 0.0)[:, None]
+    store_rows(out_ptr + out_offset, begin, tokens, o_row, out, out.shape[0], DIM, BLOCK_DIM)
+    if SAVES:
+        KIND: tl.constexpr = out_ptr.dtype.element_ty
+        if PRECISE != 2:
+            rest = out - out.to(KIND).to(tl.float32)
+            store_rows(rest_ptr + out_offset, begin, tokens, o_row, rest, out.shape[0], DIM, BLOCK_DIM)
+        write_lse(belief_base, low_plane, rows, tokens, reference, total, PRECISE)
+
+
+@triton.jit
+def biased_output(
+    q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, seed_ptr, heard_ptr, rest_ptr, belief_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    heads, group, length, blocks, low_plane, score_scale, drop_threshold, keep_scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    PRECISE: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Output of a block of rows, if SPLIT in two halves. ``heard`` is minus infinity for padding keys, which hides them."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * ROWS >= tokens:
+        return
+    PART: tl.constexpr = 64 if SPLIT else ROWS
+    begin = block * ROWS
+    rows = begin + tl.arange(0, PART)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    out_offset = states_base(0, batch, head, first, o_batch, o_head, o_row)
+    row_base = head_base(0, batch, head, first, heads, length)
+    seed = head_seed(seed_ptr, row_base, DROPS)
+    ones = tl.full([KEYS, 16], 1.0, v_ptr.dtype.element_ty)
+    nothing = tl.zeros([PART, BLOCK_DIM], tl.float32)
+    no_sums = tl.zeros([PART, 16], tl.float32)
+    keys = tl.arange(0, KEYS)
+    bias = load_vector(heard_ptr + row_base, keys, tokens, float("-inf"), True)
+    k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+    q = load_rows(q_base, begin, tokens, q_row, PART, DIM, BLOCK_DIM, True)
+    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    reference = first_reference(raw, bias, score_scale)
+    out, totals = add_tile(
+        nothing, no_sums, raw, v, bias, reference, ones, seed, rows, keys, score_scale, drop_threshold,
+        PRECISE, DROPS, PRECISION,
+    )  # fmt: skip
+    if SPLIT:
+        q_2 = load_rows(q_base, begin + PART, tokens, q_row, PART, DIM, BLOCK_DIM, True)
+        raw_2 = tl.dot(q_2, tl.trans(k), input_precision=PRECISION)
+        reference_2 = first_reference(raw_2, bias, score_scale)
+        out_2, totals_2 = add_tile(
+            nothing, no_sums, raw_2, v, bias, reference_2, ones, seed, rows + PART, keys, score_scale, drop_threshold,
+            PRECISE, DROPS, PRECISION,
+        )  # fmt: skip
+    for start in tl.range(KEYS, tokens, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
+        bias = load_vector(heard_ptr + row_base, keys, tokens, float("-inf"), TAIL)
+        raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SPLIT:
+            raw_2 = tl.dot(q_2, tl.trans(k), input_precision=PRECISION)
+        out, totals = add_tile(
+            out, totals, raw, v, bias, reference, ones, seed, rows, keys, score_scale, drop_threshold,
+            PRECISE, DROPS, PRECISION,
+        )  # fmt: skip
+        if SPLIT:
+            out_2, totals_2 = add_tile(
+                out_2, totals_2, raw_2, v, bias, reference_2, ones, seed, rows + PART, keys, score_scale, drop_threshold,
+                PRECISE, DROPS, PRECISION,
+            )  # fmt: skip
+    finish_rows(
+        out, totals, reference, q, k_base, v_base, out_ptr, rest_ptr, out_offset, heard_ptr + row_base,
+        belief_ptr + row_base, low_plane, seed, begin, tokens, k_row, v_row, o_row, score_scale, drop_threshold, keep_scale,
+        DIM, BLOCK_DIM, PRECISE, DROPS, SAVES, PRECISION,
+    )  # fmt: skip
+    if SPLIT:
+        finish_rows(
+            out_2, totals_2, reference_2, q_2, k_base, v_base, out_ptr, rest_ptr, out_offset, heard_ptr + row_base,
+            belief_ptr + row_base, low_plane, seed, begin + PART, tokens, k_row, v_row, o_row, score_scale, drop_threshold,
+            keep_scale, DIM, BLOCK_DIM, PRECISE, DROPS, SAVES, PRECISION,
+        )  # fmt: skip
