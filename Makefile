@@ -39,7 +39,7 @@ test: $(READY) chromium
 # dependencies, pytest, pytest-xdist and hypothesis.
 GPU_PYTHON ?= $(BIN)/python
 GPU_PROCESSES ?= 14
-GPU_FIRST := $(addprefix tests/kernels/test_,steps.py masked.py decoding.py hopper.py bidirectional.py)
+GPU_FIRST := $(addprefix tests/kernels/test_,steps.py masked.py decoding.py key_bias.py hopper.py bidirectional.py)
 GPU_TESTS := $(GPU_FIRST) $(filter-out $(GPU_FIRST),$(wildcard tests/kernels/test_*.py)) \
   tests/training/test_graphed_step.py tests/training/test_pretraining.py tests/metrics/test_refined_products.py \
   tests/operation/test_row_gradients.py tests/portable/test_hub_kernel.py

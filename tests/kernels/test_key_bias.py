@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from call_helpers import SLOW_INTERPRETED, slow_interpreted
 from torch import Tensor
 
 import saobp
@@ -35,8 +36,8 @@ def sent_by(stride: int, factor: str = "high-key-bias") -> Refinement:
     return Refinement(factor, "learned", message_stride=stride)
 
 
-@pytest.mark.parametrize("stride", [2, 4, pytest.param(7, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("length", [150, pytest.param(192, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [2, 4, pytest.param(7, marks=SLOW_INTERPRETED)])
+@pytest.mark.parametrize("length", [150, pytest.param(192, marks=SLOW_INTERPRETED)])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_every_so_many_rows_send(dtype: torch.dtype, length: int, stride: int) -> None:
     inputs = attention_inputs(
@@ -45,7 +46,7 @@ def test_every_so_many_rows_send(dtype: torch.dtype, length: int, stride: int) -
     check(inputs, sent_by(stride))
 
 
-@pytest.mark.parametrize("side", ["right", pytest.param("left", marks=pytest.mark.slow), "both"])
+@pytest.mark.parametrize("side", ["right", pytest.param("left", marks=SLOW_INTERPRETED), "both"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_padding(dtype: torch.dtype, side: Any) -> None:
     inputs = attention_inputs(
@@ -54,7 +55,7 @@ def test_padding(dtype: torch.dtype, side: Any) -> None:
     check(inputs, sent_by(4, "low-key-bias" if side == "both" else "high-key-bias"))
 
 
-@pytest.mark.slow
+@slow_interpreted
 @pytest.mark.parametrize("dim", [40, 64, 80, 136])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_head_sizes(dtype: torch.dtype, dim: int) -> None:
@@ -62,8 +63,8 @@ def test_head_sizes(dtype: torch.dtype, dim: int) -> None:
     check(inputs, sent_by(2))
 
 
-@pytest.mark.parametrize("collapse", ["sink", pytest.param("diagonal", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("gap", [8.0, pytest.param(30.0, marks=pytest.mark.slow), 90.0])
+@pytest.mark.parametrize("collapse", ["sink", pytest.param("diagonal", marks=SLOW_INTERPRETED)])
+@pytest.mark.parametrize("gap", [8.0, pytest.param(30.0, marks=SLOW_INTERPRETED), 90.0])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_collapsed_heads(dtype: torch.dtype, gap: float, collapse: Any) -> None:
     inputs = attention_inputs(1, 2, 140, 16, strength=(0.9, 3.0), dtype=dtype, device=DEVICE)
@@ -77,7 +78,7 @@ def test_scores_far_above_those_of_the_first_tile_are_computed_again() -> None:
 
 
 @pytest.mark.parametrize("padding", [None, "both"])
-@pytest.mark.parametrize("stride", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [2, pytest.param(5, marks=SLOW_INTERPRETED)])
 @pytest.mark.parametrize("dtype", [one for one in TYPES if one != torch.float32], ids=str)
 def test_whole_maps(dtype: torch.dtype, stride: int, padding: Any) -> None:
     inputs = attention_inputs(
