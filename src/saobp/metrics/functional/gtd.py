@@ -46,11 +46,11 @@ def indirect_paths(rows: Tensor, beta: float = BETA, hops: int = HOPS, *, triang
         degree = hops - 2
         if degree == 0:
             return beta * square
-        step, two_steps = beta * rows, beta**2 * square
-        powers = step if degree % 2 else step + two_steps
+        one_or_two = torch.add(rows, square, alpha=beta)
+        powers = rows if degree % 2 else one_or_two  # X / beta
         for _ in range((degree - 1) // 2):
-            powers = step + two_steps + product(two_steps, powers)
-        return beta * (square + product(square, powers))
+            powers = torch.add(one_or_two, product(square, powers), alpha=beta**2)
+        return torch.add(square, product(square, powers), alpha=beta).mul_(beta)
 
 
 def triangular_product(left: Tensor, right: Tensor, parts: int = 4) -> Tensor:
