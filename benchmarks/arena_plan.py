@@ -57,6 +57,17 @@ CANDIDATES = (
     Form("high-key-bias:learned+temperature"),
 )
 """In the order in which they are run; the last two had been run before the plan."""
+PART_OF_ROWS = Form("high-key-bias:learned,message_stride=4")
+"""A comparison of its own: the recorded bias per key with messages from every fourth row only."""
+
+
+SHORT_NAMES = (
+    ("high-key-bias:learned", "key-bias"),
+    ("high:learned", "learned"),
+    ("+", "-"),
+    (",steps=2", ""),
+    (",message_stride=", "-rows"),
+)
 
 
 @dataclass(frozen=True)
@@ -69,10 +80,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        text = self.form.refinement
-        for long, short in (("high-key-bias:learned", "key-bias"), ("high:learned", "learned"), ("+", "-")):
+        text = "original" if self.form.refinement == "none" else self.form.refinement
+        for long, short in SHORT_NAMES:
             text = text.replace(long, short)
-        text = "original" if text == "none" else text.replace(",steps=2", "")
         if self.form.strength_rate != USUAL_RATE:
             text += f"-rate{self.form.strength_rate:g}"
         if self.form.strength_delay:
@@ -146,10 +156,16 @@ def choice_runs(losses: Losses) -> Iterator[Run]:
 
 
 def confirming_runs(chosen: Form | None) -> Iterator[Run]:
-    """Fresh seeds: Original, the chosen form and its rival, once it is known, then the two plain methods."""
-    forms = [Form("none"), *([] if chosen is None else [chosen, chosen.rival]), Form("temperature"), LEARNED]
-    for form in dict.fromkeys(form for form in forms if form is not None):
-        yield from (Run(form, seed) for seed in FRESH_SEEDS)
+    """Fresh seeds: Original, the chosen form and its rival, once it is known, then the two plain methods.
+
+    After the chosen form, or while nothing is chosen yet, come the three runs of PART_OF_ROWS.
+    """
+    first = [Form("none"), *([] if chosen is None else [chosen])]
+    yield from (Run(form, seed) for form in first for seed in FRESH_SEEDS)
+    yield from (Run(PART_OF_ROWS, seed) for seed in CHOICE_SEEDS)
+    rival = None if chosen is None else chosen.rival
+    rest = [*([] if rival is None else [rival]), Form("temperature"), LEARNED]
+    yield from (Run(form, seed) for form in dict.fromkeys(rest) for seed in FRESH_SEEDS if form not in first)
 
 
 def further_runs() -> Iterator[Run]:

@@ -1,6 +1,6 @@
 """Makes the runs of results/arena/plan.md on one GPU: choice, confirmation, then what else there is time for.
 
-    python benchmarks/arena_runs.py --tokens TOKENS --out runs/arena --jobs 9 --seconds 1500
+    python benchmarks/arena_runs.py --tokens TOKENS --out runs/arena --jobs 10 --seconds 1500
 
 Each of the processes claims one run after another. When the runs of the choice are done, the rule of
 ``arena_plan.py`` chooses, ``chosen.json`` says what and why, and the processes go on with the confirmation.
@@ -25,14 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from arena_plan import Form, Run, choice_runs, choose, confirming_runs, further_runs, losses_of
+from filelock import BaseFileLock
 
 from saobp.lab.arena import recorded
 from saobp.runs.layout import RESULT
 from saobp.storage.json_files import append_line, read_json, write_json
+from saobp.storage.locks import try_lock
 
 RECORDS = Path(__file__).parents[1] / "results" / "arena" / "runs.json"
 SLOWER = ("key-bias", "message-gate", "by-distance", "later-steps", "sinkhorn", "softmax-plus-one")
 """Words in the names of methods for whose runs a quarter more time is reserved."""
+LOCK = "lock"
 DECODERS_AT_ONCE = 3
 """Runs of a decoder that fit on the GPU side by side: 25 GB of its memory each."""
 
@@ -41,13 +44,14 @@ class Queue:
     """Runs of the plan, which several processes share.
 
     Run folders are in ``out/runs`` (controls in ``out/again``). A process that creates ``out/claims/NAME``
-    makes that run.
+    makes that run, and holds a lock in it while it lives.
     ends, choose_until: seconds since 1970; typical: seconds of a run
     """
 
     def __init__(self, out: Path, ends: float, choose_until: float, typical: float = 150.0) -> None:
         self.out, self.ends, self.choose_until, self.typical = out, ends, choose_until, typical
         self.before = losses_of(read_json(RECORDS))
+        self.held: dict[str, BaseFileLock] = {}
 
     def folder(self, run: Run) -> Path:
         return self.out / ("again" if run.control else "runs") / run.name
@@ -59,12 +63,21 @@ class Queue:
         return (self.folder(run) / RESULT).exists() or (self.claim_of(run) / "failed").exists()
 
     def is_running(self, run: Run) -> bool:
-        return self.claim_of(run).exists() and not self.is_done(run)
+        return self.claim_of(run).exists() and not self.is_done(run) and not self.is_dead(run)
+
+    def is_dead(self, run: Run) -> bool:
+        """Whether the process that claimed a run is gone and has left it unfinished."""
+        if not self.claim_of(run).exists() or self.is_done(run):
+            return False
+        lock = try_lock(self.claim_of(run) / LOCK)
+        if lock is not None:
+            lock.release()
+        return lock is not None
 
     def clear_unfinished(self) -> None:
         """Let runs that a killed process had claimed be claimed again."""
         for run in self.planned(everything=True):
-            if self.is_running(run):
+            if self.is_dead(run):
                 shutil.rmtree(self.folder(run), ignore_errors=True)
                 shutil.rmtree(self.claim_of(run))
 
@@ -103,6 +116,9 @@ class Queue:
                 continue
             with contextlib.suppress(FileExistsError):
                 self.claim_of(run).mkdir(parents=True)
+                while (lock := try_lock(self.claim_of(run) / LOCK)) is None:
+                    time.sleep(0.01)  # another process looks whether this one lives
+                self.held[run.name] = lock
                 return run
         return None
 
@@ -111,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/arena"))
-    parser.add_argument("--jobs", type=int, default=9)
+    parser.add_argument("--jobs", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of it")
     parser.add_argument("--choose-within", type=float, default=0.0, help="seconds for the choice (no limit)")
     parser.add_argument("--typical", type=float, default=150.0, help="seconds of a run, until one is done")

@@ -30,7 +30,7 @@ def test_recipes_are_those_of_the_recorded_runs() -> None:
 
 def test_the_plan_names_the_candidates() -> None:
     page = (ROOT / "results" / "arena" / "plan.md").read_text()
-    for form in plan.CANDIDATES:
+    for form in (*plan.CANDIDATES, plan.PART_OF_ROWS):
         assert f"`{form.refinement}`" in page
         assert str(Refinement.of(form.refinement)) == form.refinement
 
@@ -92,11 +92,11 @@ def test_choice_confirmation_and_the_rest_follow_each_other(tmp_path: Path) -> N
     said = json.loads((tmp_path / "chosen.json").read_text())
     assert said["chosen"]["refinement"] == best
     assert said["left_out"] == ["high:learned+message-gate"]
-    fresh = [
-        (name, seed, "modernbert") for name in ("none", best, "qk-norm+gate") for seed in (6, 7, 8, 9, 10)
-    ]
-    assert order[:14] == fresh[1:]
-    assert [name for name, seed, _ in order[14:24]] == ["temperature"] * 5 + ["high:learned"] * 5
+    fresh = [(name, seed, "modernbert") for name in ("none", best) for seed in (6, 7, 8, 9, 10)]
+    assert order[:9] == fresh[1:]
+    assert order[9:12] == [(plan.PART_OF_ROWS.refinement, seed, "modernbert") for seed in (42, 1, 2)]
+    rest = ["qk-norm+gate", "temperature", "high:learned"]
+    assert [name for name, *_ in order[12:27]] == [name for name in rest for _ in range(5)]
     assert sum(family == "llama" for *_, family in order) == runs.DECODERS_AT_ONCE
     assert len(set(order)) == len(order)
 
@@ -106,8 +106,12 @@ def test_a_second_call_goes_on_and_keeps_the_choice(tmp_path: Path) -> None:
     queue = runs.Queue(tmp_path, later, later)
     first, second = queue.claim(), queue.claim()
     finish(queue, first, 3.1)
-    queue.folder(second).mkdir(parents=True)  # killed while it ran
+    queue.folder(second).mkdir(parents=True)
     again = runs.Queue(tmp_path, later, later)
+    again.clear_unfinished()
+    assert again.is_running(second)
+    queue.held.clear()  # killed while it ran
+    assert not again.is_running(second)
     again.clear_unfinished()
     assert again.claim() == second
     assert not again.folder(second).exists()
@@ -115,6 +119,16 @@ def test_a_second_call_goes_on_and_keeps_the_choice(tmp_path: Path) -> None:
     ended = runs.Queue(tmp_path, later, time.time() - 1)  # the choice's time is over: two forms are whole
     assert ended.chosen() == plan.Form("high:learned+temperature")
     assert runs.Queue(tmp_path, later, later).claim().seed == 6  # more choice runs would change nothing
+
+
+def test_a_run_whose_process_died_does_not_hold_up_the_choice(tmp_path: Path) -> None:
+    later, past = time.time() + 10_000, time.time() - 1
+    queue = runs.Queue(tmp_path, later, later)
+    claimed = [queue.claim() for _ in range(2)]
+    finish(queue, claimed[0], 3.1)
+    assert runs.Queue(tmp_path, later, past).chosen() is None
+    queue.held.clear()
+    assert runs.Queue(tmp_path, later, past).chosen() == plan.Form("high:learned+temperature")
 
 
 def test_no_run_starts_that_would_end_too_late(tmp_path: Path) -> None:
