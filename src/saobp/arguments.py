@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saobp.propagation.factors import Similarity, get_factor
 from saobp.propagation.graph import FactorGraph
-from saobp.refinement import Refinement
+from saobp.refinement import NO_CAUSAL_STRIDE, Refinement
 
 NEUTRAL_ARGUMENTS = frozenset(
     {
@@ -133,7 +133,7 @@ def check_numbers(dropout_p: float, scale: float | None) -> None:
 
 def check_lengths(queries: int, keys: int, refinement: Refinement, is_causal: bool) -> None:
     if is_causal and refinement.message_stride > 1:
-        raise ValueError("message_stride has no causal form: causal rows would hear different shares of rows")
+        raise ValueError(NO_CAUSAL_STRIDE)
     if queries == keys or not is_causal:
         return
     factor = get_factor(refinement.factor)

@@ -137,3 +137,16 @@ def test_arguments_that_cannot_be_honoured_are_refused(name):
     with pytest.raises(ValueError, match=f"'{name}', which refined attention cannot honour"):
         call(**{name: torch.ones(4)})
     assert torch.isfinite(call(**{name: None})).all()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_padding_does_not_change_which_rows_send(family, side):
+    model = saobp.apply(tiny_model(family).double().eval(), "high-key-bias:1.5,message_stride=4")
+    batch = tiny_batch(side=side)
+    real = batch["attention_mask"][1].bool()
+    positions = {"position_ids": (real.cumsum(0) - 1).clamp(min=0)[None].expand(2, -1)}
+    with torch.no_grad():
+        padded = model(**batch, **positions).logits[1, real]
+        alone = model(batch["input_ids"][1:, real]).logits[0]
+    torch.testing.assert_close(padded, alone, rtol=1e-9, atol=1e-9)

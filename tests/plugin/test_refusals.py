@@ -123,3 +123,8 @@ def test_another_number_of_heads_than_expected():
     saobp.apply(model, "high:0.5")
     with pytest.raises(ValueError, match="expected to have 2 heads but has 4"):
         model(tiny_batch()["input_ids"])
+
+
+def test_messages_from_a_part_of_the_rows_in_a_causal_model():
+    with pytest.raises(ValueError, match="message_stride has no causal form.*LlamaForCausalLM is causal"):
+        saobp.apply(tiny_model("llama"), "high-key-bias:0.3,message_stride=2")

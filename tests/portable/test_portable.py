@@ -151,7 +151,8 @@ def load_alone(folder, auto, **options):
 
 
 @pytest.mark.parametrize(
-    "text", ["elemmul", "elemmul-prior+qk-norm", "low-key-bias:learned,steps=2", "softmax-plus-one"]
+    "text",
+    ["elemmul", "elemmul-prior+qk-norm", "low-key-bias:learned,steps=2,message_stride=3", "softmax-plus-one"],
 )
 def test_factors_and_variants_of_the_folder_equal_those_of_the_package(text, tmp_path):
     model, batch = refined(tiny_model("modernbert").double(), text), tiny_batch()

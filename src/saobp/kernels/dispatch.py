@@ -352,6 +352,8 @@ def select_kernels(
         strong = spec.hears > 0 and spec.dtype == ANY_STRENGTH and not (spec.stride > 1 and spec.masked)
         hopper = (weak or strong) and fetched and all_keys(spec) == SHORT and has_hopper_kernel(capability)
         return KernelChoice(weak, spec.may_underflow, hopper and spec.sequences * spec.heads >= HOPPER_FROM)
+    if family == "key bias":
+        return KernelChoice(weak)
     fetched = fetched and entries(spec) >= COPIED_FROM
     if family == "causal":  # the weak kernels are for messages that lower beliefs
         weak = weak and spec.hears > 0 and spec.bound > 0

@@ -61,9 +61,19 @@ class Graph:
         messages = self.show(messages)
         return messages if self.speaks is None else messages.masked_fill(~self.speaks, 0.0)
 
-    def heard(self, messages: Tensor, own: bool, past: Tensor | None) -> Tensor:
-        """Sum of the log messages that each row receives; ``past`` are those of rows in the cache."""
+    def heard(self, messages: Tensor, own: bool, past: Tensor | None, stride: int) -> Tensor:
+        """Sum of the log messages that each row receives; ``past`` are those of rows in the cache.
+
+        Every ``stride``-th node sends; its message counts for the number of nodes over that of sending ones.
+        """
         messages = self.spoken(messages)
+        if stride > 1:
+            nodes = messages.new_ones(messages.shape[-2], 1, dtype=torch.bool)
+            for real in (self.speaks, None if self.visible is None else self.visible.any(-1, keepdim=True)):
+                nodes = nodes if real is None else nodes & real
+            sends = nodes & ((nodes.cumsum(-2) - 1) % stride == 0)
+            counts = [some.sum(-2, keepdim=True, dtype=messages.dtype) for some in (nodes, sends)]
+            messages = messages * sends * (counts[0] / counts[1].clamp(min=1))
         if not self.causal:
             total = messages.sum(-2, keepdim=True)
             return total if own else total - messages
@@ -92,6 +102,7 @@ class LayerRefinement(nn.Module):
     def __init__(self, saved: dict[str, Any], layer: int, heads: int, width: int) -> None:
         super().__init__()
         self.factor, self.steps, self.damping = saved["factor"], saved["steps"], saved["damping"]
+        self.stride = saved.get("message_stride", 1)
         strength = saved["strength"]
         self.fixed: list[float] = []
         if strength == "learned":
@@ -210,7 +221,7 @@ class LayerRefinement(nn.Module):
                     log_belief = log_prior - graph.spoken(sent)
                 else:
                     own = self.factor.endswith("-key-bias")
-                    log_belief = log_prior + graph.heard(sent, own, earlier)
+                    log_belief = log_prior + graph.heard(sent, own, earlier, self.stride)
             else:
                 log_belief = log_similarity(rows) + (log_prior if self.factor == "elemmul-prior" else 0.0)
             updated = graph.show(torch.softmax(graph.hide(log_belief), -1))

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from saobp.refinement import NO_CAUSAL_STRIDE
+
 
 @dataclass(frozen=True)
 class FactorGraph:
@@ -55,13 +57,13 @@ class FactorGraph:
         """How many nodes the message of each counts for, ``[..., node, 1]``.
 
         Every ``stride``-th node sends, the first included; its message counts for the number of nodes over
-        that of sending ones, those of others not at all. Padding is no node.
+        that of sending ones, those of others not at all. Padding, and a row that sees no key, is no node.
         """
         if self.causal:
-            raise ValueError(
-                "message_stride has no causal form: causal rows would hear different shares of rows"
-            )
-        speaks = like.new_ones(nodes, 1, dtype=torch.bool) if self.speaks is None else self.speaks
+            raise ValueError(NO_CAUSAL_STRIDE)
+        speaks = like.new_ones(nodes, 1, dtype=torch.bool)
+        for real in (self.speaks, None if self.visible is None else self.visible.any(-1, keepdim=True)):
+            speaks = speaks if real is None else speaks & real
         sends = speaks & ((speaks.cumsum(-2) - 1) % self.stride == 0)
         nodes_heard = sends.sum(-2, keepdim=True, dtype=like.dtype).clamp(min=1)
         return sends * (speaks.sum(-2, keepdim=True, dtype=like.dtype) / nodes_heard)

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from saobp.functional import LEAK_WARNING
 from saobp.propagation.factors import get_factor
-from saobp.refinement import Refinement
+from saobp.refinement import NO_CAUSAL_STRIDE, Refinement
 from saobp.transformers.layer_refinement import (
     ATTACHED,
     IMPLEMENTATION,
@@ -57,6 +57,8 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
     refinement = Refinement.of(refinement)
     check_model(model)
     modules = attention_modules(model)
+    if refinement.message_stride > 1 and any(is_causal_call(module) for _, module in modules):
+        raise ValueError(f"{NO_CAUSAL_STRIDE}: {type(model).__name__} is causal")
     parameters = model.num_parameters() - sum(p.numel() for p in strength_parameters(model))
     if refinement.strength == "auto":
         refinement = refinement.resolved(parameters)

@@ -117,6 +117,11 @@ def graph_of(
             )
         window = keys if window is None else window
         if are_sequences(mask):
+            if refinement.message_stride > 1:
+                raise ValueError(
+                    "message_stride counts the rows of each sequence, which a map of packed sequences under "
+                    "a window or the compiler does not: pass them one by one, or use message_stride=1"
+                )
             visible = same_sequence(mask)
             if causal or window < keys:
                 visible = visible & in_window(window, queries, keys, causal, query.device)

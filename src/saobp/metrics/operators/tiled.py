@@ -136,15 +136,16 @@ class TiledOperator:
 
     def _sum_messages(self) -> None:
         """Sum the messages of all rows, ``[steps, heads, tokens]``; each step builds on the one before."""
-        heads, tokens = self.key.shape[:2]
+        (heads, tokens), stride = self.key.shape[:2], self.refinement.message_stride
         self.heard = self.query.new_zeros(self.refinement.steps, heads, tokens, dtype=self.precision)
         for step in range(self.refinement.steps):
             total = torch.zeros_like(self.heard[step])
             for positions in self._row_blocks():
-                messages = self._beliefs(positions, keep_messages=True).messages
+                sending = positions[positions % stride == 0]
+                messages = self._beliefs(sending, keep_messages=True).messages
                 assert messages is not None
                 total += messages[step]
-            self.heard[step] = total
+            self.heard[step] = total * (tokens / -(-tokens // stride))
 
     def _beliefs(self, positions: Tensor, keep_messages: bool = False) -> Beliefs:
         return propagate(
