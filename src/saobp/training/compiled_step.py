@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from saobp.training.full_rows import no_masks_for_full_rows
 from saobp.training.fused_qkv import fused_projections
 from saobp.training.objectives import Objective
+from saobp.training.output_layer import fast_output_layer
 from saobp.training.temporary_class import temporary_class
 
 REGULARIZER = "saobp_regularizer"
@@ -104,6 +105,8 @@ def loss_as_forward(
         stack.enter_context(no_masks_for_full_rows())
         if not (sharded or model.is_gradient_checkpointing):
             stack.enter_context(fused_projections(model))
+            if kind == "cuda":
+                stack.enter_context(fast_output_layer(model))
         if regularizer is not None:
             stack.callback(delattr, model, REGULARIZER)
         learning = None if sharded else [p for p in model.parameters() if p.requires_grad]
