@@ -41,8 +41,8 @@ CANDIDATES = (
         Form,
         (
             "high:learned+temperature+gate",
-            "high:learned+qk-norm",
             "high:learned+qk-norm+gate",
+            "high:learned+qk-norm",
             "high:learned+gate",
             "high:learned+message-gate",
         ),
@@ -146,12 +146,12 @@ def choose(losses: Losses) -> tuple[Form, dict[str, float], list[str]]:
     return forms[min(means, key=means.__getitem__)], means, left_out
 
 
-def choice_runs(losses: Losses) -> Iterator[Run]:
-    """Candidates and seeds without a loss, form by form; and Original again, at the commit of these runs."""
-    for number, form in enumerate(CANDIDATES):
+def choice_runs(losses: Losses, candidates: int = len(CANDIDATES)) -> Iterator[Run]:
+    """The first candidates' runs without a loss, form by form; and Original again, at their commit."""
+    for number, form in enumerate(CANDIDATES[:candidates]):
         done = losses.get(method_of(Run(form, 42).recipe.to_dict()), {})
         yield from (Run(form, seed) for seed in CHOICE_SEEDS if seed not in done)
-        if number == 2:
+        if number == 0:
             yield Run(Form("none"), 42, control=True)
 
 

@@ -4,8 +4,8 @@
 
 Each of the processes claims one run after another. When the runs of the choice are done, the rule of
 ``arena_plan.py`` chooses, ``chosen.json`` says what and why, and the processes go on with the confirmation.
-``--choose-within`` ends the choice early: forms that lack a seed by then are left out of it. A second call
-continues. Then ``saobp arena runs/arena/runs --fresh 6,7,8,9,10`` writes the page.
+``--candidates`` limits the choice to the first forms; ``--choose-within`` ends it early: forms that lack a
+seed by then are left out of it. A second call continues. Then ``saobp arena runs/arena/runs --fresh 6,7,8,9,10`` writes the page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from arena_plan import Form, Run, choice_runs, choose, confirming_runs, further_runs, losses_of
+from arena_plan import CANDIDATES, Form, Run, choice_runs, choose, confirming_runs, further_runs, losses_of
 from filelock import BaseFileLock
 
 from saobp.lab.arena import recorded
@@ -36,6 +36,8 @@ RECORDS = Path(__file__).parents[1] / "results" / "arena" / "runs.json"
 SLOWER = ("key-bias", "message-gate", "by-distance", "later-steps", "sinkhorn", "softmax-plus-one")
 """Words in the names of methods for whose runs a quarter more time is reserved."""
 LOCK = "lock"
+LEAST_SHARE = 0.4
+"""A run that has the GPU for itself takes at least this share of a typical run's time."""
 DECODERS_AT_ONCE = 3
 """Runs of a decoder that fit on the GPU side by side: 25 GB of its memory each."""
 
@@ -45,11 +47,23 @@ class Queue:
 
     Run folders are in ``out/runs`` (controls in ``out/again``). A process that creates ``out/claims/NAME``
     makes that run, and holds a lock in it while it lives.
-    ends, choose_until: seconds since 1970; typical: seconds of a run
+    ends, choose_until: seconds since 1970
+    typical: seconds of a run beside ``jobs - 1`` others, with which it shares the GPU
+    candidates: forms of the choice of which runs are made
     """
 
-    def __init__(self, out: Path, ends: float, choose_until: float, typical: float = 150.0) -> None:
+    def __init__(
+        self,
+        out: Path,
+        ends: float,
+        choose_until: float,
+        typical: float = 150.0,
+        *,
+        jobs: int = 1,
+        candidates: int = len(CANDIDATES),
+    ) -> None:
         self.out, self.ends, self.choose_until, self.typical = out, ends, choose_until, typical
+        self.jobs, self.candidates = jobs, candidates
         self.before = losses_of(read_json(RECORDS))
         self.held: dict[str, BaseFileLock] = {}
 
@@ -86,7 +100,7 @@ class Queue:
         path = self.out / "chosen.json"
         if path.exists():
             return Form(**read_json(path)["chosen"])
-        choice = list(choice_runs(self.before))
+        choice = list(choice_runs(self.before, self.candidates))
         open_ones = [run for run in choice if not self.is_done(run) and not run.control]
         if any(self.is_running(run) for run in open_ones) or (open_ones and time.time() < self.choose_until):
             return None
@@ -101,16 +115,18 @@ class Queue:
         """Runs in order, also those started; of the choice only while it is open, unless ``everything``."""
         chosen = self.chosen()
         if everything or (chosen is None and time.time() < self.choose_until):
-            yield from choice_runs(self.before)
+            yield from choice_runs(self.before, self.candidates)
         yield from confirming_runs(chosen)
         yield from further_runs()
 
     def claim(self) -> Run | None:
         """The next run that nobody has and that will be done in time."""
-        decoders = sum(run.family == "llama" and self.is_running(run) for run in further_runs())
+        running = [run for run in self.planned(everything=True) if self.is_running(run)]
+        decoders = sum(run.family == "llama" for run in running)
+        seconds = self.least_seconds(len(running))
         for run in self.planned():
             slow = any(word in run.form.refinement for word in SLOWER)
-            late = time.time() + self.typical * (1.25 if slow else 1.0) > self.ends
+            late = time.time() + seconds * (1.25 if slow else 1.0) > self.ends
             full = run.family == "llama" and decoders >= DECODERS_AT_ONCE
             if late or full or self.claim_of(run).exists():
                 continue
@@ -122,6 +138,13 @@ class Queue:
                 return run
         return None
 
+    def is_empty(self) -> bool:
+        return self.chosen() is not None and all(self.claim_of(run).exists() for run in self.planned())
+
+    def least_seconds(self, running: int = 0) -> float:
+        """Seconds of one more run if no other follows: faster than typical where fewer share the GPU."""
+        return self.typical * max(LEAST_SHARE, (1 + running) / self.jobs)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -130,18 +153,22 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of it")
     parser.add_argument("--choose-within", type=float, default=0.0, help="seconds for the choice (no limit)")
+    parser.add_argument(
+        "--candidates", type=int, default=len(CANDIDATES), help="so many forms to choose from"
+    )
     parser.add_argument("--typical", type=float, default=150.0, help="seconds of a run, until one is done")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         ends, until = (float(os.environ[name]) for name in ("ARENA_ENDS", "ARENA_CHOOSE_UNTIL"))
-        work(Queue(given.out, ends, until, given.typical), given.tokens)
+        queue = Queue(given.out, ends, until, given.typical, jobs=given.jobs, candidates=given.candidates)
+        work(queue, given.tokens)
         return
     ends = time.time() + given.seconds
     until = time.time() + given.choose_within if given.choose_within else ends
     for name in ("runs", "again", "claims"):
         (given.out / name).mkdir(parents=True, exist_ok=True)
-    Queue(given.out, ends, until).clear_unfinished()
+    Queue(given.out, ends, until, candidates=given.candidates).clear_unfinished()
     environment = {"ARENA_ENDS": str(ends), "ARENA_CHOOSE_UNTIL": str(until), "SAOBP_JOBS": str(given.jobs)}
     with contextlib.ExitStack() as stack:
         workers = [
@@ -162,7 +189,13 @@ def work(queue: Queue, tokens: str) -> None:
 
     import torch
 
-    while (run := queue.claim()) is not None:
+    while time.time() + queue.least_seconds() < queue.ends:
+        run = queue.claim()
+        if run is None:
+            if queue.is_empty():
+                break
+            time.sleep(1)  # where others end, the GPU has room for a run that would have been too late
+            continue
         began = time.time()
         try:
             loss = train(run, queue, tokens)

@@ -138,6 +138,28 @@ def test_no_run_starts_that_would_end_too_late(tmp_path: Path) -> None:
     assert queue.claim() is not None
 
 
+def test_fewer_runs_side_by_side_end_sooner(tmp_path: Path) -> None:
+    queue = runs.Queue(tmp_path, time.time() + 100, time.time() + 100, typical=150, jobs=10)
+    claimed = [queue.claim() for _ in range(8)]
+    assert sum(run is not None for run in claimed) == 6  # a seventh would make all of them too late
+    finish(queue, claimed[0], 3.0)
+    assert queue.claim() is not None
+
+
+def test_the_choice_may_be_among_the_first_candidates_only(tmp_path: Path) -> None:
+    later = time.time() + 10_000
+    queue = runs.Queue(tmp_path, later, later, candidates=2)
+    wanted = list(plan.choice_runs(BEFORE, 2))
+    assert [run.control for run in wanted] == [False] * 3 + [True] + [False] * 3
+    for run in wanted:
+        assert queue.claim() == run
+        finish(queue, run, 3.4)
+    assert queue.claim() == plan.Run(plan.Form("none"), 6)
+    said = json.loads((tmp_path / "chosen.json").read_text())
+    assert len(said["means"]) == 4  # two had been recorded
+    assert said["chosen"]["refinement"] == "high:learned+temperature"
+
+
 def test_forms_of_the_plan_are_methods_of_their_own() -> None:
     names = [method_of(plan.Run(form, 42).recipe.to_dict()) for form in plan.CANDIDATES]
     assert len(set(names)) == len(names) == 12
