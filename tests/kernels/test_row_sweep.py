@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from saobp.kernels.statistics import launch
 from saobp.kernels.statistics.launch import can_sweep, sweep_rows
 from saobp.propagation import row_statistics
 from saobp.propagation.row_statistics import RowMask, row_sums
@@ -172,6 +173,21 @@ def test_calls_with_a_cache_are_swept(queries: int, window: int | None) -> None:
 def test_other_widths_and_lengths(dim: int, length: int) -> None:
     own, mask = [one.to(DEVICE) for one in states(length, length, dim)], RowMask(causal=True)
     _assert_same(sweep_rows(*own, mask, scale=0.2, first=2), row_sums(*own, mask, scale=0.2, first=2))
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "padded right", "bias"])
+def test_keys_fetched_by_the_copy_engine(name: str) -> None:
+    own, mask = [one.to(DEVICE) for one in states(dim=64, kind=torch.float16)], on_device(MASKS[name])
+    _assert_same(sweep_rows(*own, mask, scale=0.2, first=FIRST), row_sums(*own, mask, scale=0.2, first=FIRST))
+
+
+def test_heads_in_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two texts with two heads over one, each text is a section."""
+    monkeypatch.setattr(launch, "SECTION_BYTES", 0)
+    monkeypatch.setattr(launch, "_launches", {})
+    own, mask = [one.to(DEVICE) for one in states()], RowMask(causal=True)
+    found, expected = (way(*own, mask, scale=0.3, first=FIRST) for way in (sweep_rows, row_sums))
+    _assert_same(found, expected)
 
 
 def test_sharp_rows_lose_no_digits() -> None:

@@ -1,8 +1,9 @@
 """One sweep over the keys for a block of query rows: largest logit, entropy, and the weight of a text's first keys.
 
 Scores are in base-2 logarithms. A row keeps its maximum m, the sum l of p = 2^(x - m), the sum of p (x - m), from
-which the entropy follows without cancellation, and the sum of p times the norms of the values. The weights of the first
-keys need the final normaliser: they are computed after the sweep.
+which the entropy follows without cancellation, and the sum of p times the norms of the values, all four for each of the
+LANES threads that share it, so that threads exchange nothing before the end. The weights of the first keys need the final
+normaliser: they are computed after the sweep.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LANES = tl.constexpr(4)
+"""Threads that share a row of a product of tensor cores, pairs of neighbouring columns in turn."""
+LOWEST = tl.constexpr(-1e38)
+"""Maximum of a lane that has seen no key: finite, so that differences need no checks."""
+
 
 @triton.jit
 def row_sweep(
-    query_ptr, key_ptr, norms_ptr, real_keys_ptr, real_rows_ptr, mask_ptr, starts_ptr, ends_ptr, out_ptr,
+    query_ptr, key_ptr, norms_ptr, real_keys_ptr, real_rows_ptr, mask_ptr, starts_ptr, ends_ptr, out_ptr, key_map,
     query_batch, query_head, query_row, key_batch, key_head, key_row, norm_batch, norm_head, norm_row,
     real_keys_batch, real_rows_batch, mask_batch, mask_head, mask_row, starts_batch,
-    heads, group, queries, keys, offset, window, score_scale, lowest_bias,
+    heads, group, section, queries, keys, offset, window, score_scale, lowest_bias,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr, STARTS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Six numbers for each block of ROWS rows: maximum, sums of entropy, first, first-k and weighted share, and rows.
 
@@ -27,10 +33,12 @@ def row_sweep(
     hidden at ``lowest_bias`` and below. STARTS: 0 a text starts at key 0, 1 at a key per text, 2 start and end per row.
     """
     blocks = tl.cdiv(queries, ROWS)
-    pid = tl.program_id(0)
-    block = blocks - 1 - pid % blocks  # the longest causal rows first
-    head = (pid // blocks) % heads
-    batch = (pid // blocks // heads).to(tl.int64)
+    lines = tl.num_programs(0) // blocks
+    # The longest causal rows of all heads of a section first: its keys stay in the L2 cache.
+    begun = tl.program_id(0) // (section * blocks) * section
+    place, width = tl.program_id(0) - begun * blocks, tl.minimum(section, lines - begun)
+    block, line = blocks - 1 - place // width, begun + place % width
+    head, batch = line % heads, (line // heads).to(tl.int64)
     rows = block * ROWS + tl.arange(0, ROWS)
     inside = rows < queries
     dims = tl.arange(0, WIDTH)
@@ -64,16 +72,15 @@ def row_sweep(
     low = low // KEYS * KEYS
     high = tl.minimum(high, keys)
 
+    source = key_map, batch.to(tl.int32), head // group
     bases = key_base, norm_base, real_base, mask_base
     limits = rows + offset, inside, start, end, keys, window, score_scale, lowest_bias
-    state = (
-        tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
-        tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32),
-    )  # fmt: skip
+    nothing = tl.zeros([ROWS, LANES], tl.float32)
+    state = nothing + LOWEST, nothing, nothing, nothing
     if PADDED or MASK > 0 or STARTS > 0:
         state = _tiles(
-            state, query, bases, limits, key_row, norm_row, low, high, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK, STARTS,
-            WEIGHTED, True,
+            state, query, source, bases, limits, key_row, norm_row, low, high, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK, STARTS,
+            WEIGHTED, MAPPED, True,
         )  # fmt: skip
     else:
         # Tiles that every row of the block sees as a whole lie between two stretches that need a mask.
@@ -88,19 +95,24 @@ def row_sweep(
         full_high = tl.maximum(tl.minimum(full_high, high // KEYS * KEYS), full_low)
         if WINDOW:
             state = _tiles(
-                state, query, bases, limits, key_row, norm_row, low, full_low, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK,
-                STARTS, WEIGHTED, True,
+                state, query, source, bases, limits, key_row, norm_row, low, full_low, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK,
+                STARTS, WEIGHTED, MAPPED, True,
             )  # fmt: skip
         state = _tiles(
-            state, query, bases, limits, key_row, norm_row, full_low, full_high, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK,
-            STARTS, WEIGHTED, False,
+            state, query, source, bases, limits, key_row, norm_row, full_low, full_high, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK,
+            STARTS, WEIGHTED, MAPPED, False,
         )  # fmt: skip
         state = _tiles(
-            state, query, bases, limits, key_row, norm_row, full_high, high, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK,
-            STARTS, WEIGHTED, True,
+            state, query, source, bases, limits, key_row, norm_row, full_high, high, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK,
+            STARTS, WEIGHTED, MAPPED, True,
         )  # fmt: skip
 
-    top, total, spread, weighted = state
+    tops, totals, spreads, weights = state
+    top = tl.max(tops, 1)
+    fallen = tops - top[:, None]
+    kept = tl.exp2(fallen)
+    total, weighted = tl.sum(kept * totals, 1), tl.sum(kept * weights, 1)
+    spread = tl.sum(kept * (spreads + fallen * totals), 1)
     counted = inside & (total != 0.0)
     if PADDED:
         real = tl.load(real_rows_ptr + batch * real_rows_batch + rows, mask=inside, other=0)
@@ -142,19 +154,22 @@ def row_sweep(
 
 @triton.jit
 def _tiles(
-    state, query, bases, limits, key_row, norm_row, begin, stop, DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr, STARTS: tl.constexpr,
-    WEIGHTED: tl.constexpr, EDGE: tl.constexpr,
+    state, query, source, bases, limits, key_row, norm_row, begin, stop, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr,
+    STARTS: tl.constexpr, WEIGHTED: tl.constexpr, MAPPED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Adds the tiles of keys from ``begin`` up to ``stop``; those of an EDGE hold entries that are not seen."""
     top, total, spread, weighted = state
+    key_map, batch, key_head = source
     key_base, norm_base, real_base, mask_base = bases
     positions, inside, start, end, keys, window, score_scale, lowest_bias = limits
     dims = tl.arange(0, WIDTH)
     for tile in range(begin, stop, KEYS):
         columns = tile + tl.arange(0, KEYS)
         places = columns.to(tl.int64)[None, :] * key_row + dims[:, None]
-        if EDGE:
+        if MAPPED:
+            states = tl.trans(tl.reshape(key_map.load([batch, key_head, tile, 0]), [KEYS, WIDTH]))
+        elif EDGE:
             states = tl.load(
                 key_base + places, mask=(columns < keys)[None, :] & (dims < DIM)[:, None], other=0.0
             )
@@ -169,26 +184,38 @@ def _tiles(
             if MASK == 2:
                 bias = tl.load(mask_base[:, None] + columns[None, :], mask=seen, other=0.0)
                 scores += bias.to(tl.float32) * 1.4426950408889634
-            scores = tl.where(seen, scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            shift = tl.where(higher == float("-inf"), 0.0, higher)
-            below = tl.where(seen, scores - shift[:, None], float("-inf"))
+            scores = _by_lane(tl.where(seen, scores, float("-inf")))
+            higher = tl.maximum(top, tl.max(scores, 2))
+            below = scores - higher[:, :, None]
             weights = tl.exp2(below)
-            below = tl.where(seen, below, 0.0)
+            below = tl.where(scores == float("-inf"), 0.0, below)
         else:
-            higher = tl.maximum(top, tl.max(scores, 1) * score_scale)
-            shift = higher
-            below = scores * score_scale - shift[:, None]
+            scores = _by_lane(scores)
+            higher = tl.maximum(top, tl.max(scores, 2) * score_scale)
+            below = scores * score_scale - higher[:, :, None]
             weights = tl.exp2(below)
-        fallen = tl.where(top == float("-inf"), 0.0, top - shift)
-        kept = tl.where(top == float("-inf"), 0.0, tl.exp2(fallen))
-        spread = kept * (spread + fallen * total) + tl.sum(weights * below, 1)
-        total = kept * total + tl.sum(weights, 1)
+        fallen = top - higher
+        kept = tl.exp2(fallen)
+        spread = kept * (spread + fallen * total) + tl.sum(weights * below, 2)
+        total = kept * total + tl.sum(weights, 2)
         if WEIGHTED:
-            norms = tl.load(norm_base + columns * norm_row, mask=columns < keys, other=0.0)
-            weighted = kept * weighted + tl.sum(weights * norms[None, :], 1)
+            if EDGE:
+                norms = tl.load(norm_base + columns * norm_row, mask=columns < keys, other=0.0)
+            else:
+                norms = tl.load(norm_base + columns * norm_row)
+            norms = _by_lane(norms[None, :])
+            weighted = kept * weighted + tl.sum(weights * norms, 2)
         top = higher
     return top, total, spread, weighted
+
+
+@triton.jit
+def _by_lane(tile):
+    """A tile ``[rows, keys]`` as ``[rows, lanes, keys / lanes]``: a thread has the scores of one lane of a row."""
+    ROWS: tl.constexpr = tile.shape[0]
+    KEYS: tl.constexpr = tile.shape[1]
+    pairs = tl.reshape(tile, (ROWS, KEYS // (2 * LANES), LANES, 2))
+    return tl.reshape(tl.permute(pairs, (0, 2, 1, 3)), (ROWS, LANES, KEYS // LANES))
 
 
 @triton.jit

@@ -57,13 +57,14 @@ def sweep(
     query: Tensor, key: Tensor, value: Tensor | None, mask: RowMask, scale: float, first: int = FIRST
 ) -> RowSums:
     """``row_sums`` by the kernel where it can."""
-    with torch.no_grad(), without_autocast(query.device.type):
+    with torch.no_grad():
         if query.is_cuda:
             from saobp.kernels.statistics.launch import can_sweep, sweep_rows
 
             if can_sweep(query, key, scale):
                 return sweep_rows(query, key, value, mask, scale=scale, first=first)
-        return row_sums(query, key, value, mask, scale=scale, first=first)
+        with without_autocast(query.device.type):
+            return row_sums(query, key, value, mask, scale=scale, first=first)
 
 
 def statistics_of(found: RowSums) -> Tensor:
