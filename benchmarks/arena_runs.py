@@ -5,7 +5,8 @@
 Each of the processes claims one run after another. When the runs of the choice are done, the rule of
 ``arena_plan.py`` chooses, ``chosen.json`` says what and why, and the processes go on with the confirmation.
 ``--candidates`` limits the choice to the first forms; ``--choose-within`` ends it early: forms that lack a
-seed by then are left out of it. A second call continues. Then ``saobp arena runs/arena/runs --fresh 6,7,8,9,10`` writes the page.
+seed by then are left out of it. A second call continues. Then ``saobp arena runs/arena/runs --fresh
+6,7,8,9,10`` writes the page.
 """
 
 from __future__ import annotations
