@@ -11,6 +11,7 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
+from saobp.kernels.key_bias import launch
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
@@ -136,3 +137,16 @@ def test_dropout_drops_the_same_entries_forward_and_backward() -> None:
     output = torch.where(dropped == 0, 0.0, whole / 0.75) @ rows[2]
     for got, expected in zip(found, torch.autograd.grad(output, rows, gradient), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("strength", [1.5, -2.0])
+@pytest.mark.parametrize("shift", [0.0, 40.0])
+def test_weights_relative_to_no_maximum(
+    strength: float, shift: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in bfloat16. With a large shift weights leave the range of the type and are computed again."""
+    monkeypatch.setattr(launch, "ANY_RANGE", HALF)
+    inputs = attention_inputs(2, 1, 170, 16, strength=strength, padding="right", dtype=HALF, device=DEVICE)
+    inputs.query[..., 0] += shift
+    inputs.key[..., 0] += 1
+    check(inputs, sent_by(4))

@@ -12,6 +12,8 @@ import torch
 from call_helpers import clear_plans
 from torch import Tensor
 
+from saobp import Refinement, attention
+from saobp.testing.error_budget import run
 from saobp.testing.inputs import AttentionInputs, attention_inputs
 
 pytest.importorskip("triton")
@@ -81,6 +83,26 @@ def test_weak_strengths(shape: dict[str, Any], cut: Callable[[bool], None]) -> N
 @pytest.mark.parametrize("shape", [BATCH, HEADS], ids=["padded batch", "heads in groups"])
 def test_learned_strengths(shape: dict[str, Any], cut: Callable[[bool], None]) -> None:
     check_equal(shape, 0.0, cut)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_key_bias_with_messages_from_a_part_of_the_rows(batch: int, cut: Callable[[bool], None]) -> None:
+    length = max(LENGTH, 192)
+    inputs = attention_inputs(batch, 8, length, DIM, key_heads=2, strength=0.9, dtype=HALF, device=DEVICE)
+    refinement = Refinement("high-key-bias", "learned", message_stride=4)
+
+    def attend(*leaves: Tensor) -> Tensor:
+        return attention(*leaves[:3], refinement, strength=leaves[3], backend="fused")
+
+    found = []
+    for wanted in (False, *([True] * (3 if GPU else 1))):
+        cut(wanted)
+        found.append((run(attend, inputs), attend(*inputs.leaves()[:3], inputs.strength).detach()))
+        assert all(bool(one._offsets) == wanted for one, *_ in FAMILIES["key bias"].plans.values())
+    (whole, alone), *others = found
+    for gradients, output in others:
+        assert are_same(output, alone)
+        assert all(are_same(gradients[name], one) for name, one in whole.items())
 
 
 def are_same(one: Tensor, other: Tensor) -> bool:

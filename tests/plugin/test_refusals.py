@@ -126,5 +126,5 @@ def test_another_number_of_heads_than_expected():
 
 
 def test_messages_from_a_part_of_the_rows_in_a_causal_model():
-    with pytest.raises(ValueError, match="message_stride has no causal form.*LlamaForCausalLM is causal"):
+    with pytest.raises(ValueError, match=r"message_stride has no causal form.*LlamaForCausalLM is causal"):
         saobp.apply(tiny_model("llama"), "high-key-bias:0.3,message_stride=2")

@@ -352,14 +352,15 @@ def select_kernels(
         strong = spec.hears > 0 and spec.dtype == ANY_STRENGTH and not (spec.stride > 1 and spec.masked)
         hopper = (weak or strong) and fetched and all_keys(spec) == SHORT and has_hopper_kernel(capability)
         return KernelChoice(weak, spec.may_underflow, hopper and spec.sequences * spec.heads >= HOPPER_FROM)
+    long = entries(spec) >= SPLIT_FROM
     if family == "key bias":
-        return KernelChoice(weak)
+        return KernelChoice(weak, split_axis=split_axis(spec) if long and not spec.masked else None)
     fetched = fetched and entries(spec) >= COPIED_FROM
     if family == "causal":  # the weak kernels are for messages that lower beliefs
         weak = weak and spec.hears > 0 and spec.bound > 0
         return KernelChoice(weak, not weak or spec.may_underflow, copy_engine=weak and fetched)
     if family == "long":
-        axis = split_axis(spec) if entries(spec) >= SPLIT_FROM else None
+        axis = split_axis(spec) if long else None
         return KernelChoice(weak, spec.may_underflow, copy_engine=fetched, split_axis=axis)
     return KernelChoice(weak and family.endswith("steps"), spec.may_underflow or family == "short steps")
 

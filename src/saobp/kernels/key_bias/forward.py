@@ -1,8 +1,9 @@
 """Key bias from a part of the rows, forward: the third sweep, after the two of ``bidirectional.sums``.
 
 softmax(s + c) is plain attention with a bias per key, so no row needs the log-sum-exp of its prior, and the first two
-sweeps take the sending rows alone. In place of it, exponentials are relative to the largest biased score of a row's first
-tile; if one overflows for that, or the first tile is all padding, the block is computed again with a running maximum.
+sweeps take the sending rows alone. Weights are relative to no maximum of their row, since bfloat16 has the range of float32:
+a bias is relative to the head's largest, and where weights leave that range nevertheless, the block is computed again with a
+running maximum. ANCHORED, for other types: relative to the largest biased score of the row's first tile.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ from saobp.kernels.library.indexing import head_base, locate, states_base
 
 
 @triton.jit
-def first_reference(raw, bias, score_scale):
-    """Largest biased score of each row of a tile; 0 for a row that sees none of its keys."""
-    top = tl.max(raw * score_scale + bias[None, :], 1)
-    return tl.where(top == float("-inf"), 0.0, top)
+def first_reference(q, k, bias, score_scale, PRECISION: tl.constexpr, ANCHORED: tl.constexpr):
+    """Largest biased score of each row of a tile; 0 for a row that sees none of its keys, or if not ANCHORED."""
+    if ANCHORED:
+        top = tl.max(tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale + bias[None, :], 1)
+        return tl.where(top == float("-inf"), 0.0, top)
+    else:
+        return tl.zeros([q.shape[0]], tl.float32)
 
 
 @triton.jit
 def add_tile(
     out, totals, raw, v, bias, reference, ones, seed, rows, keys, score_scale, drop_threshold,
-    PRECISE: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISE: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
     """Output and sums of weights of some rows, with those of a tile of keys added."""
-    weights = tl.exp2((raw * score_scale + bias[None, :]) - reference[:, None]).to(v.dtype)
+    scores = raw * score_scale + bias[None, :]
+    if ANCHORED:
+        scores -= reference[:, None]
+    weights = tl.exp2(scores).to(v.dtype)
     totals = add_row_sums(totals, weights, ones, PRECISE)
     if DROPS:
         weights = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), weights, 0.0)
@@ -38,7 +45,7 @@ def add_tile(
 
 @triton.jit
 def with_maximum(
-    q, k_base, v_base, heard_base, seed, rows, tokens, k_row, v_row, score_scale, drop_threshold,
+    q, k_base, v_base, heard_base, peak, seed, rows, tokens, k_row, v_row, score_scale, drop_threshold,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output, sum of weights and reference of some rows, with a running maximum, in narrow tiles."""
@@ -51,7 +58,7 @@ def with_maximum(
         keys = start + tl.arange(0, KEYS)
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
-        bias = load_vector(heard_base, keys, tokens, float("-inf"), True)
+        bias = load_vector(heard_base, keys, tokens, float("-inf"), True) - peak
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale + bias[None, :]
         raised = tl.maximum(top, tl.max(scores, 1))
         reference = tl.where(raised == float("-inf"), 0.0, raised)
@@ -67,18 +74,18 @@ def with_maximum(
 
 @triton.jit
 def finish_rows(
-    out, totals, reference, q, k_base, v_base, out_ptr, rest_ptr, out_offset, heard_base, belief_base, low_plane, seed,
+    out, totals, reference, q, k_base, v_base, out_ptr, rest_ptr, out_offset, heard_base, belief_base, low_plane, peak, seed,
     begin, tokens, k_row, v_row, o_row, score_scale, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PRECISE: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
     """Normalises and stores some rows of the output; if SAVES also its rounding error and log2 of the normalisers."""
     rows = begin + tl.arange(0, out.shape[0])
     total = tl.max(totals, 1)
-    # Of a first tile with a real key the largest weight is 1.
-    if (tl.max(total) > 1e37) | (tl.min(total) < 0.5):
+    # ANCHORED: of a first tile with a real key the largest weight is 1.
+    if (tl.max(total) > 1e37) | (tl.min(total) < (0.5 if ANCHORED else 1e-28)):
         out, total, reference = with_maximum(
-            q, k_base, v_base, heard_base, seed, rows, tokens, k_row, v_row, score_scale, drop_threshold,
+            q, k_base, v_base, heard_base, peak, seed, rows, tokens, k_row, v_row, score_scale, drop_threshold,
             DIM, BLOCK_DIM, DROPS, PRECISION,
         )  # fmt: skip
     out *= tl.where(total > 0, keep_scale / total, 0.0)[:, None]
@@ -88,19 +95,22 @@ def finish_rows(
         if PRECISE != 2:
             rest = out - out.to(KIND).to(tl.float32)
             store_rows(rest_ptr + out_offset, begin, tokens, o_row, rest, out.shape[0], DIM, BLOCK_DIM)
-        write_lse(belief_base, low_plane, rows, tokens, reference, total, PRECISE)
+        write_lse(belief_base, low_plane, rows, tokens, reference + peak, total, PRECISE)
 
 
 @triton.jit
 def biased_output(
-    q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, seed_ptr, heard_ptr, rest_ptr, belief_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, seed_ptr, heard_ptr, peak_ptr, rest_ptr, belief_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, group, length, blocks, low_plane, score_scale, drop_threshold, keep_scale,
+    heads, group, length, blocks, peaks, low_plane, score_scale, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, ANCHORED: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
-    """Output of a block of rows, if SPLIT in two halves. ``heard`` is minus infinity for padding keys, which hides them."""
+    """Output of a block of rows, if SPLIT in two halves. ``heard`` is minus infinity for padding keys, which hides them.
+
+    ``peaks`` blocks of keys have their largest ``heard`` each; PEAKS is that number as a power of two.
+    """
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * ROWS >= tokens:
         return
@@ -113,53 +123,47 @@ def biased_output(
     out_offset = states_base(0, batch, head, first, o_batch, o_head, o_row)
     row_base = head_base(0, batch, head, first, heads, length)
     seed = head_seed(seed_ptr, row_base, DROPS)
+    places = tl.arange(0, PEAKS)
+    peak_base = peak_ptr + tl.program_id(0) // blocks * peaks
+    peak = tl.max(tl.load(peak_base + places, mask=places < peaks, other=float("-inf")), 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
     ones = tl.full([KEYS, 16], 1.0, v_ptr.dtype.element_ty)
-    nothing = tl.zeros([PART, BLOCK_DIM], tl.float32)
-    no_sums = tl.zeros([PART, 16], tl.float32)
-    keys = tl.arange(0, KEYS)
-    bias = load_vector(heard_ptr + row_base, keys, tokens, float("-inf"), True)
-    k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
-    v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+    k = load_rows(k_base, 0, tokens if ANCHORED else 0, k_row, KEYS, DIM, BLOCK_DIM, True)
+    bias = load_vector(heard_ptr + row_base, tl.arange(0, KEYS), tokens, float("-inf"), True) - peak
     q = load_rows(q_base, begin, tokens, q_row, PART, DIM, BLOCK_DIM, True)
-    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    reference = first_reference(raw, bias, score_scale)
-    out, totals = add_tile(
-        nothing, no_sums, raw, v, bias, reference, ones, seed, rows, keys, score_scale, drop_threshold,
-        PRECISE, DROPS, PRECISION,
-    )  # fmt: skip
+    reference = first_reference(q, k, bias, score_scale, PRECISION, ANCHORED)
+    out = tl.zeros([PART, BLOCK_DIM], tl.float32)
+    totals = tl.zeros([PART, 16], tl.float32)
     if SPLIT:
         q_2 = load_rows(q_base, begin + PART, tokens, q_row, PART, DIM, BLOCK_DIM, True)
-        raw_2 = tl.dot(q_2, tl.trans(k), input_precision=PRECISION)
-        reference_2 = first_reference(raw_2, bias, score_scale)
-        out_2, totals_2 = add_tile(
-            nothing, no_sums, raw_2, v, bias, reference_2, ones, seed, rows + PART, keys, score_scale, drop_threshold,
-            PRECISE, DROPS, PRECISION,
-        )  # fmt: skip
-    for start in tl.range(KEYS, tokens, KEYS):
+        reference_2 = first_reference(q_2, k, bias, score_scale, PRECISION, ANCHORED)
+        out_2 = tl.zeros([PART, BLOCK_DIM], tl.float32)
+        totals_2 = tl.zeros([PART, 16], tl.float32)
+    for start in tl.range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-        bias = load_vector(heard_ptr + row_base, keys, tokens, float("-inf"), TAIL)
+        bias = load_vector(heard_ptr + row_base, keys, tokens, float("-inf"), TAIL) - peak
         raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SPLIT:
             raw_2 = tl.dot(q_2, tl.trans(k), input_precision=PRECISION)
         out, totals = add_tile(
             out, totals, raw, v, bias, reference, ones, seed, rows, keys, score_scale, drop_threshold,
-            PRECISE, DROPS, PRECISION,
+            PRECISE, DROPS, PRECISION, ANCHORED,
         )  # fmt: skip
         if SPLIT:
             out_2, totals_2 = add_tile(
                 out_2, totals_2, raw_2, v, bias, reference_2, ones, seed, rows + PART, keys, score_scale, drop_threshold,
-                PRECISE, DROPS, PRECISION,
+                PRECISE, DROPS, PRECISION, ANCHORED,
             )  # fmt: skip
     finish_rows(
         out, totals, reference, q, k_base, v_base, out_ptr, rest_ptr, out_offset, heard_ptr + row_base,
-        belief_ptr + row_base, low_plane, seed, begin, tokens, k_row, v_row, o_row, score_scale, drop_threshold, keep_scale,
-        DIM, BLOCK_DIM, PRECISE, DROPS, SAVES, PRECISION,
+        belief_ptr + row_base, low_plane, peak, seed, begin, tokens, k_row, v_row, o_row, score_scale, drop_threshold,
+        keep_scale, DIM, BLOCK_DIM, PRECISE, DROPS, SAVES, PRECISION, ANCHORED,
     )  # fmt: skip
     if SPLIT:
         finish_rows(
             out_2, totals_2, reference_2, q_2, k_base, v_base, out_ptr, rest_ptr, out_offset, heard_ptr + row_base,
-            belief_ptr + row_base, low_plane, seed, begin + PART, tokens, k_row, v_row, o_row, score_scale, drop_threshold,
-            keep_scale, DIM, BLOCK_DIM, PRECISE, DROPS, SAVES, PRECISION,
+            belief_ptr + row_base, low_plane, peak, seed, begin + PART, tokens, k_row, v_row, o_row, score_scale,
+            drop_threshold, keep_scale, DIM, BLOCK_DIM, PRECISE, DROPS, SAVES, PRECISION, ANCHORED,
         )  # fmt: skip

@@ -17,14 +17,18 @@ from saobp.kernels.call_spec import (
     blocks,
     ceil_div,
     named_strides,
+    next_power_of_2,
     strides,
 )
 from saobp.kernels.key_bias import backward, forward
 from saobp.kernels.library.senders import find_senders
 from saobp.kernels.masked.backward import row_products
 from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
-from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, lay_out_buffer
+from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, kernels_for, lay_out_buffer
+from saobp.kernels.runtime.two_streams import second_half_offsets
 
+ANY_RANGE = torch.bfloat16
+"""Type whose range is that of float32, so that weights need not be relative to a maximum."""
 SENDERS_ONLY = ("row_sums", "column_messages", "sender_query_gradient", "sender_key_gradient")
 """Sweeps that take the sending rows alone."""
 BY_ROWS = ("row_sums", "biased_output", "sender_query_gradient", "query_gradient")
@@ -79,11 +83,15 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, saves: bool) -> LaunchPla
     slices, size = saved_slices(spec, buffer)
     names = (*INPUT_NAMES, "out", *(("saved", "rest") if saves else ("scratch",)))
     launches = LaunchSequence(tensors.query.device, names, slices)
-    numbers = _numbers(spec, tensors) | named_strides("o", spec.states_strides) | {"SAVES": saves}
+    peaks = ceil_div(spec.longest, sweep_block(spec, "column_messages").keys)
+    numbers = _numbers(spec, tensors) | named_strides("o", spec.states_strides) | {
+        "SAVES": saves, "ANCHORED": spec.dtype != ANY_RANGE, "peaks": peaks, "PEAKS": next_power_of_2(peaks),
+    }  # fmt: skip
     if spec.masked and spec.stride > 1:
         launches.add(find_senders, spec.batch, numbers | {"SIZE": 1024})
     for sweep in (sums.row_sums, sums.column_messages, forward.biased_output):
         _add_sweep(launches, spec, sweep, numbers, **({} if saves else {"rest": "out"}))
+    _in_two_streams(launches, spec, tensors, {}, slices, dict.fromkeys(("out", "rest"), spec.dtype))
     return LaunchPlan(launches, None if saves else size)
 
 
@@ -93,7 +101,8 @@ BACKWARD_NAMES = (*INPUT_NAMES, "grad", "out", "saved", "rest", "dq", "dk", "dv"
 def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tensor) -> LaunchPlan:
     rows = (spec.rows_shape, torch.float32)
     scratch, size = lay_out_buffer("scratch", {"delta": rows, "heard_grad": rows, "row_term": rows})
-    launches = LaunchSequence(tensors.query.device, BACKWARD_NAMES, saved_slices(spec)[0] | scratch)
+    slices = saved_slices(spec)[0] | scratch
+    launches = LaunchSequence(tensors.query.device, BACKWARD_NAMES, slices)
     numbers = _numbers(spec, tensors) | strides("g", grad) | named_strides("d", spec.gradient_strides)
     own = {
         **strides("o", out), **named_strides("r", spec.states_strides), "blocks": ceil_div(spec.length, 64), "ROWS": 64,
@@ -106,7 +115,21 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tenso
         backward.sender_key_gradient,
     ):
         _add_sweep(launches, spec, sweep, numbers)
+    gradients = dict.fromkeys(("dq", "dk", "dv"), spec.dtype)
+    states = {"grad": grad, "out": out}
+    _in_two_streams(launches, spec, tensors, states, slices, {"rest": spec.dtype}, gradients)
     return LaunchPlan(launches, size)
+
+
+def _in_two_streams(
+    launches: LaunchSequence, spec: CallSpec, tensors: CallTensors, states: dict[str, Tensor],
+    slices: dict[str, BufferSlice], dtypes: dict[str, torch.dtype], gradients: dict[str, torch.dtype] | None = None,
+) -> None:  # fmt: skip
+    """Splits a long call's heads over two streams; not if its senders are listed, which heads of a sequence share."""
+    states = {"q": tensors.query, "k": tensors.key, "v": tensors.value} | states
+    axis = kernels_for("key bias", spec, *states.values()).split_axis
+    offsets = second_half_offsets(spec, axis, tensors.strength, states, dtypes, slices, gradients=gradients)
+    launches.in_two_streams(offsets)
 
 
 def _add_sweep(
