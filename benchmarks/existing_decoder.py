@@ -20,6 +20,7 @@ are made before those of the next, and finished ones are not repeated.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ from paired_runs import claimed, compare, run_workers
 from torch import Tensor
 from torch.nn import functional
 
+from saobp.runs.machine import machine
 from saobp.runs.worker_processes import end_with_parent
 from saobp.storage.json_files import write_json
 
@@ -160,9 +162,10 @@ class Continuation:
         from saobp.transformers.layer_refinement import strength_parameters
 
         self.began = time.monotonic()
-        self.facts = {"corpus": corpus, "method": method, "seed": seed}
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.facts = {"corpus": corpus, "method": method, "seed": seed, "machine": machine(self.device)}
         self.model: Any = load_model(model_dir, AutoModelForCausalLM).to(self.device)
+        self.checksum = hashlib.sha256((tokens_dir / f"{corpus}-train.npy").read_bytes()).hexdigest()
         parts = ("held-out", "train")
         self.held, self.train = (_blocks(tokens_dir / f"{corpus}-{part}.npy", self.device) for part in parts)
         self.before = held_out_loss(self.model, self.held)
@@ -233,6 +236,7 @@ class Continuation:
             "held_out_tokens": self.held.numel(),
             "losses": [round(float(loss), 4) for loss in losses[:: max(1, steps // 50)]],
             "strengths": strengths_of(self.model),
+            "training_tokens_sha256": self.checksum,
             "seconds": round(time.monotonic() - self.began, 1),
         }
 

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import typer
 from paired_runs import claimed, compare, run_workers
 
+from saobp.runs.folder import RunFolder
 from saobp.runs.worker_processes import end_with_parent
 
 TASKS = ("sst2", "cola", "stsb", "rte", "mrpc")
@@ -87,13 +88,18 @@ def table(out: Annotated[Path, typer.Option(help="Folder of the runs.")]) -> Non
 
     scores: dict[str, dict[str, dict[int, float]]] = {}
     metrics: dict[str, str] = {}
-    rows: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
+    strengths: dict[str, dict[int, Any]] = {}
     for name in TASKS:
         for path in sorted(out.glob(f"{name}/*/*/result.json")):
             found = json.loads(path.read_text())
-            metrics[name], rows[name] = found["metric"], found["rows"]
             method, seed = path.parts[-3], int(path.parts[-2])
+            run = RunFolder(path.parent / f"seed-{seed}")
+            metrics[name], facts[name] = found["metric"], _facts(run, found["rows"])
             scores.setdefault(name, {}).setdefault(method, {})[seed] = found["last"]["mean"]
+            if method == "learned":
+                last = run.health()[-1]["strengths"]
+                strengths.setdefault(name, {})[seed] = [[round(one, 4) for one in layer] for layer in last]
     whole = [name for name in TASKS if set(scores.get(name, {})) == set(METHODS)]
     common = [set.intersection(*(set(scores[name][method]) for method in METHODS)) for name in whole]
     shared = sorted(set.intersection(*common)) if common else []
@@ -101,7 +107,7 @@ def table(out: Annotated[Path, typer.Option(help="Folder of the runs.")]) -> Non
         method: {seed: sum(scores[name][method][seed] for name in whole) / len(whole) for seed in shared}
         for method in METHODS
     }
-    summary: dict[str, Any] = {"tasks": {}, "rows": rows}
+    summary: dict[str, Any] = {"tasks": {}, "facts": facts, "strengths": strengths}
     print("| task | metric | pairs | plain | learned | difference [95 %] | |\n|---|---|---|---|---|---|---|")
     for name in [*whole, "mean"]:
         own = scores[name]
@@ -109,6 +115,13 @@ def table(out: Annotated[Path, typer.Option(help="Folder of the runs.")]) -> Non
         if gain is not None:
             summary["tasks"][name] = {"metric": metrics.get(name), "scores": own, **vars(gain)}
     write_json(out / "summary.json", summary)
+
+
+def _facts(run: RunFolder, rows: dict[str, int]) -> dict[str, Any]:
+    """Recipe, data, software and hardware of a run."""
+    recipe = {name: run.recipe[name] for name in ("epochs", "batch", "rate", "strength_rate", "length")}
+    record = {name: run.record[name] for name in ("commit", "data", "environment")}
+    return {"rows": rows, **recipe, **record}
 
 
 if __name__ == "__main__":
