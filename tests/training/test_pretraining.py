@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 import saobp
 from saobp.runs.folder import RunFolder
 from saobp.testing.tiny_training import RandomRows, small_recipe, small_tokenizer, train_small
+from saobp.training import batches
 from saobp.training import pretrain as pretraining
 from saobp.training.batches import TOGETHER, BatchShard, TrainingStream, held_out_batches
 from saobp.training.trainer import PretrainTrainer, arguments
@@ -204,12 +205,26 @@ def test_held_out_batches_are_shared_and_fit_little_text(processes: int) -> None
     recipe = small_recipe(batch_size=8, evaluation_rows=20)
     shares = [BatchShard(recipe, rank, processes, torch.device("cpu")) for rank in range(processes)]
     many, few = RandomRows(50, recipe.length, 60), RandomRows(5, recipe.length, 60)
-    assert [len(held_out_batches(many, share)) for share in shares] == [2] * processes
+    found = [held_out_batches(many, share) for share in shares]
+    assert [[len(one["seeds"]) for one in own] for own in found] == [[16 // processes]] * processes, "joined"
     assert (
         sum(len(held_out_batches(few, share)[0]["seeds"]) for share in shares) == 5 // processes * processes
     )
     one = held_out_batches(RandomRows(1, recipe.length, 60), shares[0])
     assert len(one) == (1 if processes == 1 else 0)
+
+
+def test_small_held_out_batches_are_joined_to_batches_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small_recipe(batch_size=4, evaluation_rows=6 * 4)
+    rows, share = RandomRows(50, recipe.length, 60), BatchShard(recipe, 0, 1, torch.device("cpu"))
+    found = {}
+    for most in (4, 19, 1000):
+        monkeypatch.setattr(batches, "HELD_OUT_ROWS", most)
+        found[most] = held_out_batches(rows, share)
+    assert [[len(one["seeds"]) for one in own] for own in found.values()] == [[4] * 6, [12] * 2, [24]]
+    for own in found.values():
+        for name in ("input_ids", "seeds"):
+            assert torch.equal(torch.cat([one[name] for one in own]), found[1000][0][name])
 
 
 def test_a_compiled_run_agrees_with_an_eager_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

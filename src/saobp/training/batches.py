@@ -20,6 +20,8 @@ from saobp.training.recipes import PretrainRecipe
 
 TOGETHER = 8
 """Steps whose batches are gathered and copied at once, at a third of the cost of one by one."""
+HELD_OUT_ROWS = 256
+"""Most rows of small batches that are evaluated at once: launches cost more than rows."""
 HELD_OUT_SEED = 0x5A0BED
 """Seed of held-out masks, whatever the seed of the run: every evaluation masks the same."""
 
@@ -108,7 +110,8 @@ class TrainingStream:
 def held_out_batches(rows: TokenRows, shard: BatchShard) -> list[Batch]:
     """The first held-out rows, in as many whole global batches as the recipe asks for and the data has.
 
-    One smaller batch if there is less; nothing if the processes cannot share that.
+    One smaller batch if there is less; nothing if the processes cannot share that. Small ones are joined, as
+    many as make batches of one size: rows and masks stay.
     """
     recipe = shard.recipe
     wanted = min(recipe.evaluation_rows, len(rows))
@@ -116,11 +119,19 @@ def held_out_batches(rows: TokenRows, shard: BatchShard) -> list[Batch]:
     count = min(shard.rows, wanted // (shard.processes * recipe.accumulation))
     if count == 0:
         return []
-    return [
+    found = [
         shard.batch(rows, HELD_OUT_SEED, number, part, count)
         for number in range(batches)
         for part in range(recipe.accumulation)
     ]
+    sizes = range(1, max(1, HELD_OUT_ROWS // count) + 1)
+    together = max(size for size in sizes if len(found) % size == 0)
+    return [joined(found[first : first + together]) for first in range(0, len(found), together)]
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """Batches as one, of the rows of all."""
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def health_batch(rows: TokenRows, shard: BatchShard) -> Batch:
