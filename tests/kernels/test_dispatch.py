@@ -11,6 +11,7 @@ from saobp.kernels.call_spec import CallSpec
 from saobp.kernels.dispatch import Call, KernelChoice, Path, select, select_kernels
 
 HIGH = Refinement("high", 0.2)
+PART_OF_ROWS = Refinement("high-key-bias", 0.2, message_stride=2)
 
 
 def call(length: int = 100, refinement: Refinement = HIGH, dim: int = 64, **options: object) -> Call:
@@ -36,6 +37,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         (call(128, is_causal=True), "short causal"),
         (call(129, is_causal=True), "causal"),
         (call(20, Refinement("elemmul")), "elemmul"),
+        (call(129, PART_OF_ROWS, backend="fused"), "key bias"),
+        (call(128, PART_OF_ROWS, backend="fused"), "short"),
     ],
 )
 def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
@@ -73,6 +76,12 @@ def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
         (call(refinement=Refinement("none")), "torch", "PyTorch"),
         (call(backend="reference"), "reference", "backend='reference' was asked for"),
         (call(refinement=Refinement("high-key-bias", 0.2)), "reference", "are not used unasked yet"),
+        (
+            call(refinement=Refinement("high-key-bias", 0.2, steps=2, message_stride=2)),
+            "reference",
+            "several steps with messages from a part of the rows have no kernel",
+        ),
+        (call(refinement=PART_OF_ROWS, window=9), "reference", "no kernel for a sliding window of 9"),
         (call(device="cpu", values_only=True), "cpu inference", "nothing but the values"),
         (call(device="cpu", values_only=True, dropout_p=0.1), "reference", "dropout is for training"),
         (call(device="cpu", values_only=True, has_bias=True), "reference", "attn_mask adds"),

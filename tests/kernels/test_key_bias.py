@@ -11,11 +11,13 @@ from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.kernels.key_bias import launch
-from saobp.testing.error_budget import assert_within_budget
+from saobp.testing.error_budget import assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 pytest.importorskip("triton")
+
+from saobp.kernels.fused import FAMILIES
+from saobp.kernels.key_bias import launch
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -150,3 +152,24 @@ def test_weights_relative_to_no_maximum(
     inputs.query[..., 0] += shift
     inputs.key[..., 0] += 1
     check(inputs, sent_by(4))
+
+
+def test_repeats_are_equal_bit_by_bit() -> None:
+    inputs = attention_inputs(2, 2, 300 if GPU else 140, 16, strength=0.8, dtype=HALF, device=DEVICE)
+
+    def attend(*leaves: Tensor) -> Tensor:
+        return saobp.attention(*leaves[:3], sent_by(4), strength=leaves[3], backend="fused")
+
+    first = run(attend, inputs)
+    for _ in range(100 if GPU else 2):
+        assert all(torch.equal(one, first[name]) for name, one in run(attend, inputs).items())
+
+
+def test_the_operators_are_well_formed() -> None:
+    inputs = attention_inputs(1, 1, 140, 16, dtype=torch.float16, device=DEVICE)
+    family, numbers = FAMILIES["key bias"], (140, 0.25, 0.0, 1.0, 2, 0.0, 1, 0.0, 4)
+    arguments = (*inputs.leaves(), None, None, None, *numbers)
+    kinds = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(family.forward, arguments, test_utils=kinds)
+    torch.library.opcheck(family.forward, arguments, test_utils="test_aot_dispatch_static")
+    torch.library.opcheck(family.forward, arguments, test_utils="test_aot_dispatch_dynamic")

@@ -47,8 +47,6 @@ def cpu_obstacle(
         return "dropout is for training"
     if refinement.steps != 1:
         return f"{refinement.steps} steps were asked for and the CPU path does one"
-    if refinement.message_stride != 1:
-        return "messages from a part of the rows have only the reference on a CPU"
     if 0 in query or 0 in value:
         return "there is nothing to compute"
     if isinstance(factor, Similarity) and query[2] != key[2]:
