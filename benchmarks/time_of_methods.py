@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import select
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=40, help="steps of a block")
+    parser.add_argument("--patience", type=float, default=600, help="seconds for compilation")
     parser.add_argument("--first", type=int, default=FIRST)
     parser.add_argument("--out", type=Path, default=Path("time.json"))
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -70,7 +72,8 @@ def measure(given: argparse.Namespace) -> None:
     }
     seconds: dict[str, list[float]] = {}
     try:
-        ready = {method: child for method, child in children.items() if answer(child) == "ready"}
+        ends = time.monotonic() + given.patience
+        ready = {method: child for method, child in children.items() if is_ready(child, ends)}
         print("ready:", *ready, flush=True)
         if not ready:
             sys.exit("no method could be trained: the errors are above")
@@ -86,6 +89,12 @@ def measure(given: argparse.Namespace) -> None:
     finally:
         for child in children.values():
             child.kill()
+
+
+def is_ready(child: subprocess.Popen[str], ends: float) -> bool:
+    """Whether a process has compiled by then (of ``time.monotonic``); a later one is left out."""
+    found, _, _ = select.select([child.stdout], [], [], max(0.0, ends - time.monotonic()))
+    return bool(found) and answer(child) == "ready"
 
 
 def answer(child: subprocess.Popen[str]) -> str:
