@@ -79,13 +79,24 @@ def test_what_was_found_becomes_a_page_and_a_picture(tmp_path: Path) -> None:
         "set_to_zero": why.set_to_zero(model, OBJECTIVE, [batch]),
         "statistics": why.statistics(model, [batch], OBJECTIVE),
     }
-    page = "\n".join(draw.page({**one, "set_to_zero": {}}, {"High": one}))
+    base = {**one, "set_to_zero": {}}
+    page = "\n".join(draw.page([base], {"High": [one]}))
     assert "| position: all | 12 |" in page
     assert "High, set to 0" in page
     assert "strengths +" in page or "strengths -" in page
-    lines = [{"step": step, "strengths": [[0.0, step]]} for step in (0, 50)]
-    draw.save_figure(draw.picture({"High": one}, lines), tmp_path / "why")
+    lines = [{"step": step, "0.strength_bias": [0.0, step]} for step in (0, 50)]
+    draw.save_figure(draw.picture({"High": [one, one]}, lines), tmp_path / "why")
     assert (tmp_path / "why.svg").stat().st_size > 5000
+
+
+def test_differences_of_several_pairs_have_an_interval_over_them() -> None:
+    draw = load_script("benchmarks/draw_why.py")
+    seeds = [{"by_kind": {"k": {"all": {"difference": d, "error": 0.01}}}} for d in (-0.01, -0.02, -0.03)]
+    mean, low, high = draw.interval(seeds, "k", "all")
+    assert mean == pytest.approx(-1.98, abs=0.01)
+    assert low < -4 < 0 < high  # t of two degrees of freedom: 0.02 +- 0.025
+    _, low, high = draw.interval(seeds[:1], "k", "all")
+    assert (low, high) == pytest.approx((-2.92, 0.964), abs=0.01)
 
 
 def test_the_picture_of_strengths_is_that_of_its_numbers(tmp_path: Path) -> None:
