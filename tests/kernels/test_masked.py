@@ -16,6 +16,7 @@ from saobp.kernels.masked import attention as masked
 from saobp.kernels.masked.tiles import GRAIN
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+from saobp.testing.tiny_models import tiny_batch, tiny_model
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -221,6 +222,15 @@ def test_the_compiler_sees_one_operator() -> None:
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     outputs = [one(*inputs.leaves()) for one in (step, compiled)]
     torch.testing.assert_close(*outputs, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("family", ["modernbert", "mistral"])
+def test_local_layers_of_a_model_use_the_kernels(family: str) -> None:
+    model = saobp.apply(tiny_model(family), "high:0.7").to(DEVICE, torch.bfloat16)
+    batch = {name: one.to(DEVICE) for name, one in tiny_batch().items()}
+    assert "fused masked kernels" in str(saobp.explain(model, batch))
+    assert model(**batch, use_cache=False).logits.isfinite().all()
 
 
 @pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")

@@ -36,7 +36,7 @@ HALF_MAX_STRENGTH = 8.0
 """Beyond this strength weights and gradients of single entries leave the range of float16."""
 
 
-WAITING = ("a key bias", "several steps", "windows and masks", "causal windows")
+WAITING = ("a key bias", "several steps")
 """Features whose kernels wait for their tests on a GPU and are used only if backend='fused' asks for them."""
 
 
