@@ -51,7 +51,7 @@ def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
     ("given", "name", "words"),
     [
         (call(dtype=torch.float64), "reference", "because torch.float64 is not float16, bfloat16 or float32"),
-        (call(refinement=Refinement("high", 0.2, steps=2)), "reference", "several steps are not used"),
+        (call(refinement=Refinement("high", 0.2, steps=2)), "fused", "2 steps"),
         (call(refinement=Refinement("high", 0.2, steps=5)), "reference", "5 steps were asked for"),
         (
             call(refinement=Refinement("elemmul"), is_causal=True),
@@ -74,7 +74,7 @@ def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
         (call(has_attn_mask=True, window=9), "fused", "sliding window of 9, attn_mask"),
         (call(refinement=Refinement("none")), "torch", "PyTorch"),
         (call(backend="reference"), "reference", "backend='reference' was asked for"),
-        (call(refinement=Refinement("high-key-bias", 0.2)), "reference", "are not used unasked yet"),
+        (call(refinement=Refinement("high-key-bias", 0.2)), "fused", "100 tokens"),
         (
             call(refinement=Refinement("high-key-bias", 0.2, steps=2, message_stride=2)),
             "reference",

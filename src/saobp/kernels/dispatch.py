@@ -36,10 +36,6 @@ HALF_MAX_STRENGTH = 8.0
 """Beyond this strength weights and gradients of single entries leave the range of float16."""
 
 
-WAITING = ("a key bias", "several steps")
-"""Features whose kernels wait for their tests on a GPU and are used only if backend='fused' asks for them."""
-
-
 class Call(NamedTuple):
     """All that the path of a call depends on, apart from the memory layout of its tensors.
 
@@ -151,8 +147,6 @@ def select(call: Call) -> Path:
     obstacle: str | None = f"the tensors are on {call.device}, not on a CUDA GPU"
     if call.backend == "fused" or call.device == "cuda":
         obstacle = unsupported(call)
-        if obstacle is None and call.backend == "auto" and (feature := _waiting(call)) is not None:
-            obstacle = f"kernels for {feature} are not used unasked yet: backend='fused' asks for them"
         if obstacle is None:
             longest = call.query[2] if call.longest is None else call.longest
             kernels = family(call.refinement, call.is_causal, longest, call.query[3], call.dtype)
@@ -169,16 +163,6 @@ def select(call: Call) -> Path:
     if not call.values_only:
         obstacle = "a gradient, autocast, a tensor subclass, a tracer or torch.compile needs the reference's operations"
     return Path("reference" if obstacle else "cpu inference", call, obstacle=obstacle)
-
-
-def _waiting(call: Call) -> str | None:
-    """The feature in WAITING that a call has, if any."""
-    if call.refinement.factor.endswith("key-bias") and "a key bias" in WAITING:
-        return "a key bias"
-    if call.refinement.steps > 1 and "several steps" in WAITING:
-        return "several steps"
-    masks = "causal windows" if call.is_causal else "windows and masks"
-    return masks if call.is_masked and masks in WAITING else None
 
 
 def unsupported(call: Call) -> str | None:
