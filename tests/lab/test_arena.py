@@ -258,6 +258,11 @@ def test_nothing_to_compare_is_said_in_a_sentence(tmp_path: Path) -> None:
             "high:learned,steps=2 + Gated heads + later-steps",
         ),
         (
+            {"refinement": "high-key-bias:learned,message_stride=4+temperature"},
+            "high-key-bias:learned,message_stride=4+temperature",
+            "High as a bias per key, learned strengths (1 row in 4) + Temperature",
+        ),
+        (
             {
                 **named_recipe("modern", "modernbert", "mini").to_dict(),
                 **{"refinement": "high:learned", "strength_rate": 10.0, "strength_delay": 0.2},

@@ -137,9 +137,14 @@ def title_of(method: str) -> str:
     titles = {one.refinement or one.regularizer or ORIGINAL: one.title for one in METHODS.values()}
     text, *trained = re.split("(?=, (?:rate|after) )", method, maxsplit=1)
     parts = titles.get(text) or " + ".join(
-        titles.get(part, part).removesuffix(" per head") for part in text.split("+")
+        _title_of_part(part, titles).removesuffix(" per head") for part in text.split("+")
     )
     return "".join([parts, *trained])
+
+
+def _title_of_part(part: str, titles: Mapping[str, str]) -> str:
+    plain, stride, rows = part.partition(",message_stride=")
+    return titles.get(plain, plain) + (f" (1 row in {rows})" if stride else "")
 
 
 def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
