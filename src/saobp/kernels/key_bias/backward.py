@@ -3,7 +3,8 @@
 With P the refined rows, D = rowsum(dO * O), dT = P * (dO V^T - D), and for a sending row i, u = a / (1 - gamma a) and
 h = u dc, where dc = share sum_j dT and share = real rows over sending rows:
 
-1. ``row_products`` of ``masked.backward``: D, with the rounding error of O (``rest``) added back.
+1. ``row_products`` of ``masked.backward``: D, with the rounding error of O (``rest``) added back, which strong attraction
+   would magnify.
 2. ``key_value_gradient`` (over keys, all rows): dV = P^T dO, dc, and the part of dK that does not go through messages.
 3. ``sender_query_gradient`` (over sending rows): S = rowsum(h), gamma (S a - h) K, their part of dQ through messages.
 4. ``query_gradient`` (over all rows): dQ = dT K, with that part added.
