@@ -58,9 +58,14 @@ def read(files: Sequence[dict[str, Any]]) -> tuple[Seeds, dict[str, Seeds]]:
     by_seed = []
     for one in files:
         base, *others = one["runs"].values()
-        by_seed.append((base, {title_of(str(Refinement.of(other["refinement"]))): other for other in others}))
+        by_seed.append((base, {title_of(method(other["refinement"])): other for other in others}))
     shared = [title for title in by_seed[0][1] if all(title in methods for _, methods in by_seed)]
     return [base for base, _ in by_seed], {title: [own[title] for _, own in by_seed] for title in shared}
+
+
+def method(config: dict[str, Any]) -> str:
+    """The text form of a model's refinement; one without a factor has no strength."""
+    return str(Refinement.of({**config, **({"strength": "auto"} if config["factor"] == "none" else {})}))
 
 
 def picture(methods: dict[str, Seeds], lines: list[dict[str, Any]]) -> Figure:
@@ -74,9 +79,11 @@ def picture(methods: dict[str, Seeds], lines: list[dict[str, Any]]) -> Figure:
     draw_kinds(kinds, dict(list(methods.items())[:SHOWN]))
     if lines:
         draw_course(course, lines)
+    else:
+        course.remove()
     title, first = next(iter(methods.items()))
     draw_heads(heads, first)
-    heads.set_title(f"{title}: rise of perplexity with a head's numbers at 0, %", fontsize=9)
+    heads.set_title(f"Rise of perplexity with a head's numbers at 0, %\n{title}", fontsize=9)
     return figure
 
 
@@ -116,10 +123,10 @@ def draw_kinds(axis: Axes, methods: dict[str, Seeds]) -> None:
     axis.axvline(0, color="#888888", lw=1)
     axis.set_yticks(ticks, labels, fontsize=7.5)
     axis.invert_yaxis()
-    axis.legend(fontsize=8, frameon=False, loc="best")
+    axis.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
     over = f"{len(first)} pairs of models" if len(first) > 1 else "texts, one pair of models"
     axis.set_xlabel(f"difference of held-out perplexity from Original, %\n95 % over {over}", fontsize=8)
-    axis.set_title("Which tokens gain", fontsize=10)
+    axis.set_title("Which tokens gain", fontsize=10, pad=14 + 13 * len(methods))
 
 
 def draw_course(axis: Axes, lines: list[dict[str, Any]]) -> None:
