@@ -27,6 +27,7 @@ _TINY = 1e-20
 
 _SUPPORTED = (Potts, PottsListing, Similarity)
 Slices = tuple[slice, slice]
+WHOLE: Slices = (slice(None), slice(None))
 
 
 def cpu_obstacle(
@@ -127,17 +128,17 @@ def cpu_attention(
     scale = dim**-0.5 if scale is None else scale
     arithmetic = torch.promote_types(query.dtype, torch.float32)
     key, value = share_heads(key, heads), share_heads(value, heads)
-    bias, sees = _bias(graph, arithmetic), _rows_with_keys(graph)
-    speaks = graph.speaks if sees is None else sees if graph.speaks is None else sees & graph.speaks
-    sign = factor.sign if isinstance(factor, Potts) else 1
-    repulsion = sign * head_strength(strength, query.new_empty(0, dtype=arithmetic))
-    strong = bool((repulsion > STRONG).any())
-    message = torch.expm1(-repulsion)
-    message = message.unsqueeze(0) if speaks is None else message * speaks
+    bias, sees = _bias_and_rows(graph, arithmetic)
+    if isinstance(factor, Potts):
+        exponent = head_strength(strength * -factor.sign, arithmetic)
+        strong = not float(exponent.min()) >= -STRONG  # or not a number
+        message = torch.expm1(exponent)
+        for sends in (sees, graph.speaks):
+            message = message if sends is None else message * sends
     output = query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
     for part in _parts(batch, heads, queries * key.shape[-2]):
-        q, k, v = (_chunk(x, part, arithmetic) for x in (query, key, value))
-        scores, rows = _two_maps(len(q), queries, k.shape[-2], arithmetic)
+        q, k, v = [_chunk(x, part, arithmetic) for x in (query, key, value)]
+        scores, rows = _two_maps(q.shape[0], queries, k.shape[1], arithmetic)
         hidden = None if bias is None else _spread(bias, part, batch, heads)
         if hidden is None:
             torch.baddbmm(scores, q, k.mT, beta=0, alpha=scale, out=scores)
@@ -147,31 +148,31 @@ def cpu_attention(
         if isinstance(factor, Potts):
             gammas = _spread(message, part, batch, heads)
             if strong:
-                rows.copy_(_strong_messages(rows, gammas, _spread(repulsion[None], part, batch, heads)))
+                rows.copy_(_strong_messages(rows, gammas, _spread(exponent, part, batch, heads)))
             else:
                 rows.mul_(gammas).log1p_()
             _refine_potts(scores, rows, graph.causal, isinstance(factor, PottsListing))
-            refined = _product(rows, v, scores)
+            refined = torch.bmm(rows, v)
         else:
             assert isinstance(factor, Similarity)
             if sees is not None and hidden is not None and hidden.shape[1] > 1:
                 rows.mul_(_spread(sees, part, batch, heads))
             refined = _elemmul(scores, rows, v, hidden, factor.prior)
-        target = output[part]
+        target = _at(output, part)
         target.copy_(refined.view(target.shape))
     if sees is not None:
         output.masked_fill_(~sees, 0.0)
     return output
 
 
-def _strong_messages(rows: Tensor, message: Tensor, repulsion: Tensor) -> Tensor:
+def _strong_messages(rows: Tensor, message: Tensor, exponent: Tensor) -> Tensor:
     """Log messages as :class:`Potts` has them, exact near 1; arguments ``[chunk, node or 1, label or 1]``.
 
-    message is -gamma, and 0 for rows that send none.
+    message is -gamma = e^exponent - 1, and 0 for rows that send none.
     """
     near_one = (rows > 0.5) & (message != 0)
     others = rows.masked_fill(near_one, 0.0).sum(-1, keepdim=True)
-    exact = torch.log(others + rows * torch.exp(-repulsion))
+    exact = torch.log(others + rows * torch.exp(exponent))
     return torch.where(near_one, exact, torch.log1p(rows * message))
 
 
@@ -201,20 +202,15 @@ def _elemmul(scores: Tensor, rows: Tensor, value: Tensor, hidden: Tensor | None,
     if not prior:
         scores.zero_() if hidden is None else scores.copy_(hidden.expand_as(scores))
     torch.softmax(scores.add_(alike), -1, out=rows)
-    return _product(rows, value, scores)
-
-
-def _product(rows: Tensor, value: Tensor, spare: Tensor) -> Tensor:
-    """rows @ value, written into ``spare`` if it fits."""
-    shape = *rows.shape[:2], value.shape[2]
-    if value.shape[2] > spare.shape[2]:
-        return torch.bmm(rows, value)
-    return torch.bmm(rows, value, out=spare.view(-1)[: math.prod(shape)].view(shape))
+    return torch.bmm(rows, value)
 
 
 def _parts(batch: int, heads: int, entries: int) -> Iterator[Slices]:
     """Batch and head slices of about equal work: several sequences with all heads, or some heads of one."""
     room = ENTRIES_PER_THREAD * torch.get_num_threads()
+    if batch * heads * entries <= room:
+        yield WHOLE
+        return
     some_heads = min(heads, max(1, room // entries))
     some_batch = max(1, room // (entries * heads))
     for first in range(0, batch, some_batch):
@@ -235,37 +231,36 @@ def _two_maps(chunk: int, queries: int, keys: int, arithmetic: torch.dtype) -> t
     """Two uninitialised ``[chunk, queries, keys]``, valid until the next call on this thread."""
     entries, room = chunk * queries * keys, ENTRIES_PER_THREAD * torch.get_num_threads()
     if entries > room or arithmetic != torch.float32:
-        first, second = torch.empty(2, entries, dtype=arithmetic)
+        both = torch.empty(2, entries, dtype=arithmetic)
     else:
         if _scratch.buffer is None or _scratch.buffer.shape[1] != room:
             with torch.inference_mode(False):
                 _scratch.buffer = torch.empty(2, room, dtype=torch.float32)
-        first, second = _scratch.buffer[:, :entries]
-    return first.view(chunk, queries, keys), second.view(chunk, queries, keys)
+        both = _scratch.buffer[:, :entries]
+    first, second = both.view(2, chunk, queries, keys).unbind()
+    return first, second
 
 
 def _chunk(states: Tensor, part: Slices, arithmetic: torch.dtype) -> Tensor:
     """``[chunk, length, dim]`` in the precision of the arithmetic, from ``[batch, heads, length, dim]``."""
-    return states[part].to(arithmetic).reshape(-1, *states.shape[2:])
+    return _at(states, part).to(arithmetic).flatten(0, 1)
+
+
+def _at(values: Tensor, part: Slices) -> Tensor:
+    """The slices of the first two dimensions."""
+    return values if part is WHOLE else values[part]
 
 
 def _spread(values: Tensor, part: Slices, batch: int, heads: int) -> Tensor:
-    """``[chunk, n, m]`` from values whose first two dimensions broadcast to batch and heads."""
-    here = values.expand(batch, heads, *values.shape[2:])[part]
-    return here.reshape(-1, *values.shape[2:])
+    """``[chunk, n, m]`` from values ``[batch or 1, heads or 1, n, m]`` or ``[heads, n, m]``."""
+    return _at(values.expand(batch, heads, *values.shape[-2:]), part).flatten(0, 1)
 
 
-def _bias(graph: FactorGraph, arithmetic: torch.dtype) -> Tensor | None:
-    """0 where a row sees and minus infinity elsewhere, ``[batch or 1, heads or 1, node or 1, label]``."""
+def _bias_and_rows(graph: FactorGraph, arithmetic: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """0 where a row sees and minus infinity elsewhere ``[batch or 1, heads or 1, node or 1, label]``; rows
+    that see a key ``[.., node or 1, 1]``, the others having a bias of 0 throughout."""
     if graph.visible is None:
-        return None
-    return _four_dimensional(graph.hidden(torch.zeros_like(graph.visible, dtype=arithmetic)))
-
-
-def _rows_with_keys(graph: FactorGraph) -> Tensor | None:
-    """Rows that see a key, ``[batch or 1, heads or 1, node or 1, 1]``."""
-    return None if graph.visible is None else _four_dimensional(graph.visible.any(-1, keepdim=True))
-
-
-def _four_dimensional(values: Tensor) -> Tensor:
-    return values.view(*[1] * (4 - values.ndim), *values.shape)
+        return None, None
+    visible = graph.visible.view(*[1] * (4 - graph.visible.ndim), *graph.visible.shape)
+    sees = visible.any(-1, keepdim=True)
+    return torch.where(visible | ~sees, 0.0, -math.inf).to(arithmetic), sees

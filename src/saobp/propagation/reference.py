@@ -69,13 +69,13 @@ def share_heads(states: Tensor, heads: int) -> Tensor:
     return states if groups == 1 else states.repeat_interleave(groups, dim=1)
 
 
-def head_strength(strength: Tensor, scores: Tensor) -> Tensor:
-    """``[heads]`` as ``[heads, 1, 1]`` in the scores' precision, clamped so that gamma stays below 1.
+def head_strength(strength: Tensor, like: Tensor | torch.dtype) -> Tensor:
+    """``[heads]`` as ``[heads, 1, 1]`` in the precision of the scores, clamped so that gamma stays below 1.
 
     ``[steps, heads]`` becomes ``[steps, 1, heads, 1, 1]``; ``[steps or 1, batch or 1, heads, queries or 1,
     keys or 1]`` keeps its shape.
     """
-    strength = strength.to(scores).clamp(-MAX_STRENGTH, MAX_STRENGTH)
+    strength = strength.to(like).clamp(-MAX_STRENGTH, MAX_STRENGTH)
     if strength.ndim == 2:
         return strength[:, None, :, None, None]
     return strength.view(-1, 1, 1) if strength.ndim == 1 else strength
