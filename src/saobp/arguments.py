@@ -134,16 +134,17 @@ def check_numbers(dropout_p: float, scale: float | None) -> None:
 def check_lengths(queries: int, keys: int, refinement: Refinement, is_causal: bool) -> None:
     if is_causal and refinement.message_stride > 1:
         raise ValueError(NO_CAUSAL_STRIDE)
-    if queries == keys or not is_causal:
-        return
     factor = get_factor(refinement.factor)
-    if factor is not None and factor.remembers:
+    if queries != keys and is_causal and factor is not None and factor.remembers:
         raise ValueError(
             f"causal {refinement.factor!r} with {queries} queries and {keys} keys lacks the messages of the "
             "earlier rows: pass all rows, or decode through a model that saobp.apply has prepared"
         )
-    if queries > keys:
+    if queries > keys and is_causal:
         raise ValueError(f"causal attention needs at least as many keys as queries, not {keys} and {queries}")
+    heard_in_order = is_causal and refinement.future == "strict"
+    if factor is not None and (why := factor.obstacle(queries, keys, heard_in_order)) is not None:
+        raise ValueError(why)
 
 
 def read_padding(

@@ -89,6 +89,8 @@ def explain_call(first: Tensor, *others: Any, **options: Any) -> Path:
     read = read_call(first, *others, **options)
     call, states = read.call, (read.query, read.key, read.value)
     path = select(call)
+    if read.seen is not None:
+        read.graph()  # raises for a mask that the call itself would refuse
     if path.family is None or path.family == "masked":
         return path
     from saobp.kernels.runtime.launcher import kernels_for

@@ -89,16 +89,15 @@ def attention(
     count as real), or for causal ``none`` and the listing factors (the last query is aligned with the last
     key).
     """
-    query, key, value, refinement, strength, padding_mask, seen, bias, call = read_call(
+    given = read_call(
         query, key, value, refinement, attention_mask=attention_mask, attn_mask=attn_mask,
         is_causal=is_causal, dropout_p=dropout_p, scale=scale, backend=backend, strength=strength,
         padding_mask=padding_mask, sliding_window=sliding_window,
     )  # fmt: skip
+    query, key, value, refinement, strength, padding_mask, seen, bias, call = given
     if is_causal and refinement.future == "paper":
         warn_of_leak()
     path = choose_path(call)
-    queries, keys = query.shape[-2], key.shape[-2]
-    graph_options: dict[str, Any] = {"seen": seen, "window": call.window}
     if path.family == "masked":
         from saobp.kernels.masked.attention import masked_attention
 
@@ -117,15 +116,12 @@ def attention(
             query, key, value, refinement, strength, strongest=call.strongest,
             padding_mask=padding_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
         )  # fmt: skip
-    graph = build_graph(queries, keys, refinement, padding_mask, is_causal, query.device, **graph_options)
-    if seen is not None:
-        check_symmetric_mask(graph, refinement, is_causal)
+    graph = given.graph()
     if path.name == "cpu inference":
         output = cpu_attention(query, key, value, refinement, strength, graph, scale=scale)
     elif path.name == "torch":
-        triangle = (
-            is_causal and padding_mask is None and seen is None and call.window is None and queries == keys
-        )
+        no_mask = padding_mask is None and seen is None and call.window is None
+        triangle = is_causal and no_mask and query.shape[-2] == key.shape[-2]
         output = plain_attention(
             query, key, value, None if triangle else graph.visible,
             bias=bias, is_causal=triangle, dropout_p=dropout_p, scale=scale,
@@ -183,18 +179,10 @@ def attention_with_rows(
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention` by the reference, and the refined rows ``[batch, heads, queries, keys]``."""
     given = read_call(query, key, value, refinement, **options)
-    refinement, is_causal = given.refinement, given.call.is_causal
-    if is_causal and refinement.future == "paper":
+    if given.call.is_causal and given.refinement.future == "paper":
         warn_of_leak()
-    lengths = given.query.shape[-2], given.key.shape[-2]
-    graph = build_graph(
-        *lengths, refinement, given.padding_mask, is_causal, given.query.device, seen=given.seen,
-        window=given.call.window,
-    )  # fmt: skip
-    if given.seen is not None:
-        check_symmetric_mask(graph, refinement, is_causal)
     output, rows, _ = reference_attention(
-        given.query, given.key, given.value, refinement, given.strength, graph,
+        given.query, given.key, given.value, given.refinement, given.strength, given.graph(),
         bias=given.bias, dropout_p=given.call.dropout_p, scale=given.call.scale,
     )  # fmt: skip
     return output, rows
@@ -218,6 +206,17 @@ class ReadCall(NamedTuple):
     seen: Tensor | None
     bias: Tensor | None
     call: Call
+
+    def graph(self) -> FactorGraph:
+        """Which rows see and hear which; raises if ``attn_mask`` is not symmetric where it has to be."""
+        queries, keys, is_causal = self.query.shape[-2], self.key.shape[-2], self.call.is_causal
+        graph = build_graph(
+            queries, keys, self.refinement, self.padding_mask, is_causal, self.query.device,
+            seen=self.seen, window=self.call.window,
+        )  # fmt: skip
+        if self.seen is not None:
+            check_symmetric_mask(graph, self.refinement, is_causal)
+        return graph
 
 
 def read_call(
@@ -253,8 +252,7 @@ def read_call(
     strengths, strongest = read_strength(refinement, strength, heads, device, by_step=True)
     call = Call.of(
         query, key, value, refinement, strengths, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
-        backend=backend, strongest=strongest, has_attn_mask=seen is not None, has_bias=bias is not None,
-        bias_learns=bias is not None and bias.requires_grad and torch.is_grad_enabled(), window=window,
+        backend=backend, strongest=strongest, has_attn_mask=seen is not None, bias=bias, window=window,
     )  # fmt: skip
     return ReadCall(query, key, value, refinement, strengths, real, seen, bias, call)
 

@@ -123,6 +123,16 @@ def test_explain_raises_what_attention_raises() -> None:
         saobp.explain(*states, "high:0.2", dropout_p=2.0)
     with pytest.raises(TypeError, match="beginning with a query"):
         saobp.explain("high:0.2", *states)
+    triangle = torch.ones(8, 8, dtype=torch.bool).tril()
+    for factor, options, sentence in (
+        ("high:0.2", {"attn_mask": triangle}, "lets one row see another's token but not the reverse"),
+        ("sinkhorn", {"is_causal": True}, "has no causal form"),
+        ("elemmul", {}, "needs as many queries as keys, not 5 and 8"),
+    ):
+        own = states if factor != "elemmul" else (states[0][..., :5, :], *states[1:])
+        for call in (saobp.attention, saobp.explain):
+            with pytest.raises(ValueError, match=sentence):
+                call(*own, factor, **options)
 
 
 @pytest.mark.parametrize("factor", ["high:0.2", "elemmul"])

@@ -154,6 +154,20 @@ def test_gradients_reach_states_and_numbers_of_a_mask(causal: bool) -> None:
     assert torch.autograd.gradcheck(operation, (q, k, v, bias), fast_mode=True)
 
 
+def test_a_mask_that_learns_alone_gives_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    given, bias = states(), torch.randn(LENGTH, LENGTH, dtype=torch.float64)
+
+    def total(mask: Tensor) -> Tensor:
+        return saobp.attention(*given, "none", attn_mask=mask)[0, 0, 2].sum()
+
+    learns = bias.clone().requires_grad_()
+    (slopes,) = torch.autograd.grad(total(learns), learns)
+    assert torch.autograd.gradcheck(total, learns)
+    by_vmap = torch.func.vmap(torch.func.grad(total))(torch.stack([bias, -bias]))
+    torch.testing.assert_close(by_vmap[0], slopes)
+    assert not recwarn.list
+
+
 def test_prefix_masks_are_refused_unless_rows_have_an_order() -> None:
     q, k, v = states()
     prefix = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()

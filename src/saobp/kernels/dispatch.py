@@ -70,15 +70,18 @@ class Call(NamedTuple):
     @classmethod
     def of(
         cls, query: Tensor, key: Tensor, value: Tensor, refinement: Refinement, strength: Tensor | None = None,
-        *, backend: Backend = "auto", **options: Any,
+        *, bias: Tensor | None = None, backend: Backend = "auto", **options: Any,
     ) -> Call:  # fmt: skip
-        states: tuple[Tensor, ...] = (query, key, value)
+        states = [query, key, value]
         if strength is not None and not refinement.is_plain:
-            states = (*states, strength)
+            states.append(strength)
+        if bias is not None:
+            states.append(bias)
         values_only = backend == "auto" and query.device.type == "cpu" and needs_values_only(*states)
+        learns = bias is not None and bias.requires_grad and torch.is_grad_enabled()
         return cls(
-            query.shape, key.shape, value.shape, query.dtype, query.device.type, refinement,
-            backend=backend, values_only=values_only, **options,
+            query.shape, key.shape, value.shape, query.dtype, query.device.type, refinement, backend=backend,
+            has_bias=bias is not None, bias_learns=learns, values_only=values_only, **options,
         )  # fmt: skip
 
 

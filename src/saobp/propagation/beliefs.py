@@ -48,6 +48,8 @@ def propagate(
         prior = beliefs = graph.shown(log_prior.exp())
         if factor is None:
             return Beliefs(prior, None)
+        if (why := factor.obstacle(scores.shape[-2], scores.shape[-1], graph.causal)) is not None:
+            raise ValueError(why)
         totals = []
         for step in range(steps):
             own = strength[min(step, len(strength) - 1)] if strength.ndim > scores.ndim else strength

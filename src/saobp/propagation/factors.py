@@ -35,6 +35,10 @@ class Factor(ABC):
     remembers: bool = True
     """Whether rows receive messages of earlier rows, whose sum cached decoding must carry."""
 
+    def obstacle(self, queries: int, keys: int, causal: bool) -> str | None:  # noqa: ARG002
+        """Why a map of this size, with messages in order if ``causal``, cannot be refined; None if it can."""
+        return None
+
     @abstractmethod
     def log_messages(self, beliefs: Tensor, strength: Tensor) -> Tensor:
         """Log message of every node about every label.
@@ -116,15 +120,18 @@ class Sinkhorn(Factor):
     def __init__(self, iterations: int) -> None:
         self.iterations = iterations
 
+    def obstacle(self, queries: int, keys: int, causal: bool) -> str | None:  # noqa: ARG002
+        if not causal:
+            return None
+        return (
+            "Sinkhorn attention balances what a key receives from all rows, later ones too, so it has no "
+            "causal form: use it in an encoder"
+        )
+
     def log_messages(self, beliefs: Tensor, strength: Tensor) -> Tensor:  # noqa: ARG002
         return -torch.log(floored(beliefs.sum(-2, keepdim=True))).expand_as(beliefs)
 
     def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:  # noqa: ARG002
-        if graph.causal:
-            raise ValueError(
-                "Sinkhorn attention balances what a key receives from all rows, later ones too, so it has no "
-                "causal form: use it in an encoder"
-            )
         silent = graph.spoken(torch.ones_like(log_prior)) == 0
         least = torch.finfo(log_prior.dtype).min / 4
         log_rows = log_prior
@@ -143,11 +150,16 @@ class Similarity(Factor):
     def __init__(self, prior: bool = False) -> None:
         self.prior = prior
 
+    def obstacle(self, queries: int, keys: int, causal: bool) -> str | None:  # noqa: ARG002
+        if queries == keys:
+            return None
+        needs = f"it needs as many queries as keys, not {queries} and {keys}"
+        return f"ElemMul compares every row with every other: {needs}"
+
     def log_messages(self, beliefs: Tensor, strength: Tensor) -> Tensor:  # noqa: ARG002
         return torch.log(floored(similarity(beliefs)))
 
-    def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
-        graph.require_square(beliefs, "ElemMul compares every row with every other")
+    def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:  # noqa: ARG002
         alike = self.log_messages(beliefs, strength)
         return alike + log_prior if self.prior else alike
 

@@ -79,12 +79,6 @@ class FactorGraph:
         """Zero where a row cannot see; rows that see nothing become all zero."""
         return probabilities if self.visible is None else probabilities.masked_fill(~self.visible, 0.0)
 
-    @staticmethod
-    def require_square(beliefs: Tensor, why: str) -> None:
-        rows, labels = beliefs.shape[-2:]
-        if rows != labels:
-            raise ValueError(f"{why}: it needs as many queries as keys, not {rows} and {labels}")
-
 
 def in_window(window: int, queries: int, keys: int, is_causal: bool, device: torch.device) -> Tensor:
     """Keys of a sliding window, bool ``[queries, keys]``, the last query aligned with the last key.

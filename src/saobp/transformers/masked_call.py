@@ -32,10 +32,10 @@ def masked_path(
     length = states[0].shape[-2]
     if mask is not None and not are_sequences(mask):
         check_mask(mask, length, length)
-    learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    bias = mask if mask is not None and mask.is_floating_point() else None
     call = Call.of(
         *states, refinement, strength, dropout_p=dropout_p, scale=scale, strongest=refinement.strongest,
-        window=_window(window, mask, length), has_attn_mask=mask is not None, bias_learns=learns,
+        window=_window(window, mask, length), has_attn_mask=mask is not None, bias=bias,
     )  # fmt: skip
     return select(call)
 
