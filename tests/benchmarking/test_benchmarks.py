@@ -201,12 +201,14 @@ def test_the_command_tells_its_version() -> None:
 
 def test_commands_need_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for command in ("attention", "decoding", "model"):
+    small = {"pretraining": "saobp bench pretraining --models bert-tiny"}
+    for command in ("attention", "decoding", "model", "pretraining"):
         said = CliRunner().invoke(app, ["bench", command, "--out", str(tmp_path)])
         assert said.exit_code == 1
         assert said.stdout == ""
         assert said.stderr.strip() == (
-            "this benchmark needs a CUDA GPU and PyTorch finds none on this machine: try saobp bench cpu"
+            "this benchmark needs a CUDA GPU and PyTorch finds none on this machine: try "
+            + small.get(command, "saobp bench cpu")
         )
     assert not list(tmp_path.iterdir())
 
@@ -222,6 +224,12 @@ def test_cpu_command_writes_page_data_and_picture(monkeypatch: pytest.MonkeyPatc
     assert said.exit_code == 0
     assert "3 threads" in said.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cpu.csv", "cpu.md", "cpu.png"]
+
+
+def test_no_threads_are_refused() -> None:
+    said = CliRunner().invoke(app, ["bench", "cpu", "--threads", "0"])
+    assert said.exit_code == 2
+    assert "threads" in said.output
 
 
 def test_unknown_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,11 @@ def _show(tables: Sequence[BenchmarkTable], width: int, as_json: bool) -> None:
         own.show(Console(width=width))
 
 
-def _require_cuda() -> None:
+def _require_cuda(instead: str = "saobp bench cpu") -> None:
     import torch
 
     if not torch.cuda.is_available():
-        fail("this benchmark needs a CUDA GPU and PyTorch finds none on this machine: try saobp bench cpu")
+        fail(f"this benchmark needs a CUDA GPU and PyTorch finds none on this machine: try {instead}")
 
 
 @bench.command()
@@ -147,7 +147,7 @@ def pretraining(
         str, typer.Option(help="Some of transformers, transformers-0, plain, high, plain-0.1, high-0.1.")
     ] = "transformers,transformers-0,plain,high",
     turns: Annotated[int, typer.Option(min=1, help="How often every version is timed.")] = 5,
-    seconds: Annotated[float, typer.Option(help="Of one turn of one version.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Of one turn of one version.")] = 2.0,
     limit: Annotated[float, typer.Option(help="Begin no further model after this many seconds.")] = 480.0,
     trace: Annotated[bool, typer.Option(help="Count kernels and idle times, too.")] = True,
     as_json: AsJson = False,
@@ -163,7 +163,7 @@ def pretraining(
         raise typer.BadParameter(str(problem)) from None
     chosen = _chosen("versions", versions, VERSIONS)
     if any("tiny" not in name for name in names):
-        _require_cuda()
+        _require_cuda("saobp bench pretraining --models bert-tiny")
     table = pretraining_speed(
         names=names,
         versions=chosen,
@@ -183,7 +183,7 @@ def pretraining(
 def cpu(
     out: Out = _RESULTS,
     quick: Quick = False,
-    threads: Annotated[int, typer.Option(help="Threads that PyTorch may use.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that PyTorch may use.")] = 2,
     busy: Annotated[
         bool, typer.Option(help="Count processor time on one thread: for a machine that others use.")
     ] = False,
