@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -20,6 +21,10 @@ NEUTRAL_ARGUMENTS = frozenset(
     }
 )
 """Arguments that Transformers' models pass on to attention functions and that do not change attention."""
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of states; narrower ones are for storage."""
+NUMBERS = (float, int, torch.SymFloat, Real)
 
 Given = TypeVar("Given")
 
@@ -105,11 +110,13 @@ def under_autocast(*states: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if query.layout is not torch.strided or query.is_nested:
+        raise ValueError("query, key and value must be dense tensors, neither sparse nor nested")
     if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError(
             f"query, key and value must be [batch, heads, length, dim], not {_shapes(query, key, value)}"
         )
-    if not (query.dtype == key.dtype == value.dtype and query.is_floating_point()):
+    if not (query.dtype == key.dtype == value.dtype and query.dtype in FLOATING):
         kinds = f"{query.dtype}, {key.dtype} and {value.dtype}"
         raise ValueError(f"query, key and value must share one floating-point type, not {kinds}")
     if not query.device == key.device == value.device:
@@ -124,11 +131,14 @@ def check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"query heads must be a multiple of key heads, not {heads} and {key_heads}")
 
 
-def check_numbers(dropout_p: float, scale: float | None) -> None:
-    if not 0 <= dropout_p < 1:
+def check_numbers(is_causal: bool, dropout_p: float, scale: float | None) -> None:
+    if is_causal not in (True, False):
+        raise ValueError(f"is_causal must be True or False, not {is_causal!r}")
+    if not isinstance(dropout_p, NUMBERS) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must lie from 0 up to but not including 1, not {dropout_p}")
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be a finite number, not {scale}")
+    if scale is not None and not (isinstance(scale, NUMBERS) and -math.inf < scale < math.inf):
+        cure = ": multiply the query by a tensor" if isinstance(scale, Tensor) else ""
+        raise ValueError(f"scale must be a finite number, not {scale}{cure}")
 
 
 def check_lengths(queries: int, keys: int, refinement: Refinement, is_causal: bool) -> None:
@@ -194,7 +204,7 @@ def read_attn_mask(
 ) -> tuple[Tensor, Tensor | None]:
     """Visible entries, bool, and the bias added to the scores; both broadcast to ``shape``."""
     require_tensors(attn_mask=mask)
-    if mask.dtype not in (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if mask.dtype != torch.bool and mask.dtype not in FLOATING:
         raise ValueError(
             f"attn_mask must be bool (True: attend) or floating point (added to scores), not {mask.dtype}"
         )

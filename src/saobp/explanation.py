@@ -55,6 +55,10 @@ def explain_model(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Model
     """The path of each attention call in one forward pass of a model, in its mode and under its gradients."""
     from saobp.transformers.capture import watch
 
+    if not isinstance(inputs, Tensor | Mapping):
+        raise TypeError(
+            f"a model's inputs are a mapping or a tensor of token ids, not {type(inputs).__name__}"
+        )
     found: list[LayerPath] = []
     with watch(model, lambda call: found.append(_layer_path(call))):
         model(inputs) if isinstance(inputs, Tensor) else model(**inputs)

@@ -241,7 +241,7 @@ def read_call(
     require_tensors(query=query, key=key, value=value)
     query, key, value = under_autocast(query, key, value)
     check_states(query, key, value)
-    check_numbers(dropout_p, scale)
+    check_numbers(is_causal, dropout_p, scale)
     (batch, heads, queries, _), keys, device = query.shape, key.shape[-2], query.device
     real = read_padding(attention_mask, padding_mask, (batch, keys), device)
     seen = bias = None

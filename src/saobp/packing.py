@@ -100,7 +100,7 @@ def attention_packed(
         raise ValueError(f"packed query, key and value must be [total, heads, dim], not {shapes}")
     q, k, v = (packed.transpose(0, 1).unsqueeze(0) for packed in (query, key, value))
     check_states(q, k, v)
-    check_numbers(dropout_p, scale)
+    check_numbers(is_causal, dropout_p, scale)
     total = query.shape[0]
     if key.shape[0] != total:
         raise ValueError(f"packed query and key must have the same tokens, not {total} and {key.shape[0]}")

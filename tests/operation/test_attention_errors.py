@@ -59,6 +59,15 @@ def attend(**changes: Any) -> None:
             "query heads must be a multiple of key heads, not 4 and 0",
         ),
         ({"dropout_p": 1.0}, "dropout_p must lie from 0 up to but not including 1, not 1.0"),
+        ({"dropout_p": "0.1"}, "dropout_p must lie from 0 up to but not including 1, not 0.1"),
+        ({"scale": "1"}, "scale must be a finite number, not 1"),
+        ({"scale": torch.tensor(0.5)}, "not 0.5: multiply the query by a tensor"),
+        ({"is_causal": "no"}, "is_causal must be True or False, not 'no'"),
+        ({"query": states(2, 4, 5, 8).to_sparse()}, "must be dense tensors, neither sparse nor nested"),
+        (
+            {name: states(2, 2, 5, 8, dtype=torch.float8_e4m3fn) for name in ("query", "key", "value")},
+            "must share one floating-point type, not torch.float8_e4m3fn, torch.float8_e4m3fn",
+        ),
         ({"dropout_p": -0.1}, "dropout_p must lie from 0 up to but not including 1, not -0.1"),
         ({"dropout_p": float("nan")}, "dropout_p must lie from 0 up to but not including 1, not nan"),
         (

@@ -69,3 +69,5 @@ def test_a_plain_model_and_what_is_no_model():
     assert "its rows are not refined" in str(found)
     with pytest.raises(TypeError, match="or a model and its inputs"):
         saobp.explain("bert")
+    with pytest.raises(TypeError, match="a mapping or a tensor of token ids, not list"):
+        saobp.explain(tiny_model("bert"), [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +59,9 @@ def test_remove_and_load_name_what_they_take(tmp_path: Path) -> None:
         saobp.load(tmp_path, "AutoModel")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         saobp.load(tmp_path / "nowhere", BertModel)
+
+
+@pytest.mark.parametrize("look", [saobp.probe, saobp.watch])
+def test_what_is_no_model_cannot_be_looked_at(look: Any) -> None:
+    with pytest.raises(TypeError, match="a Transformers model is needed, not str"), look("bert"):
+        pass

@@ -77,6 +77,8 @@ def run(
         raise ValueError(
             "the quickstart compares plain attention with a refinement: name one, as in high:0.2"
         )
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file: name a folder by --out")
     for name in ("text", "plain", asked.factor, "index.html"):
         if (out / name).exists() and not (out / HELD_OUT).exists():
             raise ValueError(f"{out / name} is there and of no quickstart: name another folder by --out")

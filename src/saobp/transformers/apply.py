@@ -137,6 +137,8 @@ def has_decoder(model: PreTrainedModel) -> bool:
 
 def attention_modules(model: nn.Module) -> Modules:
     """The attention modules of a model that use the attention registry, with names, first layer first."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a Transformers model is needed, not {type(model).__name__}")
     if _MPNET in sys.modules:
         import_module("saobp.transformers.mpnet").use_registry(model)
     found = [(name, module) for name, module in model.named_modules() if uses_registry(type(module))]
