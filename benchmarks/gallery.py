@@ -1,9 +1,10 @@
 """Measures trained models for docs/gallery.md and draws its pictures.
 
-    python benchmarks/gallery.py measure --models MODELS --texts paragraphs.txt --stsb stsb.parquet
+    python benchmarks/gallery.py measure --models MODELS --texts validation.parquet --stsb stsb.parquet
     python benchmarks/gallery.py draw
 
-MODELS holds the folders minilm, mpnet, smollm2 and stories260K; those that are missing are left out.
+MODELS holds the folders minilm, mpnet, smollm2 and stories260K; those that are missing are left out. Of a
+Parquet file the first paragraphs of at least 1,000 characters are taken, of a text file the first.
 Numbers go to benchmarks/results/gallery/ as CSV, pictures to docs/images/.
 """
 
@@ -22,6 +23,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
+from pyarrow import parquet
 from scipy.stats import spearmanr
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -39,7 +41,9 @@ TITLES = {
     "smollm2": "SmolLM2-135M-Instruct",
     "stories260K": "stories260K",
 }
-REFINED = {"minilm": (0.2, 1.0), "smollm2": (0.2, 1.0), "stories260K": (0.2, 1.0)}
+REFINED = (0.2, 1.0)
+LONG = 1000
+"""Characters of a paragraph, at least."""
 STRENGTHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 STATISTICS = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass", "cross_layer_gtd")
 COLOURS = {"minilm": "#1f5fa8", "mpnet": "#2d8a57", "smollm2": "#c2571a", "stories260K": "#8a4fa3"}
@@ -64,7 +68,7 @@ LETTERS = {
 
 def measure(models: Path, texts: Path, stsb: Path | None, count: int, tokens: int) -> None:
     """Heads of every model, plain and refined, and what strength does to the model's task."""
-    paragraphs = read_texts(texts, count)
+    paragraphs = _paragraphs(texts, count)
     heads, losses = [], []
     for name in TITLES:
         folder = models / name
@@ -77,7 +81,7 @@ def measure(models: Path, texts: Path, stsb: Path | None, count: int, tokens: in
         lengths = [len(tokenizer(text, truncation=True, max_length=tokens).input_ids) for text in own]
         causal = name in ("smollm2", "stories260K")
         largest = float(uniform_map(torch.tensor(lengths), causal=causal).entropy.mean())
-        for strength in (0.0, *REFINED.get(name, ())):
+        for strength in (0.0, *REFINED):
             model = AutoModel.from_pretrained(folder)
             if strength:
                 saobp.apply(model, f"high:{strength}")
@@ -94,6 +98,13 @@ def measure(models: Path, texts: Path, stsb: Path | None, count: int, tokens: in
             losses += _perplexity(name, folder, tokenizer, own, tokens)
         _write("strengths.csv", losses)
         print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _paragraphs(path: Path, count: int) -> list[str]:
+    if path.suffix != ".parquet":
+        return read_texts(path, count)
+    rows = (row.strip() for row in parquet.read_table(path).column("text").to_pylist())
+    return [row for row in rows if len(row) >= LONG][:count]
 
 
 def _stories(folder: Path, tokenizer: Any, count: int) -> list[str]:
@@ -255,7 +266,7 @@ def _layers(rows: list[dict]) -> Figure:
 
 def _refined(rows: list[dict]) -> Figure:
     figure = Figure(figsize=(9.6, 3.2), layout="constrained")
-    names = [name for name in REFINED if any(row["model"] == name for row in rows)]
+    names = [name for name in TITLES if any(row["model"] == name for row in rows)]
     panels = numpy.atleast_1d(figure.subplots(1, len(names)))
     for panel, name in zip(panels, names, strict=True):
         own = {
@@ -264,11 +275,11 @@ def _refined(rows: list[dict]) -> Figure:
                 for row in rows
                 if row["model"] == name and float(row["strength"]) == strength
             }
-            for strength in (0.0, *REFINED[name])
+            for strength in (0.0, *REFINED)
         }
         most = 1.04 * max(own[0.0].values())
         panel.plot([0, most], [0, most], color="#bbbbbb", linewidth=0.8)
-        for strength, colour in zip(REFINED[name], ("#4c8fce", "#c2571a"), strict=True):
+        for strength, colour in zip(REFINED, ("#4c8fce", "#c2571a"), strict=True):
             before, after = (list(own[key].values()) for key in (0.0, strength))
             panel.scatter(
                 before, after, s=9, color=colour, alpha=0.65, linewidths=0, label=f"high:{strength:g}"
