@@ -17,6 +17,7 @@ from saobp.testing.tiny_models import VOCABULARY, tiny_model
 
 pairs = load_script("benchmarks/paired_runs.py")
 decoder = load_script("benchmarks/existing_decoder.py")
+encoder = load_script("benchmarks/existing_encoder.py")
 
 
 def test_each_run_goes_to_one_process_while_there_is_time(
@@ -73,3 +74,25 @@ def test_the_table_compares_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixtu
     compared = json.loads((tmp_path / "summary.json").read_text())["comparisons"]
     assert compared["wikipedia: learned - plain"]["verdict"] == "gain"
     assert compared["wikipedia: strengths alone - before"]["verdict"] != "gain"
+
+
+def test_scores_of_encoders_are_compared_over_whole_seeds(tmp_path: Path) -> None:
+    """RTE has two seeds, MRPC one: the mean of tasks has one pair."""
+    scores = {("rte", 1): (60.0, 61.0), ("rte", 2): (62.0, 62.5), ("mrpc", 1): (80.0, 79.0)}
+    recipe = dict.fromkeys(("epochs", "batch", "rate", "strength_rate", "length"), 1)
+    for (task, seed), found in scores.items():
+        for method, score in zip(("plain", "learned"), found, strict=True):
+            folder = tmp_path / task / method / str(seed)
+            own, rows = folder / f"seed-{seed}", {"train": 8, "validation": 4}
+            own.mkdir(parents=True)
+            write_json(folder / "result.json", {"metric": "accuracy", "rows": rows, "last": {"mean": score}})
+            write_json(own / "recipe.json", recipe)
+            write_json(own / "record.json", {"commit": "abc", "data": {}, "environment": {}})
+            (own / "health.jsonl").write_text(json.dumps({"step": 1, "strengths": [[0.123456]]}) + "\n")
+    encoder.table(tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["tasks"]["rte"]["difference"] == pytest.approx(0.75)
+    assert summary["tasks"]["mean"]["pairs"] == 1
+    assert summary["tasks"]["mean"]["difference"] == pytest.approx(0.0)
+    assert summary["strengths"]["mrpc"]["1"] == [[0.1235]]
+    assert summary["facts"]["rte"]["commit"] == "abc"
