@@ -246,7 +246,7 @@ EXPERIMENTS = {
             "question",
             "When does attention come to be of use?",
             "At the paper's printed rate and steps, by batch size, which it does not print: where do models "
-            "leave the plateau of word frequencies, and does High leave it sooner?",
+            "leave the plateau at which the order of words is of no use, and does High leave it sooner?",
             bert=("original", "high"),
             batches=PAPER_BATCHES,
             logs=True,

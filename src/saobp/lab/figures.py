@@ -187,7 +187,8 @@ def plateau(panels_of: Mapping[str, Sequence[LoggedRun]], level: float) -> Figur
                 per_step = run.tokens_per_step if place else 1
                 points = [(step * per_step / size, value) for step, value in run.points]
                 colour = STYLES[run.method].colour
-                axis.plot(*zip(*points, strict=True), color=colour, lw=1.2, alpha=0.8)
+                dash = "-" if run.method == "original" else "--"  # seen where lines coincide
+                axis.plot(*zip(*points, strict=True), color=colour, lw=1.2, ls=dash)
                 if not run.is_whole:
                     axis.plot(*points[-1], "x", color=colour, ms=6)
             axis.axhline(level, color="#777777", lw=0.8, ls=":")

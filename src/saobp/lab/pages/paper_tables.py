@@ -45,9 +45,9 @@ def pretraining(results: Results, page: Page) -> None:
     words = f"million tokens until the loss is below {PLATEAU:g}"
     if has_any(waiting):
         page.text(
-            "Every run first learns how frequent words are and stays there for a while, at a perplexity of "
-            "about 500, before attention comes to be of use. How long a run waits there and where it ends "
-            f"after all tokens: {followed(waiting, values)}."
+            "Every run first learns what needs no order of words, and stays there for a while, at a "
+            "perplexity of about 500, before attention tells places and words apart. How long a run waits "
+            f"there and where it ends after all tokens: {followed(waiting, values)}."
         )
         never = [
             f"{METHODS[key].title}, seed {seed}"

@@ -1,4 +1,4 @@
-"""The page of the plateau: how long the loss stays at that of word frequencies, by batch size."""
+"""The page of the plateau: how long runs stay where the order of words is of no use, by batch size."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def plateau(results: Results, page: Page) -> None:
         return
     level = math.exp(PLATEAU_END)
     page.text(
-        "Every run first learns how frequent words are and stays there, at a perplexity of 440 to 500, until "
-        "attention comes to be of use. A run has left that plateau at its first evaluation with a held-out "
-        f"loss below {PLATEAU_END} (perplexity {level:.0f}). Rate, warm-up, schedule and steps "
-        "are the paper's; its batch size is not printed, and its texts are not to be had: Wikipedia, books "
-        "and reviews stand in."
+        "Every run first learns what needs no order of words, how frequent they are and which others stand "
+        "in the same row ([what counting gives](without-order.md)), and stays there, at a perplexity of 430 "
+        "to 500, until attention tells places and words apart. A run has left that plateau at its first "
+        f"evaluation with a held-out loss below {PLATEAU_END} (perplexity {level:.0f}). Rate, warm-up, "
+        "schedule and steps are the paper's; its batch size is not printed, and its texts are not to be had: "
+        "Wikipedia, books and reviews stand in."
     )
     page.figure(
         "plateau",
