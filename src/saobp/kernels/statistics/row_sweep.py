@@ -214,8 +214,8 @@ def _whole_rows(lanes):
     top = tl.max(tops, 1)
     fallen = tops - top[:, None]
     kept = tl.exp2(fallen)
-    total, weighted = tl.sum(kept * totals, 1), tl.sum(kept * weights, 1)
-    return top, total, tl.sum(kept * (spreads + fallen * totals), 1), weighted
+    spread = tl.sum(kept * (spreads + fallen * totals), 1)
+    return top, tl.sum(kept * totals, 1), spread, tl.sum(kept * weights, 1)
 
 
 @triton.jit
