@@ -1,9 +1,9 @@
 """One sweep over the keys for a block of query rows: largest logit, entropy, and the weight of a text's first keys.
 
 Scores are in base-2 logarithms. A row keeps its maximum m, the sum l of p = 2^(x - m), the sum of p (x - m), from
-which the entropy follows without cancellation, and the sum of p times the norms of the values. Over tiles that are seen as
-a whole it keeps all four for each of the LANES threads that share it, so that threads exchange nothing. The weights of the
-first keys need the final normaliser: they are computed after the sweep.
+which the entropy follows without cancellation, and the sum of p times the norms of the values, all four for each of the
+LANES threads that share it, so that threads exchange nothing before the end. The weights of the first keys need the final
+normaliser: they are computed after the sweep.
 """
 
 from __future__ import annotations
@@ -72,11 +72,15 @@ def row_sweep(
     low = low // KEYS * KEYS
     high = tl.minimum(high, keys)
 
+    source = key_map, batch.to(tl.int32), head // group
     bases = key_base, norm_base, real_base, mask_base
     limits = rows + offset, inside, start, end, keys, window, score_scale, lowest_bias
+    nothing = tl.zeros([ROWS, LANES], tl.float32)
+    state = nothing + LOWEST, nothing, nothing, nothing
     if PADDED or MASK > 0 or STARTS > 0:
-        top, total, spread, weighted = _masked_tiles(
-            query, bases, limits, key_row, norm_row, low, high, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK, STARTS, WEIGHTED
+        state = _tiles(
+            state, query, source, bases, limits, key_row, norm_row, low, high, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK, STARTS,
+            WEIGHTED, MAPPED, True,
         )  # fmt: skip
     else:
         # Tiles that every row of the block sees as a whole lie between two stretches that need a mask.
@@ -89,24 +93,26 @@ def row_sweep(
             full_low = tl.maximum(low, tl.cdiv(tl.maximum(lowest + ROWS - window, 0), KEYS) * KEYS)
             full_low = tl.minimum(full_low, tl.cdiv(high, KEYS) * KEYS)
         full_high = tl.maximum(tl.minimum(full_high, high // KEYS * KEYS), full_low)
-        source = key_map, batch.to(tl.int32), head // group
-        nothing = tl.zeros([ROWS, LANES], tl.float32)
-        lanes = nothing + LOWEST, nothing, nothing, nothing
         if WINDOW:
-            lanes = _lane_tiles(
-                lanes, query, source, bases, limits, key_row, norm_row, low, full_low, DIM, WIDTH, KEYS, CAUSAL, WINDOW, WEIGHTED,
-                MAPPED, True,
+            state = _tiles(
+                state, query, source, bases, limits, key_row, norm_row, low, full_low, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK,
+                STARTS, WEIGHTED, MAPPED, True,
             )  # fmt: skip
-        lanes = _lane_tiles(
-            lanes, query, source, bases, limits, key_row, norm_row, full_low, full_high, DIM, WIDTH, KEYS, CAUSAL, WINDOW, WEIGHTED,
-            MAPPED, False,
+        state = _tiles(
+            state, query, source, bases, limits, key_row, norm_row, full_low, full_high, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK,
+            STARTS, WEIGHTED, MAPPED, False,
         )  # fmt: skip
-        lanes = _lane_tiles(
-            lanes, query, source, bases, limits, key_row, norm_row, full_high, high, DIM, WIDTH, KEYS, CAUSAL, WINDOW, WEIGHTED,
-            MAPPED, True,
+        state = _tiles(
+            state, query, source, bases, limits, key_row, norm_row, full_high, high, DIM, WIDTH, KEYS, CAUSAL, WINDOW, PADDED, MASK,
+            STARTS, WEIGHTED, MAPPED, True,
         )  # fmt: skip
-        top, total, spread, weighted = _whole_rows(lanes)
 
+    tops, totals, spreads, weights = state
+    top = tl.max(tops, 1)
+    fallen = tops - top[:, None]
+    kept = tl.exp2(fallen)
+    total, weighted = tl.sum(kept * totals, 1), tl.sum(kept * weights, 1)
+    spread = tl.sum(kept * (spreads + fallen * totals), 1)
     counted = inside & (total != 0.0)
     if PADDED:
         real = tl.load(real_rows_ptr + batch * real_rows_batch + rows, mask=inside, other=0)
@@ -147,13 +153,13 @@ def row_sweep(
 
 
 @triton.jit
-def _lane_tiles(
-    lanes, query, source, bases, limits, key_row, norm_row, begin, stop, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, WEIGHTED: tl.constexpr, MAPPED: tl.constexpr,
-    EDGE: tl.constexpr,
+def _tiles(
+    state, query, source, bases, limits, key_row, norm_row, begin, stop, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr,
+    STARTS: tl.constexpr, WEIGHTED: tl.constexpr, MAPPED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Adds the tiles of keys from ``begin`` up to ``stop``; those of an EDGE hold entries that are not seen."""
-    top, total, spread, weighted = lanes
+    top, total, spread, weighted = state
     key_map, batch, key_head = source
     key_base, norm_base, real_base, mask_base = bases
     positions, inside, start, end, keys, window, score_scale, lowest_bias = limits
@@ -173,8 +179,12 @@ def _lane_tiles(
             states = tl.load(key_base + places, mask=(dims < DIM)[:, None], other=0.0)
         scores = tl.dot(query, states, input_precision="ieee")
         if EDGE:
-            seen = _seen(columns[None, :], bases, limits, CAUSAL, WINDOW, False, 0, 0)
-            scores = _by_lane(tl.where(seen, scores * score_scale, float("-inf")))
+            seen = _seen(columns[None, :], bases, limits, CAUSAL, WINDOW, PADDED, MASK, STARTS)
+            scores *= score_scale
+            if MASK == 2:
+                bias = tl.load(mask_base[:, None] + columns[None, :], mask=seen, other=0.0)
+                scores += bias.to(tl.float32) * 1.4426950408889634
+            scores = _by_lane(tl.where(seen, scores, float("-inf")))
             higher = tl.maximum(top, tl.max(scores, 2))
             below = scores - higher[:, :, None]
             weights = tl.exp2(below)
@@ -193,7 +203,8 @@ def _lane_tiles(
                 norms = tl.load(norm_base + columns * norm_row, mask=columns < keys, other=0.0)
             else:
                 norms = tl.load(norm_base + columns * norm_row)
-            weighted = kept * weighted + tl.sum(weights * _by_lane(norms[None, :]), 2)
+            norms = _by_lane(norms[None, :])
+            weighted = kept * weighted + tl.sum(weights * norms, 2)
         top = higher
     return top, total, spread, weighted
 
@@ -205,54 +216,6 @@ def _by_lane(tile):
     KEYS: tl.constexpr = tile.shape[1]
     pairs = tl.reshape(tile, (ROWS, KEYS // (2 * LANES), LANES, 2))
     return tl.reshape(tl.permute(pairs, (0, 2, 1, 3)), (ROWS, LANES, KEYS // LANES))
-
-
-@triton.jit
-def _whole_rows(lanes):
-    """Maximum and sums of rows ``[rows]`` from those of their lanes ``[rows, lanes]``."""
-    tops, totals, spreads, weights = lanes
-    top = tl.max(tops, 1)
-    fallen = tops - top[:, None]
-    kept = tl.exp2(fallen)
-    spread = tl.sum(kept * (spreads + fallen * totals), 1)
-    return top, tl.sum(kept * totals, 1), spread, tl.sum(kept * weights, 1)
-
-
-@triton.jit
-def _masked_tiles(
-    query, bases, limits, key_row, norm_row, begin, stop, DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr, STARTS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """Maximum and sums of rows over tiles with any mask. By rows: by lanes, 2-D masks gave too small maxima on a GPU."""
-    ROWS: tl.constexpr = query.shape[0]
-    total = tl.zeros([ROWS], tl.float32)
-    top, spread, weighted = total + LOWEST, total, total
-    key_base, norm_base, real_base, mask_base = bases
-    positions, inside, start, end, keys, window, score_scale, lowest_bias = limits
-    dims = tl.arange(0, WIDTH)
-    for tile in range(begin, stop, KEYS):
-        columns = tile + tl.arange(0, KEYS)
-        places = columns.to(tl.int64)[None, :] * key_row + dims[:, None]
-        states = tl.load(key_base + places, mask=(columns < keys)[None, :] & (dims < DIM)[:, None], other=0.0)
-        seen = _seen(columns[None, :], bases, limits, CAUSAL, WINDOW, PADDED, MASK, STARTS)
-        scores = tl.dot(query, states, input_precision="ieee") * score_scale
-        if MASK == 2:
-            bias = tl.load(mask_base[:, None] + columns[None, :], mask=seen, other=0.0)
-            scores += bias.to(tl.float32) * 1.4426950408889634
-        higher = tl.maximum(top, tl.max(tl.where(seen, scores, LOWEST), 1))
-        below = tl.where(seen, scores - higher[:, None], float("-inf"))
-        weights = tl.exp2(below)
-        below = tl.where(seen, below, 0.0)
-        fallen = top - higher
-        kept = tl.exp2(fallen)
-        spread = kept * (spread + fallen * total) + tl.sum(weights * below, 1)
-        total = kept * total + tl.sum(weights, 1)
-        if WEIGHTED:
-            norms = tl.load(norm_base + columns * norm_row, mask=columns < keys, other=0.0)
-            weighted = kept * weighted + tl.sum(weights * norms[None, :], 1)
-        top = higher
-    return top, total, spread, weighted
 
 
 @triton.jit
