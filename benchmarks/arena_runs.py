@@ -22,13 +22,14 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from arena_plan import CANDIDATES, Form, Run, choice_runs, choose, confirming_runs, further_runs, losses_of
 from filelock import BaseFileLock
 
-from saobp.lab.arena import recorded
+from saobp.lab.arena import method_of, recorded
 from saobp.runs.layout import RESULT
 from saobp.storage.json_files import append_line, read_json, write_json
 from saobp.storage.locks import try_lock
@@ -113,12 +114,17 @@ class Queue:
         return form
 
     def planned(self, *, everything: bool = False) -> Iterator[Run]:
-        """Runs in order, also those started; of the choice only while it is open, unless ``everything``."""
+        """Runs in order that are not recorded; of the choice only while it is open, unless ``everything``."""
         chosen = self.chosen()
         if everything or (chosen is None and time.time() < self.choose_until):
             yield from choice_runs(self.before, self.candidates)
-        yield from confirming_runs(chosen)
-        yield from further_runs()
+        yield from (
+            run for run in chain(confirming_runs(chosen), further_runs()) if not self.is_recorded(run)
+        )
+
+    def is_recorded(self, run: Run) -> bool:
+        """Whether ``results/arena/runs.json`` has an encoder's run."""
+        return run.family == "modernbert" and run.seed in self.before.get(method_of(run.recipe.to_dict()), {})
 
     def claim(self) -> Run | None:
         """The next run that nobody has and that will be done in time."""

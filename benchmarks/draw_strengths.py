@@ -1,9 +1,11 @@
 """A picture of learned strengths and temperatures over training, and of strengths alone against both.
 
     python benchmarks/draw_strengths.py results/arena/strengths.json --out results/arena/strengths
+    python benchmarks/draw_strengths.py results/arena/courses.json --out results/arena/courses
 
-The file: ``course``, lines of a run with a step and the strengths and log temperatures of all heads by layer;
-``final``, pairs of strengths at the end of runs with the same seed, without and with a temperature.
+The first file: ``course``, lines of a run with a step and the strengths and log temperatures of all heads by
+layer; ``final``, pairs of strengths at the end of runs with the same seed, without and with a temperature.
+The second: such lines, without temperatures, by the names of recorded runs.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from saobp.lab.arena import method_of, title_of
 from saobp.lab.figures import save_figure
+from saobp.storage.json_files import read_json
 
+RECORDS = Path(__file__).parents[1] / "results" / "arena" / "runs.json"
 LAYERS = ("#a6cee3", "#5aa2cf", "#1f6fb2", "#08306b")
 
 
@@ -27,7 +32,8 @@ def main() -> None:
     parser.add_argument("found", type=Path)
     parser.add_argument("--out", type=Path, default=Path("strengths"))
     given = parser.parse_args()
-    for path in save_figure(picture(json.loads(given.found.read_text())), given.out):
+    found = json.loads(given.found.read_text())
+    for path in save_figure(picture(found) if "course" in found else side_by_side(found), given.out):
         print(path)
 
 
@@ -41,6 +47,22 @@ def picture(found: dict[str, Any]) -> Figure:
     draw_course(axes[1], found["course"], "temperatures", "log of what multiplies its scores, same run")
     axes[0].legend(fontsize=7.5, frameon=False)
     draw_pairs(axes[2], found["final"])
+    return figure
+
+
+def side_by_side(courses: dict[str, list[dict[str, Any]]]) -> Figure:
+    """Strengths over training, a panel for each run."""
+    records = {record["run"]: record for record in read_json(RECORDS)}
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    axes = figure.subplots(1, len(courses), sharey=True, squeeze=False)[0]
+    for axis, (run, lines) in zip(axes, courses.items(), strict=True):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+        recipe = records[run]["recipe"]
+        title = title_of(method_of(recipe)).replace(" (", "\n(").replace(" + ", "\n+ ", 1)
+        draw_course(axis, lines, "strengths", f"{title}\nseed {recipe['seed']}")
+    axes[0].legend(fontsize=7.5, frameon=False)
+    axes[0].set_ylabel("strength of each head", fontsize=8)
     return figure
 
 

@@ -18,7 +18,14 @@ from saobp.testing.scripts import ROOT, load_script
 runs = load_script("benchmarks/arena_runs.py")
 plan = runs.sys.modules["arena_plan"]
 RECORDS: list[dict[str, Any]] = json.loads((ROOT / "results" / "arena" / "runs.json").read_text())
-BEFORE = plan.losses_of(RECORDS)
+OLDER = [record for record in RECORDS if record["started"] < "2026-11-17T12"]
+BEFORE = plan.losses_of(OLDER)
+
+
+@pytest.fixture(autouse=True)
+def runs_before_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "records.json").write_text(json.dumps(OLDER))
+    monkeypatch.setattr(runs, "RECORDS", tmp_path / "records.json")
 
 
 def test_recipes_are_those_of_the_recorded_runs() -> None:
@@ -129,6 +136,16 @@ def test_a_run_whose_process_died_does_not_hold_up_the_choice(tmp_path: Path) ->
     assert runs.Queue(tmp_path, later, past).chosen() is None
     queue.held.clear()
     assert runs.Queue(tmp_path, later, past).chosen() == plan.Form("high:learned+temperature")
+
+
+def test_what_is_recorded_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "RECORDS", ROOT / "results" / "arena" / "runs.json")
+    later = time.time() + 10_000
+    queue = runs.Queue(tmp_path, later, later, candidates=2)
+    assert queue.claim() == plan.Run(plan.Form("temperature"), 10)
+    assert queue.claim() == plan.Run(plan.LEARNED, 6)
+    said = json.loads((tmp_path / "chosen.json").read_text())
+    assert said["chosen"]["refinement"] == "high:learned+qk-norm+gate"
 
 
 def test_no_run_starts_that_would_end_too_late(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +92,20 @@ class Setting:
         found = {method: in_per_cent(gain) for method, gain in pairs.items() if gain is not None}
         return dict(sorted(found.items(), key=lambda one: one[1].difference))
 
+    def differences(self, method: str) -> dict[int, float]:
+        """Differences from Original of the same seed, in per cent of perplexity."""
+        base, own = self.losses.get(ORIGINAL, {}), self.losses[method]
+        return {seed: 100 * math.expm1(own[seed] - base[seed]) for seed in own if seed in base}
+
     def deviation(self, method: str) -> float | None:
         """Standard deviation of the paired differences, in per cent of perplexity."""
-        base = self.losses.get(ORIGINAL, {})
-        own = self.losses[method]
-        found = spread(100 * math.expm1(own[seed] - base[seed]) for seed in own if seed in base)
+        found = spread(self.differences(method).values())
         return None if found is None else found.deviation
 
     def lower_in(self, method: str) -> str:
         """``5 of 5``: pairs in which the method's loss is the lower one."""
-        base, own = self.losses.get(ORIGINAL, {}), self.losses[method]
-        pairs = [own[seed] < base[seed] for seed in own if seed in base]
-        return f"{sum(pairs)} of {len(pairs)}"
+        pairs = self.differences(method).values()
+        return f"{sum(difference < 0 for difference in pairs)} of {len(pairs)}"
 
 
 def in_per_cent(gain: Gain) -> Gain:
@@ -370,10 +373,14 @@ def forest(settings: Sequence[Setting]) -> Figure:
                 colour = {"gain": "#009e73", "loss": "#d55e00"}.get(gain.verdict, "#444444")
                 if gain.low is not None and gain.high is not None:
                     axis.plot([gain.low, gain.high], [row, row], color=colour, lw=1.8, solid_capstyle="butt")
+                pairs = list(setting.differences(method).values())
+                axis.plot(pairs, [row] * len(pairs), "|", color=colour, ms=6, mew=0.8)
                 axis.plot(gain.difference, row, MARKERS[number % len(MARKERS)], color=colour, ms=5)
         if len(side) > 1:
             handles = [
-                Line2D([], [], marker=MARKERS[n % len(MARKERS)], color="#444444", lw=0, label=one.title)
+                Line2D(
+                    [], [], marker=MARKERS[n % len(MARKERS)], color="#444444", lw=0, label=_with_seeds(one)
+                )
                 for n, one in enumerate(side)
             ]
             figure.legend(
@@ -392,16 +399,23 @@ def forest(settings: Sequence[Setting]) -> Figure:
         axis.grid(axis="x", lw=0.4, alpha=0.5)
     figure.supxlabel(
         "difference of held-out perplexity from Original with the same seed, %\n"
-        "95 % intervals; in colour where they leave zero out",
+        "mean, 95 % interval and single pairs (ticks); in colour where the interval leaves zero out",
         fontsize=8,
     )
     return figure
 
 
+def _with_seeds(setting: Setting) -> str:
+    """A setting's title with all its seeds."""
+    seeds = sorted(setting.losses[ORIGINAL])
+    return setting.title if setting.fresh else f"{setting.title}, seeds {', '.join(map(str, seeds))}"
+
+
 def _reach(settings: Sequence[Setting]) -> tuple[float, float]:
-    """Axis limits: all differences, and the intervals of three pairs or more."""
+    """Axis limits: all pairs, and the intervals of three or more."""
     gains = [gain for setting in settings for gain in setting.gains().values()]
-    ends = [0.0, *(gain.difference for gain in gains)]
+    pairs = [setting.differences(method).values() for setting in settings for method in setting.gains()]
+    ends = [0.0, *chain.from_iterable(pairs)]
     ends += [end for gain in gains if gain.pairs >= LEAST_PAIRS for end in (gain.low, gain.high) if end]
     room = 0.08 * (max(ends) - min(ends)) or 1.0
     return min(ends) - room, max(ends) + room
