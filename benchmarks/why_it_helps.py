@@ -42,12 +42,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--tokens", required=True)
+    parser.add_argument("--vocabulary", type=int, help="size of the tokenizer that was trained for the runs")
     parser.add_argument("--out", type=Path, default=Path("why.json"))
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = recipe_of(given.runs[0])
     texts = find_pretraining_data(
-        recipe.family, recipe.corpus, length=recipe.length, seed=recipe.seed, tokens=given.tokens
+        recipe.family,
+        recipe.corpus,
+        length=recipe.length,
+        seed=recipe.seed,
+        tokens=given.tokens,
+        vocabulary=given.vocabulary,
     )
     assert texts.validation is not None
     batches = held_out_batches(texts.validation, BatchShard(recipe, 0, 1, device))
