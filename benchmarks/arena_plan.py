@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
-from saobp.lab.arena import method_of
+from saobp.lab.arena_records import method_of
 from saobp.refinement import Refinement
 from saobp.training.recipes import PretrainRecipe, named_recipe, with_steps
 

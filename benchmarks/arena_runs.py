@@ -29,7 +29,7 @@ from typing import Any
 from arena_plan import CANDIDATES, Form, Run, choice_runs, choose, confirming_runs, further_runs, losses_of
 from filelock import BaseFileLock
 
-from saobp.lab.arena import method_of, recorded
+from saobp.lab.arena_records import method_of, recorded
 from saobp.runs.layout import RESULT
 from saobp.storage.json_files import append_line, read_json, write_json
 from saobp.storage.locks import try_lock

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from saobp.lab.arena import method_of, title_of
+from saobp.lab.arena_records import method_of, title_of
 from saobp.lab.result_page import markdown_table
 from saobp.storage.json_files import read_json
 

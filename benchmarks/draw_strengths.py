@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from saobp.lab.arena import method_of, title_of
+from saobp.lab.arena_records import method_of, title_of
 from saobp.lab.figures import save_figure
 from saobp.storage.json_files import read_json
 

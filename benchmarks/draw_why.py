@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from saobp.lab.arena import title_of
+from saobp.lab.arena_records import title_of
 from saobp.lab.figures import save_figure
 from saobp.lab.result_page import markdown_table
 from saobp.lab.statistics import paired_gain

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from saobp.cli import app
-from saobp.lab.arena import method_of, settings_of
+from saobp.lab.arena_records import method_of, settings_of
 from saobp.refinement import Refinement
 from saobp.testing.scripts import ROOT, load_script
 

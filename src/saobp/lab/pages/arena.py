@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from saobp.lab.arena import HEADERS, forest, power, rows, settings_of
+from saobp.lab.arena import HEADERS, power, rows
+from saobp.lab.arena_records import settings_of
+from saobp.lab.forest import forest
 from saobp.lab.result_page import Page
 from saobp.lab.results import Results
 

@@ -1,0 +1,184 @@
+"""Runs of the arena: records of finished runs, grouped by setting, with paired differences of methods.
+
+Runs whose recipes differ in method and seed alone are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from saobp.lab.methods import METHODS
+from saobp.lab.statistics import Gain, paired_gain, spread
+from saobp.refinement import Refinement
+from saobp.runs.folder import RunFolder
+from saobp.runs.layout import RESULT, run_folders
+from saobp.sizes import DECODERS, FAMILY_NAMES
+from saobp.storage.json_files import read_object
+from saobp.training.recipes import PretrainRecipe, named_recipe
+
+ORIGINAL = "none"
+BLIMP = "blimp"
+"""Subfolder of a run with the output of ``saobp evaluate --tasks blimp``."""
+FREE = (
+    "refinement",
+    "regularizer",
+    "strength_rate",
+    "strength_delay",
+    "seed",
+    "checkpoint_steps",
+    "evaluation_steps",
+    "log_steps",
+    "health_texts",
+)
+"""Recipe fields that may differ between runs of one setting: method, seed, logging and checkpoints."""
+
+
+@dataclass
+class Setting:
+    """Runs that differ in method and seed alone: loss, BLiMP's accuracy and results by method.
+
+    fresh: the seeds, if they confirm a choice that was made on others
+    """
+
+    recipe: dict[str, Any]
+    fresh: tuple[int, ...] = ()
+    losses: dict[str, dict[int, float]] = field(default_factory=dict)
+    blimp: dict[str, dict[int, float]] = field(default_factory=dict)
+    results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def is_decoder(self) -> bool:
+        return self.recipe["family"] in DECODERS
+
+    @property
+    def title(self) -> str:
+        tokens = self.recipe["steps"] * self.recipe["batch_size"] * self.recipe["length"]
+        family = FAMILY_NAMES.get(self.recipe["family"], self.recipe["family"])
+        size, length = self.recipe["size"], self.recipe["length"]
+        seeds = f", fresh seeds {', '.join(map(str, self.fresh))}" if self.fresh else ""
+        return f"{family}-{size}, length {length}, {tokens / 1e6:,.0f} M tokens{seeds}"
+
+    def gains(self) -> dict[str, Gain]:
+        """Paired differences from Original in per cent of perplexity, ascending; lower is better."""
+        base = self.losses.get(ORIGINAL, {})
+        pairs = {
+            method: paired_gain(own, base, higher_is_better=False)
+            for method, own in self.losses.items()
+            if method != ORIGINAL
+        }
+        found = {method: in_per_cent(gain) for method, gain in pairs.items() if gain is not None}
+        return dict(sorted(found.items(), key=lambda one: one[1].difference))
+
+    def differences(self, method: str) -> dict[int, float]:
+        """Differences from Original of the same seed, in per cent of perplexity."""
+        base, own = self.losses.get(ORIGINAL, {}), self.losses[method]
+        return {seed: 100 * math.expm1(own[seed] - base[seed]) for seed in own if seed in base}
+
+    def deviation(self, method: str) -> float | None:
+        """Standard deviation of the paired differences, in per cent of perplexity."""
+        found = spread(self.differences(method).values())
+        return None if found is None else found.deviation
+
+    def lower_in(self, method: str) -> str:
+        """``5 of 5``: pairs in which the method's loss is the lower one."""
+        pairs = self.differences(method).values()
+        return f"{sum(difference < 0 for difference in pairs)} of {len(pairs)}"
+
+
+def in_per_cent(gain: Gain) -> Gain:
+    """Differences of losses in nats as per cent of perplexity."""
+    low, high = (None if end is None else 100 * math.expm1(end) for end in (gain.low, gain.high))
+    return Gain(100 * math.expm1(gain.difference), low, high, gain.pairs, gain.verdict)
+
+
+def method_of(recipe: Mapping[str, Any]) -> str:
+    """The method of a run, as the text form of its refinement and regularizer."""
+    refinement = recipe.get("refinement")
+    text = ORIGINAL if refinement is None else str(Refinement.of(refinement)) + _own_rate(recipe)
+    penalty = recipe.get("regularizer")
+    if penalty is None:
+        return text
+    return penalty if text == ORIGINAL else f"{text} with {penalty}"
+
+
+def _own_rate(recipe: Mapping[str, Any]) -> str:
+    """How the numbers per head are trained, where that is not the named recipe's way."""
+    found = ""
+    if "strength_rate" in recipe:
+        usual = named_recipe(recipe["name"], recipe["family"], recipe["size"])
+        times = recipe["strength_rate"] / usual.strength_rate
+        found = "" if times == 1 else f", rate times {times:g}"
+    delay = recipe.get("strength_delay", 0.0)
+    return f"{found}, after {delay:.0%} of the steps" if delay else found
+
+
+def title_of(method: str) -> str:
+    """Title of a method in tables; combined parts are joined by plus signs."""
+    titles = {one.refinement or one.regularizer or ORIGINAL: one.title for one in METHODS.values()}
+    text, *trained = re.split("(?=, (?:rate|after) )", method, maxsplit=1)
+    parts = titles.get(text) or " + ".join(
+        _title_of_part(part, titles).removesuffix(" per head") for part in text.split("+")
+    )
+    return "".join([parts, *trained])
+
+
+def _title_of_part(part: str, titles: Mapping[str, str]) -> str:
+    plain, stride, rows = part.partition(",message_stride=")
+    return titles.get(plain, plain) + (f" (1 row in {rows})" if stride else "")
+
+
+def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """The records of finished pretraining runs, by the names of their folders."""
+    found = {}
+    for folder in folders:
+        for path in run_folders(folder):
+            run = RunFolder(path)
+            if run.is_finished and run.recipe.get("kind") == "pretrain":
+                found[path.name] = {
+                    "run": path.name,
+                    "kind": "pretrain",
+                    **run.record,
+                    "recipe": run.recipe,
+                    "result": run.result,
+                }
+                if (path / BLIMP / RESULT).exists():
+                    found[path.name][BLIMP] = read_object(path / BLIMP / RESULT)[BLIMP]
+    return found
+
+
+def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[int] = ()) -> list[Setting]:
+    """Runs grouped by setting, largest group first; a repeated seed counts once.
+
+    Runs of ``fresh`` seeds are a group of their own: a choice made on the others is confirmed on them alone.
+    """
+    found: dict[str, Setting] = {}
+    for record in records:
+        recipe, result = record["recipe"], record["result"]
+        shared = {name: value for name, value in {**recipe, **_absent(recipe)}.items() if name not in FREE}
+        own = tuple(fresh) if recipe["seed"] in fresh else ()
+        key = json.dumps([shared, record.get("data"), own], sort_keys=True)
+        setting = found.setdefault(key, Setting(shared, own))
+        method = method_of(recipe)
+        if result.get("eval_loss") is not None:
+            setting.losses.setdefault(method, {})[recipe["seed"]] = result["eval_loss"]
+            setting.results.setdefault(method, []).append(result)
+        if BLIMP in record:
+            setting.blimp.setdefault(method, {})[recipe["seed"]] = record[BLIMP]["accuracy"]
+    return sorted(
+        found.values(), key=lambda one: (one.is_decoder, not one.fresh, -sum(map(len, one.losses.values())))
+    )
+
+
+def _absent(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of fields that are newer than the record of a run."""
+    return {
+        one.name: one.default
+        for one in fields(PretrainRecipe)
+        if one.name not in recipe and one.default is not MISSING
+    }
