@@ -41,7 +41,6 @@ from saobp.training.head_records import (
     strengths_of,
 )
 from saobp.training.muon import MuonWithAdamW, hidden_matrices
-from saobp.training.package_lookups import looked_up_once
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.sharding import shard_by_layers
 from saobp.training.trackers import trackers
@@ -245,8 +244,7 @@ class PretrainTrainer(Trainer):
         if self.args.process_index:  # same initial weights on all processes, but different dropout masks
             torch.manual_seed(self.recipe.seed + self.args.process_index)
         try:
-            with looked_up_once():
-                return super().train(resume_from_checkpoint, *args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._graphed = None  # and free the memory of a step
 

@@ -23,7 +23,6 @@ from saobp.training.finetune.examples import EpochBatches, Examples, LengthBatch
 from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.head_records import MEASURED, health_line, separate_strengths, strengths_of
-from saobp.training.package_lookups import looked_up_once
 
 CHECKPOINT_SECONDS = 60.0
 """Minimum time between checkpoints, written at the end of epochs; short runs restart instead."""
@@ -72,10 +71,6 @@ class TaskTrainer(Trainer):
     def seconds(self) -> float:
         """Time spent on this seed, over all sessions."""
         return self.earlier + time.monotonic() - self.began
-
-    def train(self, *arguments: Any, **options: Any) -> Any:
-        with looked_up_once():
-            return super().train(*arguments, **options)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         loader = DataLoader(
