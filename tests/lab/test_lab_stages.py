@@ -113,7 +113,7 @@ def test_measurements_and_fine_tuning_of_what_is_there(
     leaks = json.loads((trained / "measured/gpt2-tiny-high-0.2-future-paper-seed42/leak.json").read_text())
     assert leaks["moved"] > 1e-4
     again = measure_all(plan.measurements(), trained, folders[1], quiet)
-    assert again.reused == measured.done
+    assert {*again.reused} == {*measured.done, *measured.reused}  # reused: by other tests of this file
     tuned = ExperimentPlan(choose_experiments("gtd"), SMOKE, 1, "*-high-*").finetune_runs()
     assert finetune_all(tuned, trained, folders[1], quiet).done == [tuned[0].name]
     assert finetune_all(tuned, trained, folders[1], quiet).reused == [tuned[0].name]
