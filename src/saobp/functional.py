@@ -103,7 +103,7 @@ def attention(
 
         nodes = None if padding_mask is None else padding_mask[:, None]
         if seen is not None and attn_mask is not None:
-            nodes = nodes_of_mask(attn_mask, seen, padding_mask, call)
+            nodes = nodes_of_mask(attn_mask, given)
             attn_mask = four_dimensional(attn_mask)
         return masked_attention(
             query, key, value, refinement, strength, nodes=nodes, mask=attn_mask, window=call.window,
@@ -136,27 +136,17 @@ def attention(
 _nodes_of_masks = WeakTensorKeyDictionary()
 
 
-def nodes_of_mask(attn_mask: Tensor, seen: Tensor, padding_mask: Tensor | None, call: Call) -> Tensor:
+def nodes_of_mask(attn_mask: Tensor, given: ReadCall) -> Tensor:
     """Tokens that are nodes under a caller's mask, bool ``[.., keys]``; raises if it is not symmetric."""
 
     def find() -> Tensor:
-        graph = build_graph(
-            call.query[2],
-            call.key[2],
-            call.refinement,
-            padding_mask,
-            call.is_causal,
-            seen.device,
-            seen=seen,
-            window=call.window,
-        )
-        check_symmetric_mask(graph, call.refinement, call.is_causal)
-        assert graph.speaks is not None
-        return graph.speaks.squeeze(-1)
+        speaks = given.graph().speaks
+        assert speaks is not None
+        return speaks.squeeze(-1)
 
-    if padding_mask is not None:
+    if given.padding_mask is not None:
         return find()
-    return remembered_nodes(attn_mask, (call.window, call.refinement.factor), find)
+    return remembered_nodes(attn_mask, (given.call.window, given.refinement.factor), find)
 
 
 def remembered_nodes(mask: Tensor, state: tuple[Any, ...], find: Callable[[], Tensor]) -> Tensor:
