@@ -78,8 +78,8 @@ def attention(
     nodes hear earlier ones, under any mask.
 
     sliding_window: a row sees fewer than this many keys back, and as many forward if not causal. Without
-    is_causal, kernels compute windows and masks in memory linear in length (the mask itself apart); they give
-    an attn_mask no gradient, so one that requires it goes by the reference.
+    is_causal, kernels compute windows and masks in memory linear in length, the mask itself and its gradient
+    apart.
 
     backend ``auto`` takes the fused kernels on a CUDA GPU where they support the call and warns once why
     where they do not; ``fused`` raises instead. On a CPU, ``auto`` takes a faster path where no gradient is

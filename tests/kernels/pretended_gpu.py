@@ -146,7 +146,7 @@ def compile_sweep(launched: list[Launched]) -> list[str]:
 
 
 def compile_masked(launched: list[Launched]) -> list[str]:
-    """A window; and everything at once: numbers to add, a window, padding, dropout, learned strengths."""
+    """A window; and everything at once: learned numbers to add and strengths, a window, padding, dropout."""
     from saobp.kernels.masked.attention import masked_attention
     from saobp.refinement import Refinement
 
@@ -155,7 +155,8 @@ def compile_masked(launched: list[Launched]) -> list[str]:
         (torch.bfloat16, {"window": 65}),
         (torch.bfloat16, {"window": 65, "is_causal": True}),
         (torch.float16, {
-            "window": 65, "mask": torch.zeros(1, 1, 300, 300, dtype=torch.bfloat16), "dropout_p": 0.1,
+            "window": 65, "dropout_p": 0.1,
+            "mask": torch.zeros(1, 1, 300, 300, dtype=torch.bfloat16, requires_grad=True),
             "nodes": torch.ones(1, 1, 300, dtype=torch.bool),
         }),
     ]  # fmt: skip

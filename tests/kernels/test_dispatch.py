@@ -73,7 +73,7 @@ def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
             "reference",
             "kernels for windows and masks in float32 are less",
         ),
-        (call(has_attn_mask=True, bias_learns=True), "reference", "attn_mask requires a gradient"),
+        (call(has_attn_mask=True, has_bias=True), "fused", "attn_mask"),
         (
             call(refinement=Refinement("elemmul"), window=9),
             "reference",

@@ -14,7 +14,7 @@ import saobp
 from saobp import Refinement, functional
 from saobp.kernels.masked import attention as masked
 from saobp.kernels.masked.tiles import GRAIN
-from saobp.testing.error_budget import assert_within_budget
+from saobp.testing.error_budget import assert_within_budget, distance
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 
@@ -189,11 +189,34 @@ def test_an_order_of_rows_under_a_mask_is_refused() -> None:
         saobp.attention(*inputs.leaves()[:3], "high:0.2", attn_mask=mask, is_causal=True, backend="fused")
 
 
-def test_a_mask_that_learns_goes_by_the_reference() -> None:
-    inputs = attention_inputs(1, 1, 8, 16, device=DEVICE)
-    mask = torch.zeros(8, 8, device=DEVICE, requires_grad=True)
-    with pytest.raises(ValueError, match="attn_mask requires a gradient"):
-        saobp.attention(*inputs.leaves()[:3], "high:0.2", attn_mask=mask, backend="fused")
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 2, 70, 70), *(pytest.param(one, marks=SLOW_INTERPRETED) for one in ((1, 2, 70, 70), (70, 70)))],
+)
+@pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=SLOW_INTERPRETED)], ids=str)
+def test_a_mask_learns_within_twice_the_error_of_the_reference(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    inputs = attention_inputs(2, 2, 70, 16, strength=(0.9, -0.4), padding="right", dtype=dtype, device=DEVICE)
+    numbers = added(symmetric(70, 0.6)).expand(shape)
+
+    def gradients(given: AttentionInputs, backend: Any, learns: bool = True) -> tuple[Tensor, ...]:
+        mask = numbers.to(torch.promote_types(given.dtype, torch.float32), copy=True).requires_grad_(learns)
+        leaves = given.leaves()
+        found = saobp.attention(
+            *leaves[:3], Refinement("high", "learned"), strength=leaves[3], attn_mask=mask,
+            padding_mask=given.padding_mask, backend=backend,
+        )  # fmt: skip
+        return torch.autograd.grad(found, ((mask,) if learns else ()) + leaves, given.output_gradient)
+
+    truth, plain = gradients(inputs.to(torch.float64), "reference"), gradients(inputs, "reference")
+    fused = gradients(inputs, "fused")
+    assert fused[0].shape == shape
+    assert not fused[0][~numbers.isfinite()].any()
+    assert distance(fused[0], truth[0]).typical <= 2 * distance(plain[0], truth[0]).typical
+    assert distance(fused[0], truth[0]).worst <= 2 * distance(plain[0], truth[0]).worst
+    for one, expected in zip(gradients(inputs, "fused", learns=False), fused[1:], strict=True):
+        assert torch.equal(one, expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -58,7 +58,6 @@ class Call(NamedTuple):
     longest: int | None = None
     has_attn_mask: bool = False
     has_bias: bool = False
-    bias_learns: bool = False
     window: int | None = None
     values_only: bool = False
 
@@ -78,10 +77,9 @@ class Call(NamedTuple):
         if bias is not None:
             states.append(bias)
         values_only = backend == "auto" and query.device.type == "cpu" and needs_values_only(*states)
-        learns = bias is not None and bias.requires_grad and torch.is_grad_enabled()
         return cls(
             query.shape, key.shape, value.shape, query.dtype, query.device.type, refinement, backend=backend,
-            has_bias=bias is not None, bias_learns=learns, values_only=values_only, **options,
+            has_bias=bias is not None, values_only=values_only, **options,
         )  # fmt: skip
 
 
@@ -237,8 +235,6 @@ def _masked_obstacle(call: Call) -> str | None:
         return f"{call.refinement.steps} steps with {what} have no kernel"
     if call.refinement.message_stride > 1:
         return f"messages from a part of the rows have no kernel for {what}"
-    if call.bias_learns:
-        return "attn_mask requires a gradient, which needs every entry of the map"
     return None
 
 

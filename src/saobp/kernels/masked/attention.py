@@ -30,7 +30,8 @@ def masked_attention(
     query ``[batch, heads, length, dim]``, key and value ``[batch, key_heads, length, dim]``, strength ``[heads]``;
     nodes ``[batch or 1, heads or 1, length]``: False for padding, which sends no message and which no row sees;
     mask ``[batch or 1, heads or 1, length or 1, length]``: not 0 where a row may attend, or floating point, added to the
-    scores; window: a row sees keys less than this many places away. ``is_causal`` needs a window and no mask.
+    scores, which may learn; window: a row sees keys less than this many places away. ``is_causal`` needs a window and no
+    mask.
     """
     reject_forward_mode(query, key, value, strength)
     query, key, value = (one if one.stride(3) == 1 else one.contiguous() for one in (query, key, value))
@@ -43,7 +44,8 @@ def masked_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     numbers = (window or 0, scale, dropout_p, sign, hears, is_causal)
     call = (query, key, value, strength.contiguous(), nodes, mask, seed, *numbers)
-    if not requires_grad(*call[:4]):
+    mask_learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    if not mask_learns and not requires_grad(*call[:4]):
         only: Tensor = masked_output(*call)
         return only
     outputs: tuple[Tensor, Tensor] = masked_forward(*call)

@@ -4,7 +4,8 @@
 2. ``masked_value_gradient`` (over keys): dV = P^T dO and dc = sum_j dT. dc = V . dV - P^T D would save a product, but
    the error of the strengths' gradient would be several times that of eager attention.
 3. ``masked_query_gradient`` (over rows): H = u (dT - dc), E = rowsum(H), dQ = (dT + gamma H) K - gamma E (a K).
-4. ``masked_key_gradient`` (over keys): dK = (dT + gamma H - gamma E a)^T Q.
+4. ``masked_key_gradient`` (over keys): dK = dS^T Q with dS = dT + gamma H - gamma E a, which is also the gradient of numbers
+   that a mask adds to the scores.
 
 CAUSAL: in the place of dT - dc stands -S, the sum of dT over later rows. Sweep 2 goes up the rows and stores it for each
 block of rows and the keys that the block sees (``future``). In a collapsed row both products of dQ are then much larger than
@@ -227,15 +228,15 @@ def masked_query_gradient(
 @triton.jit
 def masked_key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, key_spans_ptr,
-    lse_ptr, heard_ptr, past_ptr, belief_ptr, delta_ptr, heard_grad_ptr, future_ptr, gamma_grad_ptr, dk_ptr,
+    lse_ptr, heard_ptr, past_ptr, belief_ptr, delta_ptr, heard_grad_ptr, future_ptr, gamma_grad_ptr, dk_ptr, mask_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
     heads, group, length, blocks, window, back, slots, lowest, low_plane, scale, score_scale, sign, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
     HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    DROPS: tl.constexpr, LEARNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK of a block of keys."""
+    """dK of a block of keys and, if the mask LEARNS, the gradient of its entries ``[batch, heads, length, length]``."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, nodes_ptr, False)
     begin = block * KEYS
     keys = begin + tl.arange(0, KEYS)
@@ -293,5 +294,10 @@ def masked_key_gradient(
         d_message = message_gradient(a, d_logits, heard_grad, speaks, message, HEARS, CAUSAL)
         d_scores = d_logits + gamma * d_message - a * row_term[None, :]
         dk = tl.dot(d_scores.to(KIND), q, dk, input_precision=PRECISION)
+        if LEARNS:
+            entries = (row_base + rows[None, :]) * length + keys[:, None]
+            tl.store(
+                mask_grad_ptr + entries, d_scores, mask=(rows[None, :] < tokens) & (keys[:, None] < tokens)
+            )
     dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dk_base, begin, tokens, d_row, dk * scale, KEYS, DIM, BLOCK_DIM)

@@ -134,7 +134,18 @@ def plan_forward(call: MaskedCall, tensors: tuple[Any, ...], saves: bool) -> Lau
     return launches
 
 
-BACKWARD_NAMES = (*INPUT_NAMES, "grad", "out", "saved", "dq", "dk", "dv", "strength_grad", "scratch")
+BACKWARD_NAMES = (
+    *INPUT_NAMES,
+    "grad",
+    "out",
+    "saved",
+    "dq",
+    "dk",
+    "dv",
+    "strength_grad",
+    "mask_grad",
+    "scratch",
+)
 
 
 class BackwardPlan(NamedTuple):
@@ -142,7 +153,9 @@ class BackwardPlan(NamedTuple):
     scratch: int
 
 
-def plan_backward(call: MaskedCall, tensors: tuple[Any, ...], grad: Tensor, out: Tensor) -> BackwardPlan:
+def plan_backward(
+    call: MaskedCall, tensors: tuple[Any, ...], grad: Tensor, out: Tensor, mask_learns: bool = False
+) -> BackwardPlan:
     spec, rows = call.spec, (call.spec.rows_shape, torch.float32)
     scratch, size = lay_out_buffer(
         "scratch",
@@ -156,7 +169,8 @@ def plan_backward(call: MaskedCall, tensors: tuple[Any, ...], grad: Tensor, out:
     launches.add(backward.row_products, call.programs(64), numbers | own)
     _add_sweep(launches, call, backward.masked_value_gradient, numbers, by_rows=False)
     _add_sweep(launches, call, backward.masked_query_gradient, numbers, by_rows=True)
-    _add_sweep(launches, call, backward.masked_key_gradient, numbers, by_rows=False)
+    learns = numbers | {"LEARNS": mask_learns}
+    _add_sweep(launches, call, backward.masked_key_gradient, learns, by_rows=False)
     own = {"batch": spec.batch, "SIZE": 4096, "num_warps": 16}
     launches.add(strength_gradient, spec.heads, numbers | own)
     return BackwardPlan(launches, size)
@@ -240,10 +254,14 @@ def _outputs(saves: bool, *flat: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(grad: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    tensors, (out, saved), numbers = flat[:TENSORS], flat[TENSORS : TENSORS + 2], flat[TENSORS + 2 :]
+    tensors, (out, saved), (*numbers, mask_learns) = (
+        flat[:TENSORS],
+        flat[TENSORS : TENSORS + 2],
+        flat[TENSORS + 2 :],
+    )
     call = MaskedCall.of(tensors, MaskNumbers(*numbers))
-    key = ("backward", _layout((*tensors, grad, out)), numbers)
-    plan: BackwardPlan = cached(_plans, key, plan_backward, call, tensors, grad, out)
+    key = ("backward", _layout((*tensors, grad, out)), *numbers, mask_learns)
+    plan: BackwardPlan = cached(_plans, key, plan_backward, call, tensors, grad, out, mask_learns)
     gradients = _fake_backward(grad, *flat)
     scratch = grad.new_empty(plan.scratch, dtype=torch.uint8)
     plan.launches(*pointers(tensors), grad, out, saved, *gradients, scratch)
@@ -251,10 +269,13 @@ def _backward(grad: Tensor, *flat: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_backward(_grad: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    spec = MaskedCall.of(flat[:TENSORS], MaskNumbers(*flat[TENSORS + 2 :])).spec
+    *numbers, mask_learns = flat[TENSORS + 2 :]
+    spec = MaskedCall.of(flat[:TENSORS], MaskNumbers(*numbers)).spec
     query = flat[0]
     states = [query.new_empty_strided(spec.states_shape, spec.gradient_strides) for _ in range(3)]
-    return *states, query.new_empty(spec.heads, dtype=torch.float32)
+    maps = (*spec.rows_shape, spec.length) if mask_learns else (0,)
+    mask_grad = query.new_zeros(maps, dtype=torch.float32)  # tiles that no row sees are skipped
+    return *states, query.new_empty(spec.heads, dtype=torch.float32), mask_grad
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -263,13 +284,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, _, strength, *_ = ctx.saved_tensors
+    query, key, _, strength, _, mask, *_ = ctx.saved_tensors
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    dq, dk, dv, learned = masked_backward(grad, *ctx.saved_tensors, *ctx.numbers)
+    mask_learns = ctx.needs_input_grad[INPUT_NAMES.index("mask")]
+    dq, dk, dv, learned, d_mask = masked_backward(grad, *ctx.saved_tensors, *ctx.numbers, mask_learns)
     if key.shape[1] != query.shape[1]:
         dk, dv = (d.unflatten(1, (key.shape[1], -1)).sum(2) for d in (dk, dv))
-    return dq, dk, dv, learned.to(strength.dtype), *[None] * (len(ctx.needs_input_grad) - 5)
+    d_mask = d_mask.sum_to_size(mask.shape).to(mask.dtype) if mask_learns else None
+    return dq, dk, dv, learned.to(strength.dtype), None, d_mask, *[None] * (len(ctx.needs_input_grad) - 7)
 
 
 masked_forward = operator(
@@ -283,7 +306,7 @@ masked_output = operator(
 )
 masked_backward = operator(
     "masked_attention_backward",
-    f"(Tensor grad, {INPUTS}, Tensor out, Tensor saved, {NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad, {INPUTS}, Tensor out, Tensor saved, {NUMBERS}, bool mask_learns) -> ({', '.join(['Tensor'] * 5)})",
     _backward, _fake_backward,
 )  # fmt: skip
 register_autograd(masked_forward, _gradients, _save)
