@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import MPNetConfig, MPNetForMaskedLM, MPNetForSequenceClassification
 
 import saobp
+from saobp.transformers import mpnet as mpnet_attention
 from saobp.transformers.apply import attention_modules
 from saobp.transformers.head_scaling import HeadParts
 from saobp.transformers.layer_refinement import strength_parameters
@@ -89,6 +92,34 @@ def test_strengths_and_position_bias_learn_and_are_saved(tmp_path: Path) -> None
     model.eval().save_pretrained(tmp_path)
     loaded = saobp.load(tmp_path, MPNetForSequenceClassification)
     torch.testing.assert_close(run(loaded)[0], run(model)[0])
+
+
+def test_layers_share_one_mask_with_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saobp.apply(mpnet(MPNetForSequenceClassification), "high:learned").train()
+    seen: list[Tensor] = []
+    read = mpnet_attention.biased_mask
+    monkeypatch.setattr(mpnet_attention, "biased_mask", lambda *given: seen.append(read(*given)) or seen[-1])
+    for _ in range(2):
+        model(**batch()).logits.sum().backward()
+    assert seen[0] is seen[1]
+    assert seen[2] is seen[3]
+    assert seen[2] is not seen[0]
+    with torch.no_grad():
+        model(**batch())
+    assert not seen[-1].requires_grad
+
+
+def test_recomputed_layers_have_the_same_gradients() -> None:
+    model = saobp.apply(mpnet(MPNetForSequenceClassification), "high:learned").eval()
+    bias = model.mpnet.encoder.relative_attention_bias.weight
+    found = []
+    for _ in range(2):
+        bias.grad = None
+        model(**batch()).logits.square().sum().backward()
+        found.append(bias.grad)
+        for layer in model.mpnet.encoder.layer:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_copies_and_pickles() -> None:
