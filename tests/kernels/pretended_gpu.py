@@ -7,11 +7,13 @@ call is compiled, down to machine code, with the arguments that the call passes:
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from reduced_lanes import wrong_reductions
 
 HOPPER = 90
 
@@ -76,7 +78,22 @@ def pretend_gpu(capability: int = HOPPER) -> list[Launched]:
             return kind
 
     driver.set_active(Driver())
+    _check_reductions()
     return launched
+
+
+def _check_reductions() -> None:
+    """A kernel with a reduction that Triton compiles wrongly raises."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    lower = CUDABackend.make_llir
+
+    def checked(self: Any, module: Any, *rest: Any) -> Any:
+        if wrong := wrong_reductions(str(module)):
+            raise AssertionError(f"Triton reduces these wrongly: {'; '.join(wrong)}")
+        return lower(self, module, *rest)
+
+    CUDABackend.make_llir = checked
 
 
 def _number(name: str, argument: Any) -> Any:
@@ -132,7 +149,7 @@ def compile_hopper(launched: list[Launched]) -> list[str]:
 
 
 def compile_sweep(launched: list[Launched]) -> list[str]:
-    """The sweep for statistics, causal, through Triton and then directly."""
+    """The sweep for statistics, causal, through Triton and then directly; then masks of single entries."""
     from saobp.kernels.statistics.launch import sweep_rows
     from saobp.propagation.row_statistics import RowMask
 
@@ -142,6 +159,10 @@ def compile_sweep(launched: list[Launched]) -> list[str]:
     first, second = launched
     if first != second:
         raise AssertionError("the second launch has other arguments than the first")
+    for kind, width in itertools.product((torch.bfloat16, torch.float32), (24, 64)):
+        states = [torch.zeros(1, 35, heads, width, dtype=kind).transpose(1, 2) for heads in (4, 2, 2)]
+        for entries in (torch.ones(1, 1, 35, 35, dtype=torch.bool), torch.zeros(1, 4, 35, 35)):
+            sweep_rows(*states, RowMask(entries=entries), scale=0.1, first=4)
     return [first.name]
 
 

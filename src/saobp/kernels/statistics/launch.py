@@ -31,14 +31,11 @@ SECTION_BYTES = 24 * 2**20
 _launches: dict[Any, tuple[KernelLaunch, int]] = {}
 
 
-def can_sweep(query: Tensor, key: Tensor, mask: RowMask, scale: float) -> bool:
-    """Whether the kernel takes these states: on a GPU, not in double precision, up to 256 wide.
-
-    Masks of single entries are for the interpreter: on an H200 their maxima were wrong, why is not known.
-    """
+def can_sweep(query: Tensor, key: Tensor, scale: float) -> bool:
+    """Whether the kernel takes these states: on a GPU, not in double precision, up to 256 wide."""
     kinds = (torch.float16, torch.float32) if INTERPRETED else (torch.float16, torch.bfloat16, torch.float32)
     return (
-        (INTERPRETED or (query.is_cuda and mask.entries is None))
+        (query.is_cuda or INTERPRETED)
         and query.dtype == key.dtype
         and query.dtype in kinds
         and query.shape[-1] <= MOST_WIDTH

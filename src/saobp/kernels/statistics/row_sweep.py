@@ -4,6 +4,9 @@ Scores are in base-2 logarithms. A row keeps its maximum m, the sum l of p = 2^(
 which the entropy follows without cancellation, and the sum of p times the norms of the values, all four for each of the
 LANES threads that share it, so that threads exchange nothing before the end. The weights of the first keys need the final
 normaliser: they are computed after the sweep.
+
+Under a mask of single entries a row has one lane: the compiler would lay out a tile as the mask is loaded, with a lane's keys
+in threads 1, 8 and 16 apart, which Triton 3.6 and 3.7 reduce wrongly (mended by triton-lang/triton#9219).
 """
 
 from __future__ import annotations
@@ -75,7 +78,7 @@ def row_sweep(
     source = key_map, batch.to(tl.int32), head // group
     bases = key_base, norm_base, real_base, mask_base
     limits = rows + offset, inside, start, end, keys, window, score_scale, lowest_bias
-    nothing = tl.zeros([ROWS, LANES], tl.float32)
+    nothing = tl.zeros([ROWS, 1 if MASK > 0 else LANES], tl.float32)
     state = nothing + LOWEST, nothing, nothing, nothing
     if PADDED or MASK > 0 or STARTS > 0:
         state = _tiles(
@@ -184,13 +187,13 @@ def _tiles(
             if MASK == 2:
                 bias = tl.load(mask_base[:, None] + columns[None, :], mask=seen, other=0.0)
                 scores += bias.to(tl.float32) * 1.4426950408889634
-            scores = _by_lane(tl.where(seen, scores, float("-inf")))
+            scores = _by_lane(tl.where(seen, scores, float("-inf")), MASK)
             higher = tl.maximum(top, tl.max(scores, 2))
             below = scores - higher[:, :, None]
             weights = tl.exp2(below)
             below = tl.where(scores == float("-inf"), 0.0, below)
         else:
-            scores = _by_lane(scores)
+            scores = _by_lane(scores, MASK)
             higher = tl.maximum(top, tl.max(scores, 2) * score_scale)
             below = scores * score_scale - higher[:, :, None]
             weights = tl.exp2(below)
@@ -203,19 +206,22 @@ def _tiles(
                 norms = tl.load(norm_base + columns * norm_row, mask=columns < keys, other=0.0)
             else:
                 norms = tl.load(norm_base + columns * norm_row)
-            norms = _by_lane(norms[None, :])
+            norms = _by_lane(norms[None, :], MASK)
             weighted = kept * weighted + tl.sum(weights * norms, 2)
         top = higher
     return top, total, spread, weighted
 
 
 @triton.jit
-def _by_lane(tile):
+def _by_lane(tile, MASK: tl.constexpr):
     """A tile ``[rows, keys]`` as ``[rows, lanes, keys / lanes]``: a thread has the scores of one lane of a row."""
     ROWS: tl.constexpr = tile.shape[0]
     KEYS: tl.constexpr = tile.shape[1]
-    pairs = tl.reshape(tile, (ROWS, KEYS // (2 * LANES), LANES, 2))
-    return tl.reshape(tl.permute(pairs, (0, 2, 1, 3)), (ROWS, LANES, KEYS // LANES))
+    if MASK > 0:
+        return tile[:, None, :]
+    else:
+        pairs = tl.reshape(tile, (ROWS, KEYS // (2 * LANES), LANES, 2))
+        return tl.reshape(tl.permute(pairs, (0, 2, 1, 3)), (ROWS, LANES, KEYS // LANES))
 
 
 @triton.jit

@@ -61,7 +61,7 @@ def sweep(
         if query.is_cuda:
             from saobp.kernels.statistics.launch import can_sweep, sweep_rows
 
-            if can_sweep(query, key, mask, scale):
+            if can_sweep(query, key, scale):
                 return sweep_rows(query, key, value, mask, scale=scale, first=first)
         with without_autocast(query.device.type):
             return row_sums(query, key, value, mask, scale=scale, first=first)
