@@ -1,50 +1,60 @@
 """Does ``high:learned`` help a trained decoder that goes on training? In pairs of seeds, on held-out text.
 
     python benchmarks/existing_decoder.py tokens --model FOLDER --data-dir FOLDER --out TOKENS
-    python benchmarks/existing_decoder.py run --model FOLDER --tokens TOKENS --out FOLDER --workers 3
+    python benchmarks/existing_decoder.py pace --model FOLDER --tokens TOKENS --out FOLDER
+    python benchmarks/existing_decoder.py run --model FOLDER --tokens TOKENS --out FOLDER --workers 2
     python benchmarks/existing_decoder.py table --out FOLDER
 
-Three ways to go on from the same weights, over three seeds (the order of the blocks) and two corpora: *plain*
+Four ways to go on from the same weights, over three seeds (the order of the blocks) and two corpora: *plain*
 trains the weights; *learned* trains them with strengths per head, which start at 0 and so change nothing at
-first; *strengths* trains the strengths alone. Scores are mean losses in nats per token on held-out text after
-the last step.
+first; *strengths* trains the strengths alone; *temperatures* trains as many other numbers alone, a
+temperature per head, which start at 1. Scores are mean losses in nats per token on held-out text after the
+last step.
+
+WikiText-2 is one epoch with 16 x 512 tokens a step. Wikipedia, fixed before its first run, has 64 x 512
+tokens a step: 1525 steps (50 million tokens) for plain and learned, 305 (10 million) for strengths and
+temperatures.
 
 Fixed before the first run: for each corpus, learned minus plain with a 95 % paired t interval over the seeds.
 It helps if the interval lies below zero, harms if above; an interval that holds zero is no gain. Strengths
 alone are compared with the model as it was, which is one number: they help if the interval of that difference
-lies below zero.
+lies below zero. Fixed before the first run of temperatures: they are compared with the model as it was in the
+same way, and strengths alone with temperatures alone, of the same seed, with as many tokens, the same rate
+and schedule. Strengths do more than temperatures if the interval of strengths minus temperatures lies below
+zero, less if above; if it holds zero, no difference is shown.
 
-How many steps fit a given time is measured by the command pace, before any loss is known. Runs of one seed
-are made before those of the next, and finished ones are not repeated.
+Runs of one seed are made before those of the next, those of weights before those of heads alone, and finished
+ones are not repeated.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import time
+from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
+from decoder_training import ALONE, LENGTH, METHODS, Continuation, forget_compiled
 from paired_runs import claimed, compare, run_workers
-from torch import Tensor
-from torch.nn import functional
 
-from saobp.runs.machine import machine
 from saobp.runs.worker_processes import end_with_parent
 from saobp.storage.json_files import write_json
 
-METHODS = ("plain", "learned", "strengths")
 CORPORA = {"wikitext2": "wikitext2_raw", "wikipedia": "wikipedia_en"}
 SEEDS = (1, 2, 3)
-LENGTH, BATCH, EVALUATION_BATCH = 512, 16, 32
-RATE, STRENGTH_RATE, WARMUP = 1e-4, 5e-3, 0.05
 HELD_OUT = 200_000
 """Tokens of held-out text, at most."""
-OTHER_SECONDS = 15
-"""What a run takes beside its steps: loading, compiling from the cache, two passes over held-out text."""
+NEAR_ZERO = 0.05
+
+Folder = Annotated[Path, typer.Option(help="Folder of the model.")]
+Tokens = Annotated[Path, typer.Option(help="Folder that the command tokens has written.")]
+Batch = Annotated[int, typer.Option(help=f"Blocks of {LENGTH} tokens a step.", min=1)]
+ALL_METHODS = ",".join(METHODS)
+Methods = Annotated[str, typer.Option(help=f"Methods joined by commas, of {ALL_METHODS}.")]
+Compiled = Annotated[bool, typer.Option(help="Compile the layers on a GPU.")]
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -99,211 +109,152 @@ def _encode(tokenizer: Any, texts: list[str], end: int, parts: list[np.ndarray])
 
 @app.command()
 def run(
-    model: Annotated[Path, typer.Option(help="Folder of the model.")],
-    tokens: Annotated[Path, typer.Option(help="Folder that the command tokens has written.")],
+    model: Folder,
+    tokens: Tokens,
     out: Annotated[Path, typer.Option(help="Folder for the results.")],
     workers: Annotated[int, typer.Option(help="Processes at a time.", min=1)] = 1,
-    steps: Annotated[
-        int, typer.Option(help=f"Steps of {BATCH} x {LENGTH} tokens, at most one epoch.")
-    ] = 6000,
+    batch: Batch = 16,
+    steps: Annotated[int, typer.Option(help="Steps of a run, at most one epoch.", min=1)] = 6000,
+    alone_steps: Annotated[
+        int | None, typer.Option(help=f"Steps of {' and '.join(ALONE)}, if others.", min=1)
+    ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds joined by commas.")] = ",".join(map(str, SEEDS)),
     corpora: Annotated[str, typer.Option(help="Corpora joined by commas.")] = ",".join(CORPORA),
-    compiled: Annotated[bool, typer.Option(help="Compile the layers on a GPU.")] = True,
+    methods: Methods = ALL_METHODS,
+    compiled: Compiled = True,
 ) -> None:
     """Train every corpus, method and seed that is not finished, then print the table."""
-    names = [f"{c}-{method}-{s}" for c in corpora.split(",") for s in seeds.split(",") for method in METHODS]
+    names = queue(_known(corpora, CORPORA), _known(methods, METHODS), seeds.split(","))
     names = [name for name in names if not (out / f"{name}.json").exists()]
-    run_workers(__file__, out, [str(model), str(tokens), compiled, steps, names], workers)
+    lengths = {
+        method: alone_steps if method in ALONE and alone_steps is not None else steps for method in METHODS
+    }
+    run_workers(__file__, out, [str(model), str(tokens), compiled, batch, lengths, names], workers)
     table(out)
+
+
+def queue(corpora: list[str], methods: list[str], seeds: list[str]) -> list[str]:
+    """Names of runs in order: by corpus, weights before heads alone, by seed."""
+    groups = [name for name in methods if name not in ALONE], [name for name in methods if name in ALONE]
+    return [
+        f"{corpus}-{method}-{seed}"
+        for corpus in corpora
+        for group in groups
+        for seed in seeds
+        for method in group
+    ]
+
+
+def _known(given: str, known: Mapping[str, Any]) -> list[str]:
+    names = given.split(",")
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}")
+    return names
 
 
 @app.command()
 def pace(
-    model: Annotated[Path, typer.Option(help="Folder of the model.")],
-    tokens: Annotated[Path, typer.Option(help="Folder that the command tokens has written.")],
+    model: Folder,
+    tokens: Tokens,
     out: Annotated[Path, typer.Option(help="Folder for the measurements.")],
-    seconds: Annotated[float, typer.Option(help="Time for all runs of a corpus.")],
+    batch: Batch = 16,
     corpus: Annotated[str, typer.Option(help="The corpus.")] = "wikipedia",
-    seeds: Annotated[int, typer.Option(help="How many seeds, one after the other.")] = len(SEEDS),
-    compiled: Annotated[bool, typer.Option(help="Compile the layers on a GPU.")] = True,
+    methods: Methods = "plain,learned",
+    compiled: Compiled = True,
 ) -> None:
-    """Print how many steps fit, a multiple of 50: all methods are timed at once, as they will run."""
-    names = [f"{corpus}-{method}-0" for method in METHODS]
-    run_workers(__file__, out, [str(model), str(tokens), compiled, None, names], len(names))
-    found = [json.loads((out / f"{name}.json").read_text()) for name in names]
-    step = sum(one["step_seconds"] for one in found) / len(found)
-    print([round(one["step_seconds"], 4) for one in found])
-    print(max(50, int((seconds / seeds - OTHER_SECONDS) / step) // 50 * 50))
+    """Print tokens a second and peak memory of methods that train at the same time."""
+    names = [f"{corpus}-{method}-0" for method in _known(methods, METHODS)]
+    for name in names:
+        (out / f"{name}.json").unlink(missing_ok=True)
+    run_workers(__file__, out, [str(model), str(tokens), compiled, batch, None, names], len(names))
+    for name in names:
+        path = out / f"{name}.json"
+        print(name, path.read_text().strip() if path.exists() else "failed, see the logs of workers")
 
 
 @app.command(hidden=True)
 def work(out: Annotated[Path, typer.Option()], given: Annotated[str, typer.Option()]) -> None:
-    """One worker: takes runs until none is left, all seeds of a corpus before the next."""
+    """One worker: takes runs until none is left."""
     end_with_parent()
-    model, tokens_dir, compiled, steps, names = json.loads(given)
-    for name in claimed(out, names):
-        corpus, method, seed = name.split("-")
-        run = Continuation(model, Path(tokens_dir), corpus, method, int(seed))
+    model, tokens_dir, compiled, batch, lengths, names = json.loads(given)
+
+    def result(corpus: str, method: str, seed: str) -> dict[str, Any]:
+        run = Continuation(model, Path(tokens_dir), corpus, method, int(seed), batch)
         if compiled and run.device == "cuda":
             run.compile()
-        found = run.timed(out / "claims", len(names)) if steps is None else run.whole(steps)
-        write_json(out / f"{name}.json", found)
+        return run.timed(out / "claims", len(names)) if lengths is None else run.whole(lengths[method])
 
-
-class Continuation:
-    """A trained model that goes on training in one of the three ways."""
-
-    def __init__(self, model_dir: str, tokens_dir: Path, corpus: str, method: str, seed: int) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        from saobp.training.checkpoints import load_model
-        from saobp.transformers.apply import apply
-        from saobp.transformers.layer_refinement import strength_parameters
-
-        self.began = time.monotonic()
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.facts = {"corpus": corpus, "method": method, "seed": seed, "machine": machine(self.device)}
-        self.model: Any = load_model(model_dir, AutoModelForCausalLM).to(self.device)
-        self.checksum = hashlib.sha256((tokens_dir / f"{corpus}-train.npy").read_bytes()).hexdigest()
-        parts = ("held-out", "train")
-        self.held, self.train = (_blocks(tokens_dir / f"{corpus}-{part}.npy", self.device) for part in parts)
-        self.before = held_out_loss(self.model, self.held)
-        if method != "plain":
-            apply(self.model, "high:learned")
-        strengths = strength_parameters(self.model)
-        apart = {id(one) for one in strengths}
-        weights = [one for one in self.model.parameters() if id(one) not in apart]
-        if method == "strengths":
-            for one in weights:
-                one.requires_grad_(False)
-            weights = []
-        groups = [{"params": weights, "lr": RATE}, {"params": strengths, "lr": STRENGTH_RATE}]
-        self.trained = [*weights, *strengths]
-        self.optimiser = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
-            fused=self.device == "cuda",
-        )
-        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
-        self.order, self.loss = order.to(self.device), next_token_loss
-
-    def compile(self) -> None:
-        """Compile the layers, which share one graph, and the loss with the output layer."""
-        import torch
-
-        for layer in self.model.model.layers:
-            layer.compile(dynamic=False)
-        self.loss = torch.compile(next_token_loss, dynamic=False)
-
-    def step(self, number: int) -> Any:
-        """One step of training; returns its loss."""
-        import torch
-
-        ids = self.train[self.order[number * BATCH : (number + 1) * BATCH]]
-        with torch.autocast(self.device, torch.bfloat16):
-            states = self.model.model(ids, use_cache=False).last_hidden_state
-            loss = self.loss(states, self.model.lm_head.weight, ids)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
-        return loss.detach()
-
-    def whole(self, steps: int) -> dict[str, Any]:
-        """Train, with a linear warm-up and decay, and measure the loss on held-out text again."""
-        import torch
-
-        from saobp.training.head_records import strengths_of
-
-        steps = min(steps, len(self.train) // BATCH)
-        warm = max(1, round(WARMUP * steps))
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimiser, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
-        )
-        losses = []
-        self.model.train()
-        for number in range(steps):
-            losses.append(self.step(number))
-            schedule.step()
-        return {
-            **self.facts,
-            "steps": steps,
-            "tokens": steps * BATCH * LENGTH,
-            "before": self.before,
-            "after": held_out_loss(self.model, self.held),
-            "held_out_tokens": self.held.numel(),
-            "losses": [round(float(loss), 4) for loss in losses[:: max(1, steps // 50)]],
-            "strengths": strengths_of(self.model),
-            "training_tokens_sha256": self.checksum,
-            "seconds": round(time.monotonic() - self.began, 1),
-        }
-
-    def timed(self, folder: Path, processes: int, warm: int = 5, steps: int = 20) -> dict[str, float]:
-        """Seconds of a step while so many processes train."""
-        self.model.train()
-        for number in range(warm):
-            self.step(number).item()
-        (folder / f"{self.facts['method']}.ready").touch()
-        while len([*folder.glob("*.ready")]) < processes:
-            time.sleep(0.05)
-        began = time.monotonic()
-        for number in range(warm, warm + steps):
-            self.step(number).item()
-        return {"step_seconds": (time.monotonic() - began) / steps}
-
-
-def next_token_loss(states: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """Mean loss in nats from last states ``[rows, length, width]`` and output weights ``[words, width]``."""
-    logits = functional.linear(states[:, :-1], weight).float()
-    return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-
-
-def held_out_loss(model: Any, blocks: Any) -> float:
-    """Mean loss in nats per predicted token."""
-    import torch
-
-    model.eval()
-    total = 0.0
-    eager = torch.compiler.set_stance("force_eager")  # compiling for a few batches would take longer
-    with eager, torch.no_grad(), torch.autocast(blocks.device.type, torch.bfloat16):
-        for ids in blocks.split(EVALUATION_BATCH):
-            total += float(model(ids, labels=ids, use_cache=False).loss) * len(ids)
-    return total / len(blocks)
-
-
-def _blocks(path: Path, device: str) -> Any:
-    import torch
-
-    row = np.load(path)
-    count = len(row) // LENGTH
-    return torch.from_numpy(row[: count * LENGTH].astype(np.int64)).view(count, LENGTH).to(device)
+    for name in claimed(out, names):
+        write_json(out / f"{name}.json", result(*name.split("-")))
+        forget_compiled()
 
 
 @app.command()
 def table(out: Annotated[Path, typer.Option(help="Folder of the results.")]) -> None:
-    """Print losses and paired differences, and write them to OUT/summary.json."""
+    """Print losses, paired differences and how far heads moved, and write them to OUT/summary.json."""
     found = [json.loads(path.read_text()) for path in sorted(out.glob("*-*-*.json"))]
-    summary: dict[str, Any] = {"runs": found, "comparisons": {}}
-    print("| corpus | compared | tokens | pairs | losses | | difference [95 %] | |\n" + "|---" * 8 + "|")
+    summary: dict[str, Any] = {"runs": found, "comparisons": {}, "heads": {}}
+    for corpus in CORPORA:
+        _print_losses(corpus, [one for one in found if one["corpus"] == corpus])
+    print("\n| corpus | compared | tokens | pairs | losses | | difference [95 %] | |\n" + "|---" * 8 + "|")
     for corpus in CORPORA:
         own = [one for one in found if one["corpus"] == corpus]
+        before = {one["seed"]: one["before"] for one in own}
         after = {
             name: {one["seed"]: one["after"] for one in own if one["method"] == name} for name in METHODS
         }
-        start = {one["seed"]: one["before"] for one in own if one["method"] == "strengths"}
         pairs = {
-            "learned - plain": (after["learned"], after["plain"]),
-            "strengths alone - before": (after["strengths"], start),
-            "plain - before": (after["plain"], start),
+            "learned - plain": (("learned", "plain"), after["plain"]),
+            "strengths alone - before": (("strengths",), before),
+            "temperatures alone - before": (("temperatures",), before),
+            "strengths alone - temperatures alone": (ALONE, after["temperatures"]),
+            "plain - before": (("plain",), before),
         }
-        for name, (method, base) in pairs.items():
-            tokens = f"{own[0]['tokens']:,}" if own else ""
-            gain = compare([corpus, name, tokens], method, base, digits=5, higher_is_better=False)
+        for name, (methods, base) in pairs.items():
+            lengths = {one["tokens"] for one in own if one["method"] in methods}
+            if len(lengths) > 1:
+                raise typer.BadParameter(f"{corpus}: runs of {name} differ in tokens, {sorted(lengths)}")
+            tokens = f"{lengths.pop():,}" if lengths else ""
+            gain = compare([corpus, name, tokens], after[methods[0]], base, digits=5, higher_is_better=False)
             if gain is not None:
                 summary["comparisons"][f"{corpus}: {name}"] = vars(gain)
+    print()
+    for corpus in CORPORA:
+        for method in METHODS:
+            own = [one for one in found if (one["corpus"], one["method"]) == (corpus, method)]
+            layers = [one.get("log_scales") or one.get("strengths") for one in own]
+            if layers and all(layers):
+                summary["heads"][f"{corpus}: {method}"] = moved = how_far(layers)
+                print(f"{corpus}, {method}: " + ", ".join(f"{key} {value}" for key, value in moved.items()))
     write_json(out / "summary.json", summary)
+
+
+def _print_losses(corpus: str, runs: list[dict[str, Any]]) -> None:
+    """Held-out losses by seed and method."""
+    if not runs:
+        return
+    after = {(one["seed"], one["method"]): f"{one['after']:.4f}" for one in runs}
+    print(f"\n{corpus}, as it was: {runs[0]['before']:.4f}\n\n| seed | " + " | ".join(METHODS) + " |")
+    print("|---" * (len(METHODS) + 1) + "|")
+    for seed in sorted({one["seed"] for one in runs}):
+        print(f"| {seed} | " + " | ".join(after.get((seed, method), "") for method in METHODS) + " |")
+
+
+def how_far(runs: list[list[list[float]]]) -> dict[str, Any]:
+    """How far numbers of heads, which start at 0, moved: ``runs`` are seeds of layers of heads."""
+    numbers = np.array([np.concatenate(layers) for layers in runs])
+    mean = numbers.mean(0)
+    alike = [float(np.corrcoef(numbers[a], numbers[b])[0, 1]) for a, b in combinations(range(len(runs)), 2)]
+    return {
+        "heads": len(mean),
+        "least": round(float(numbers.min()), 4),
+        "most": round(float(numbers.max()), 4),
+        "share near 0": round(float((abs(numbers) < NEAR_ZERO).mean()), 4),
+        "heads above": int((mean > NEAR_ZERO).sum()),
+        "heads below": int((mean < -NEAR_ZERO).sum()),
+        "least correlation of seeds": round(min(alike), 3) if alike else None,
+    }
 
 
 if __name__ == "__main__":
