@@ -152,8 +152,8 @@ def check_lengths(queries: int, keys: int, refinement: Refinement, is_causal: bo
         )
     if queries > keys and is_causal:
         raise ValueError(f"causal attention needs at least as many keys as queries, not {keys} and {queries}")
-    heard_in_order = is_causal and refinement.future == "strict"
-    if factor is not None and (why := factor.obstacle(queries, keys, heard_in_order)) is not None:
+    in_order = is_causal and refinement.future == "strict"
+    if factor is not None and (why := factor.obstacle(queries, keys, in_order)) is not None:
         raise ValueError(why)
 
 
@@ -250,10 +250,10 @@ def check_symmetric_mask(graph: FactorGraph, refinement: Refinement, is_causal: 
     factor = get_factor(refinement.factor)
     if is_causal or factor is None or not factor.remembers or isinstance(factor, Similarity):
         return
-    visible, speaks = graph.visible, graph.speaks
-    if visible is None or speaks is None:
+    visible, senders = graph.visible, graph.senders
+    if visible is None or senders is None:
         return
-    nodes = speaks & visible.any(-1, keepdim=True)
+    nodes = senders & visible.any(-1, keepdim=True)
     visible = visible.expand(*visible.shape[:-2], visible.shape[-1], visible.shape[-1])
     two_way = ~(visible & ~visible.mT & nodes & nodes.mT).any()
     sentence = (

@@ -73,9 +73,9 @@ def attention(
     ``scaled_dot_product_attention``: bool, True where a row may attend, or numbers added to the scores, minus
     infinity where it may not. A masked entry has weight 0 and sends the neutral message. A node is a row that
     may attend to a key, unless no row may attend to its own token, which is then padding. Without is_causal
-    every node hears all others, so a mask that is not symmetric between nodes (a causal or a prefix mask)
-    raises, except for ``none``, the listing factors and ElemMul. With is_causal later keys are hidden too and
-    nodes hear earlier ones, under any mask.
+    every node receives messages of all others, so a mask that is not symmetric between nodes (a causal or a
+    prefix mask) raises, except for ``none``, the listing factors and ElemMul. With is_causal later keys are
+    hidden too and nodes receive messages of earlier ones, under any mask.
 
     sliding_window: a row sees fewer than this many keys back, and as many forward if not causal. Without
     is_causal, kernels compute windows and masks in memory linear in length, the mask itself and its gradient
@@ -140,9 +140,9 @@ def nodes_of_mask(attn_mask: Tensor, given: ReadCall) -> Tensor:
     """Tokens that are nodes under a caller's mask, bool ``[.., keys]``; raises if it is not symmetric."""
 
     def find() -> Tensor:
-        speaks = given.graph().speaks
-        assert speaks is not None
-        return speaks.squeeze(-1)
+        senders = given.graph().senders
+        assert senders is not None
+        return senders.squeeze(-1)
 
     if given.padding_mask is not None:
         return find()
@@ -198,7 +198,7 @@ class ReadCall(NamedTuple):
     call: Call
 
     def graph(self) -> FactorGraph:
-        """Which rows see and hear which; raises if ``attn_mask`` is not symmetric where it has to be."""
+        """The factor graph; raises if ``attn_mask`` is not symmetric where it has to be."""
         queries, keys, is_causal = self.query.shape[-2], self.key.shape[-2], self.call.is_causal
         graph = build_graph(
             queries, keys, self.refinement, self.padding_mask, is_causal, self.query.device,
@@ -293,7 +293,7 @@ def refine(
     graph = build_graph(queries, keys, refinement, padding_mask, is_causal, rows.device, groups=())
     seen = rows != 0
     graph = FactorGraph(
-        seen if graph.visible is None else seen & graph.visible, speaks=graph.speaks, causal=graph.causal
+        seen if graph.visible is None else seen & graph.visible, senders=graph.senders, causal=graph.causal
     )
     scores = torch.where(seen, rows, 1.0).log()
     by_head = head_strength(strengths, scores)
@@ -325,7 +325,7 @@ def build_graph(
     ``seen`` is the caller's own mask ``[.., queries or 1, keys]``: a token that no row sees is padding;
     ``window`` as in :func:`in_window`.
     """
-    visible = speaks = None
+    visible = senders = None
     if window is not None:
         visible = in_window(window, queries, keys, is_causal, device)
     elif is_causal:
@@ -335,11 +335,11 @@ def build_graph(
         real = padding_mask.view(*padding_mask.shape[:-1], *groups, keys)
         visible = real.unsqueeze(-2) if visible is None else visible & real.unsqueeze(-2)
         if queries == keys:
-            speaks = real.unsqueeze(-1)
+            senders = real.unsqueeze(-1)
     if seen is not None:
         visible = seen if visible is None else visible & seen
-        speaks = visible.any(-2).unsqueeze(-1) if queries == keys else None
-    return FactorGraph(visible, speaks, causal=is_causal and refinement.future == "strict")
+        senders = visible.any(-2).unsqueeze(-1) if queries == keys else None
+    return FactorGraph(visible, senders, causal=is_causal and refinement.future == "strict")
 
 
 def warn_of_leak() -> None:

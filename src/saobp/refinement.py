@@ -67,8 +67,8 @@ class Refinement:
       the model's parameter count) or ``"learned"`` (per head, trained, either sign, starts at 0)
     - ``steps``: belief-propagation steps
     - ``damping``: share of the old belief kept at each of several steps (no effect on a single step)
-    - ``future``: causal attention only. ``strict``: a row hears earlier rows only. ``paper``: it hears all
-      rows, which leaks the future, only to reproduce the paper's decoder table.
+    - ``future``: causal attention only. ``strict``: a row receives messages of earlier rows only.
+      ``paper``: of all rows, which leaks the future, only to reproduce the paper's decoder table.
     - ``message_stride``: key-bias factors only. Every how many-th row sends messages; each counts for as many
       rows as it stands for. 1: all rows do
     - ``variants``: other changes to a model's attention: names of ``VARIANTS``

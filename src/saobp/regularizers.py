@@ -298,8 +298,8 @@ def _rows_and_maxima(call: AttentionCall, rows: Tensor, longest: str) -> tuple[T
     if graph.visible is not None:
         visible = graph.visible.expand_as(rows)
     real = visible.any(-1)
-    if graph.speaks is not None:
-        real = real & graph.speaks[..., 0]
+    if graph.senders is not None:
+        real = real & graph.senders[..., 0]
     if longest == "visible":
         keys = visible.sum(-1)
     else:

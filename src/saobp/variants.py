@@ -171,9 +171,9 @@ class PlusOne(Variant):
         key, value = share_heads(key, query.shape[1]), share_heads(value, query.shape[1])
         scores = torch.matmul(query, key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        scores = graph.hidden(scores if bias is None else scores + bias)
+        scores = graph.mask_scores(scores if bias is None else scores + bias)
         kept = torch.sigmoid(scores.logsumexp(-1) - self.sink(scores)).unsqueeze(-1)
-        rows = graph.shown(torch.softmax(scores, -1) * kept).to(query.dtype)
+        rows = graph.mask_rows(torch.softmax(scores, -1) * kept).to(query.dtype)
         return torch.matmul(functional.dropout(rows, dropout_p) if dropout_p else rows, value), rows
 
 

@@ -161,11 +161,11 @@ def test_one_step_of_loopy_propagation_is_the_equation(seed: int, length: int, s
 def test_strict_causal_steps_are_exact(
     seed: int, length: int, strength: float, steps: int, factor: str
 ) -> None:
-    """A node that hears earlier nodes alone never hears its own message back: nothing is approximated."""
+    """With messages of earlier nodes alone no node's message returns to it, so nothing is approximated."""
     prior = torch.tensor(oracles.masked_softmax(scores_of(seed, length), "strict"), dtype=torch.float64)
     psi = {"high": oracles.high, "low": oracles.low}[factor](strength)
-    hears = torch.ones(length, length, dtype=torch.bool).tril(-1)
-    exact, _ = oracles.loopy_propagation(prior, oracles.potential_matrix(psi, length), steps, hears)
+    receives = torch.ones(length, length, dtype=torch.bool).tril(-1)
+    exact, _ = oracles.loopy_propagation(prior, oracles.potential_matrix(psi, length), steps, receives)
     found = saobp.refine(prior, saobp.Refinement(factor, strength, steps=steps), is_causal=True)
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
 
@@ -215,10 +215,10 @@ def test_propagation_on_a_tree_gives_the_marginals(psi: oracles.Potential) -> No
     prior = torch.rand(4, 3, generator=random, dtype=torch.float64)
     potential = oracles.potential_matrix(psi, 3)
     pairs = [(0, 1), (1, 2), (1, 3)]
-    hears = torch.zeros(4, 4, dtype=torch.bool)
+    receives = torch.zeros(4, 4, dtype=torch.bool)
     for i, j in pairs:
-        hears[i, j] = hears[j, i] = True
-    beliefs, _ = oracles.loopy_propagation(prior, potential, 3, hears)
+        receives[i, j] = receives[j, i] = True
+    beliefs, _ = oracles.loopy_propagation(prior, potential, 3, receives)
     torch.testing.assert_close(beliefs, oracles.marginals(prior, potential, pairs), rtol=1e-12, atol=0)
 
 

@@ -26,10 +26,10 @@ def prior_of(nodes: int, labels: int) -> Tensor:
 
 
 def both_ways(nodes: int, pairs: list[tuple[int, int]]) -> Tensor:
-    hears = torch.zeros(nodes, nodes, dtype=torch.bool)
+    receives = torch.zeros(nodes, nodes, dtype=torch.bool)
     for i, j in pairs:
-        hears[i, j] = hears[j, i] = True
-    return hears
+        receives[i, j] = receives[j, i] = True
+    return receives
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

@@ -15,7 +15,7 @@ from saobp.propagation import FactorGraph, get_factor, propagate
 def causal_graph(queries: int, keys: int, real: Tensor) -> FactorGraph:
     """The last ``queries`` rows of a causal pass over ``keys`` tokens; real ``[keys]``."""
     order = torch.arange(keys - queries, keys)[:, None] >= torch.arange(keys)
-    return FactorGraph(order & real[:keys], speaks=real[keys - queries : keys, None], causal=True)
+    return FactorGraph(order & real[:keys], senders=real[keys - queries : keys, None], causal=True)
 
 
 @pytest.mark.parametrize("factor", ["high", "low", "high-listing", "high-key-bias"])

@@ -77,7 +77,7 @@ def test_a_call_tells_its_place_and_its_padding(family):
         assert call.query.shape == (2, 4, 9, 8)
         assert call.module is model.get_submodule(call.name)
         graph, bias = call.graph()
-        assert torch.equal(graph.speaks.expand(2, 1, 9, 1)[:, 0, :, 0], real)
+        assert torch.equal(graph.senders.expand(2, 1, 9, 1)[:, 0, :, 0], real)
         assert bias is None or not bias.any()
         assert call.refinement()[0].factor == "none"
 

@@ -137,9 +137,8 @@ def last_layer(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
         heads = inputs_of(call)
         assert heads is not None
         scores, graph = heads.scores()
-        found.append(
-            {"before": torch.softmax(graph.hidden(scores), -1)[0].cpu(), "after": heads.maps().rows[0].cpu()}
-        )
+        before = torch.softmax(graph.mask_scores(scores), -1)
+        found.append({"before": before[0].cpu(), "after": heads.maps().rows[0].cpu()})
 
     model.eval()
     with torch.no_grad(), watch(model, keep):

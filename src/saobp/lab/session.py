@@ -70,7 +70,7 @@ def _mark(sentence: str) -> None:
 
 
 class Session:
-    """Runs the stages of a plan; ``progress`` hears of every item, ``notify`` of what a reader must know."""
+    """Runs the stages of a plan; ``progress`` is called for every item, ``notify`` with results."""
 
     def __init__(
         self, plan: ExperimentPlan, folders: LabFolders, notify: Notify = print, progress: Notify = print

@@ -66,7 +66,7 @@ def work_through(
 ) -> StageResult:
     """Run the items that are not done, in order; one that fails does not stop the others.
 
-    ``notify`` hears of failures, ``progress`` of every item.
+    ``notify`` is called with failures, ``progress`` with every item.
     """
     result = StageResult()
     for number, item in enumerate(items, 1):

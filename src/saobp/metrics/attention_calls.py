@@ -41,7 +41,7 @@ def inputs_of(
     graph, bias = call.graph()
     assert graph.visible is not None
     visible = graph.visible[:texts].expand(-1, -1, length, length)
-    real = visible.any(-1) if graph.speaks is None else visible.any(-1) & graph.speaks[:texts, ..., 0]
+    real = visible.any(-1) if graph.senders is None else visible.any(-1) & graph.senders[:texts, ..., 0]
     bias = None if bias is None or not bool(bias.any()) else bias[:texts].expand(-1, -1, length, length)
     if not bool(real.all()):
         padding = real.any(1).expand(len(query), -1)

@@ -126,7 +126,7 @@ class AttentionInputs:
         """Refined attention maps, ``[batch, heads, length, length]``."""
         scores, graph = self.scores()
         if self.refinement.factor == "none":
-            return unchecked_maps(graph.shown(graph.hidden(scores).softmax(-1)), self.padding_mask)
+            return unchecked_maps(graph.mask_rows(graph.mask_scores(scores).softmax(-1)), self.padding_mask)
         rows = propagate(
             scores,
             get_factor(self.refinement.factor),

@@ -73,7 +73,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As PyTorch's: True in key_padding_mask and in a bool attn_mask hides, numbers are added.
 
-        A causal attn_mask counts as is_causal, so that rows hear earlier rows only.
+        A causal attn_mask counts as is_causal, so that rows receive messages of earlier rows only.
         """
         if query is not key or key is not value:
             raise ValueError(

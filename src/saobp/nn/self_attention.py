@@ -17,7 +17,7 @@ class SelfAttention(nn.Module):
     refinement: a strength of ``learned`` (the default) is the parameter ``strength_bias``, one number per
                 head of either sign that starts at 0; excluded from weight decay where biases are
     dropout:    on refined rows, while training
-    is_causal:  rows see and hear earlier tokens only
+    is_causal:  rows see earlier tokens and receive their messages only
     """
 
     def __init__(

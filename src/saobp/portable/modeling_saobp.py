@@ -1,8 +1,9 @@
 """Self-attention refined by belief propagation, in plain PyTorch: the code of the model in this folder.
 
-Each row of attention is a node that chooses a key. Its softmax A is the prior; it tells the other rows
-1 - gamma A_ik about key k, with gamma = 1 - e^(-strength); a refined row is its prior times what all others
-told it, normalised. Causal rows hear earlier rows only, so a cache carries one more number per head and key.
+Each row of attention is a node that chooses a key. Its softmax A is the prior; it sends the other rows the
+message 1 - gamma A_ik about key k, with gamma = 1 - e^(-strength); a refined row is its prior times the
+messages of all others, normalised. Causal rows receive messages of earlier rows only, so a cache carries one
+more number per head and key.
 
 Written by saobp. Where that package is installed, the model runs by it instead, which is faster.
 """
@@ -37,39 +38,39 @@ KNOWN_ARGUMENTS = (
 
 
 class Graph:
-    """Which keys rows see, which rows are nodes, and whether they hear earlier rows only.
+    """Which keys rows see, which rows are nodes, and whether they receive messages of earlier rows only.
 
     visible: bool, broadcastable to ``[batch, heads, rows, keys]``, or None for all
-    speaks:  bool, broadcastable to ``[batch, heads, rows, 1]``: False for padding; None for all
+    senders: bool, broadcastable to ``[batch, heads, rows, 1]``: False for padding; None for all
     """
 
-    def __init__(self, visible: Tensor | None, speaks: Tensor | None, causal: bool) -> None:
-        self.visible, self.speaks, self.causal = visible, speaks, causal
+    def __init__(self, visible: Tensor | None, senders: Tensor | None, causal: bool) -> None:
+        self.visible, self.senders, self.causal = visible, senders, causal
 
-    def hide(self, scores: Tensor) -> Tensor:
+    def mask_scores(self, scores: Tensor) -> Tensor:
         """Minus infinity where a row cannot see; rows that see nothing become 0."""
         if self.visible is None:
             return scores
         scores = scores.masked_fill(~self.visible, float("-inf"))
         return scores.masked_fill(~self.visible.any(-1, keepdim=True), 0.0)
 
-    def show(self, rows: Tensor) -> Tensor:
+    def mask_rows(self, rows: Tensor) -> Tensor:
         return rows if self.visible is None else rows.masked_fill(~self.visible, 0.0)
 
-    def spoken(self, messages: Tensor) -> Tensor:
+    def mask_messages(self, messages: Tensor) -> Tensor:
         """Log messages, 0 for padding rows and for keys that the row cannot see."""
-        messages = self.show(messages)
-        return messages if self.speaks is None else messages.masked_fill(~self.speaks, 0.0)
+        messages = self.mask_rows(messages)
+        return messages if self.senders is None else messages.masked_fill(~self.senders, 0.0)
 
-    def heard(self, messages: Tensor, own: bool, past: Tensor | None, stride: int) -> Tensor:
+    def incoming(self, messages: Tensor, own: bool, past: Tensor | None, stride: int) -> Tensor:
         """Sum of the log messages that each row receives; ``past`` are those of rows in the cache.
 
         Every ``stride``-th node sends; its message counts for the number of nodes over that of sending ones.
         """
-        messages = self.spoken(messages)
+        messages = self.mask_messages(messages)
         if stride > 1:
             nodes = messages.new_ones(messages.shape[-2], 1, dtype=torch.bool)
-            for real in (self.speaks, None if self.visible is None else self.visible.any(-1, keepdim=True)):
+            for real in (self.senders, None if self.visible is None else self.visible.any(-1, keepdim=True)):
                 nodes = nodes if real is None else nodes & real
             sends = nodes & ((nodes.cumsum(-2) - 1) % stride == 0)
             counts = [some.sum(-2, keepdim=True, dtype=messages.dtype) for some in (nodes, sends)]
@@ -78,8 +79,8 @@ class Graph:
             total = messages.sum(-2, keepdim=True)
             return total if own else total - messages
         so_far = messages.cumsum(-2)
-        heard = so_far if own else functional.pad(so_far[..., :-1, :], (0, 0, 1, 0))
-        return heard if past is None else heard + past.unsqueeze(-2)
+        received = so_far if own else functional.pad(so_far[..., :-1, :], (0, 0, 1, 0))
+        return received if past is None else received + past.unsqueeze(-2)
 
 
 def log_messages(rows: Tensor, repulsion: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class LayerRefinement(nn.Module):
 
     @property
     def remembers(self) -> bool:
-        """Whether rows hear other rows, whose messages a cache must carry."""
+        """Whether rows receive messages of other rows, which a cache must carry."""
         return self.factor != "none" and not self.factor.endswith("-listing")
 
     def strengths(self, scores: Tensor) -> Tensor:
@@ -199,14 +200,14 @@ class LayerRefinement(nn.Module):
         """Refined rows of scores ``[batch, heads, rows, keys]``; adds their messages to the cache."""
         messages, self.messages = self.messages, None
         past = None if messages is None else messages.past
-        log_prior = torch.log_softmax(graph.hide(scores), -1)
-        rows = graph.show(log_prior.exp())
+        log_prior = torch.log_softmax(graph.mask_scores(scores), -1)
+        rows = graph.mask_rows(log_prior.exp())
         for name in ("sink", "softmax-plus-one"):
             if name in self.variants:
                 logit = (
                     self.variants[name]["head_bias"].to(scores.dtype).view(-1, 1) if name == "sink" else 0.0
                 )
-                return rows * torch.sigmoid(graph.hide(scores).logsumexp(-1) - logit).unsqueeze(-1)
+                return rows * torch.sigmoid(graph.mask_scores(scores).logsumexp(-1) - logit).unsqueeze(-1)
         if self.factor == "none":
             return rows
         totals = []
@@ -215,16 +216,16 @@ class LayerRefinement(nn.Module):
                 sent = log_messages(rows, self.strengths(scores))
                 earlier = None if past is None else past[step]
                 if messages is not None:
-                    here = graph.spoken(sent).sum(-2)
+                    here = graph.mask_messages(sent).sum(-2)
                     totals.append(here if earlier is None else here + earlier)
                 if self.factor.endswith("-listing"):
-                    log_belief = log_prior - graph.spoken(sent)
+                    log_belief = log_prior - graph.mask_messages(sent)
                 else:
                     own = self.factor.endswith("-key-bias")
-                    log_belief = log_prior + graph.heard(sent, own, earlier, self.stride)
+                    log_belief = log_prior + graph.incoming(sent, own, earlier, self.stride)
             else:
                 log_belief = log_similarity(rows) + (log_prior if self.factor == "elemmul-prior" else 0.0)
-            updated = graph.show(torch.softmax(graph.hide(log_belief), -1))
+            updated = graph.mask_rows(torch.softmax(graph.mask_scores(log_belief), -1))
             rows = (
                 updated if self.damping == 0 or self.steps == 1 else torch.lerp(updated, rows, self.damping)
             )

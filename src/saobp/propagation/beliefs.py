@@ -44,8 +44,8 @@ def propagate(
     Everything stays in the precision of ``scores``, also under autocast.
     """
     with without_autocast(scores.device.type):
-        log_prior = torch.log_softmax(graph.hidden(scores), -1)
-        prior = beliefs = graph.shown(log_prior.exp())
+        log_prior = torch.log_softmax(graph.mask_scores(scores), -1)
+        prior = beliefs = graph.mask_rows(log_prior.exp())
         if factor is None:
             return Beliefs(prior, None)
         if (why := factor.obstacle(scores.shape[-2], scores.shape[-1], graph.causal)) is not None:
@@ -53,13 +53,13 @@ def propagate(
         totals = []
         for step in range(steps):
             own = strength[min(step, len(strength) - 1)] if strength.ndim > scores.ndim else strength
-            heard_before = None if past is None else past[step].unsqueeze(-2)
             if keep_messages:
-                spoken = graph.spoken(factor.log_messages(beliefs, own)).sum(-2)
-                totals.append(spoken if past is None else spoken + past[step])
-            here = replace(graph, past=heard_before, stride=message_stride)
+                sent = graph.mask_messages(factor.log_messages(beliefs, own)).sum(-2)
+                totals.append(sent if past is None else sent + past[step])
+            earlier = None if past is None else past[step].unsqueeze(-2)
+            here = replace(graph, past=earlier, stride=message_stride)
             log_belief = factor.log_belief(log_prior, beliefs, own, here)
-            updated = graph.shown(torch.softmax(graph.hidden(log_belief), -1))
+            updated = graph.mask_rows(torch.softmax(graph.mask_scores(log_belief), -1))
             beliefs = updated if damping == 0 or steps == 1 else torch.lerp(updated, beliefs, damping)
         return Beliefs(beliefs, torch.stack(totals) if keep_messages else None)
 

@@ -133,7 +133,7 @@ def cpu_attention(
         exponent = head_strength(strength * -factor.sign, arithmetic)
         strong = not float(exponent.min()) >= -STRONG  # or not a number
         message = torch.expm1(exponent)
-        for sends in (sees, graph.speaks):
+        for sends in (sees, graph.senders):
             message = message if sends is None else message * sends
     output = query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
     for part in _parts(batch, heads, queries * key.shape[-2]):

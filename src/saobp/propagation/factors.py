@@ -29,7 +29,7 @@ class Factor(ABC):
     has_strength: bool = True
     """Whether the strength enters; a factor without one needs no value for it."""
 
-    hears_itself: bool = False
+    includes_own_message: bool = False
     """Whether a row also receives its own message; without causality all rows then share one bias per key."""
 
     remembers: bool = True
@@ -56,7 +56,7 @@ class Factor(ABC):
                 f"{type(self).__name__}.log_messages must give one number for every entry of beliefs "
                 f"{tuple(beliefs.shape)}, not {tuple(messages.shape)}"
             )
-        return log_prior + graph.heard(messages, own=self.hears_itself)
+        return log_prior + graph.incoming(messages, include_own=self.includes_own_message)
 
 
 class Potts(Factor):
@@ -98,7 +98,7 @@ class PottsKeyBias(Potts):
     Strict causal rows receive messages of rows i <= j only.
     """
 
-    hears_itself = True
+    includes_own_message = True
 
 
 class PottsListing(Potts):
@@ -107,7 +107,7 @@ class PottsListing(Potts):
     remembers = False
 
     def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
-        return log_prior - graph.spoken(self.log_messages(beliefs, strength))
+        return log_prior - graph.mask_messages(self.log_messages(beliefs, strength))
 
 
 class Sinkhorn(Factor):
@@ -132,13 +132,13 @@ class Sinkhorn(Factor):
         return -torch.log(floored(beliefs.sum(-2, keepdim=True))).expand_as(beliefs)
 
     def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:  # noqa: ARG002
-        silent = graph.spoken(torch.ones_like(log_prior)) == 0
+        sends_nothing = graph.mask_messages(torch.ones_like(log_prior)) == 0
         least = torch.finfo(log_prior.dtype).min / 4
         log_rows = log_prior
         for _ in range(self.iterations):
-            received = log_rows.masked_fill(silent, least).logsumexp(-2, keepdim=True)
+            received = log_rows.masked_fill(sends_nothing, least).logsumexp(-2, keepdim=True)
             received = received.masked_fill(received < least / 2, 0.0)  # a key that no row sees
-            log_rows = torch.log_softmax(graph.hidden(log_rows - received), -1)
+            log_rows = torch.log_softmax(graph.mask_scores(log_rows - received), -1)
         return log_rows
 
 

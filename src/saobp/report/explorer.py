@@ -157,7 +157,7 @@ def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
             return
         count = heads.query.shape[1]
         scores, graph = heads.select(slice(0, 1), slice(0, count)).scores()
-        rows = torch.log_softmax(graph.hidden(scores.double()), -1)[0].cpu().numpy()
+        rows = torch.log_softmax(graph.mask_scores(scores.double()), -1)[0].cpu().numpy()
         refined = heads.refinement.factor != "none"
         strengths = heads.strength.double().clamp(-MAX_STRENGTH, MAX_STRENGTH).tolist()
         if heads.refinement.factor.startswith("low"):

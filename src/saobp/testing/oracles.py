@@ -133,16 +133,16 @@ def elemmul(
 
 
 def loopy_propagation(
-    prior: Tensor, potential: Tensor, steps: int, hears: Tensor | None = None
+    prior: Tensor, potential: Tensor, steps: int, receives: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sum-product belief propagation with cavity messages: the message from i to j excludes the one from j.
 
-    prior ``[nodes, labels]``, potential psi ``[labels, labels]``, ``hears[j, i]`` True where an edge carries
-    messages from i to j (default: every other node). All messages are sent at once, starting from uniform
-    ones. Returns beliefs ``[nodes, labels]`` and log messages ``[from, to, labels]``.
+    prior ``[nodes, labels]``, potential psi ``[labels, labels]``, ``receives[j, i]`` True where an edge
+    carries messages from i to j (default: every other node). All messages are sent at once, starting from
+    uniform ones. Returns beliefs ``[nodes, labels]`` and log messages ``[from, to, labels]``.
     """
     nodes, labels = prior.shape
-    edges = ~torch.eye(nodes, dtype=torch.bool) if hears is None else hears.T
+    edges = ~torch.eye(nodes, dtype=torch.bool) if receives is None else receives.T
     messages = prior.new_zeros(nodes, nodes, labels)
     for _ in range(steps):
         updated = torch.zeros_like(messages)
@@ -150,8 +150,8 @@ def loopy_propagation(
             for j in range(nodes):
                 if not edges[i, j]:
                     continue
-                heard = messages[:, i].sum(0) - messages[j, i]
-                cavity = torch.softmax(prior[i].log() + heard, -1)
+                received = messages[:, i].sum(0) - messages[j, i]
+                cavity = torch.softmax(prior[i].log() + received, -1)
                 updated[i, j] = torch.log_softmax((cavity @ potential).log(), -1)
         messages = updated
     return torch.softmax(prior.log() + messages.sum(0), -1), messages

@@ -110,7 +110,7 @@ def cached_attention(
     past, history, chunks = messages.past_of(key.shape[-2]), [], []
     for start, stop in messages.row_chunks(query.shape[-2]):
         chunk = FactorGraph(
-            _rows(graph.visible, start, stop), _rows(graph.speaks, start, stop), causal=graph.causal
+            _rows(graph.visible, start, stop), _rows(graph.senders, start, stop), causal=graph.causal
         )
         done = reference_attention(
             query[:, :, start:stop],

@@ -93,7 +93,7 @@ class AttentionCall:
                 self.sliding_window,
             )
         view = self._view()
-        return FactorGraph(view.visible, view.speaks, causal=self.is_causal), view.bias
+        return FactorGraph(view.visible, view.senders, causal=self.is_causal), view.bias
 
     def rows(self) -> Tensor:
         """The attention rows ``[batch, heads, queries, keys]`` before dropout, refined if the model's are."""

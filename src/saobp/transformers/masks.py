@@ -32,12 +32,12 @@ class View(NamedTuple):
     """Mask of one attention call.
 
     visible: bool, broadcastable to ``[batch, heads, queries, keys]``; None means every key
-    speaks:  bool, broadcastable to ``[batch, heads, queries, 1]``: False for padding rows; None means all
+    senders: bool, broadcastable to ``[batch, heads, queries, 1]``: False for padding rows; None means all
     bias:    added to the scores, from a mask of numbers; None for most
     """
 
     visible: Tensor | None = None
-    speaks: Tensor | None = None
+    senders: Tensor | None = None
     bias: Tensor | None = None
 
 
@@ -133,13 +133,13 @@ def graph_of(
         view = read_mask(mask, queries, keys)
         if not causal:
             check_users_mask(mask, view, queries, refinement)
-    return FactorGraph(view.visible, view.speaks, causal=strict), view.bias
+    return FactorGraph(view.visible, view.senders, causal=strict), view.bias
 
 
 def check_users_mask(mask: Tensor, view: View, queries: int, refinement: Refinement) -> None:
     """Raises if a user's 4-D mask of a bidirectional model is not symmetric; ours, int8, always is."""
     if mask.dtype != torch.int8 and view.visible is not None and view.visible.shape[-1] == queries:
-        check_symmetric_mask(FactorGraph(view.visible, view.speaks), refinement, is_causal=False)
+        check_symmetric_mask(FactorGraph(view.visible, view.senders), refinement, is_causal=False)
 
 
 def read_mask(mask: Tensor, queries: int, keys: int) -> View:

@@ -33,21 +33,21 @@ class FusedOperator:
         from saobp.kernels.bidirectional.launch import run_sums, saved_slices
         from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors
 
-        sign, hears = POTTS[refinement.factor]
+        sign, receives = POTTS[refinement.factor]
         query, key = query.contiguous()[None], key.contiguous()[None]
         strength = strength.float()
         bound = -math.expm1(-sign * float(strength.abs().max()))
-        numbers = CallNumbers(query.shape[2], scale, 0.0, sign, hears, bound)
+        numbers = CallNumbers(query.shape[2], scale, 0.0, sign, receives, bound)
         self.spec = CallSpec.of(CallTensors(query, key, query, strength), numbers)
         self.states = (query, key)
         self.strength = strength
         self.saved = run_sums(self.spec, query, key, strength)
         self.rows_known = False
-        heard = None
-        if hears:  # kernels use base-2 logarithms
-            heard = saved_slices(self.spec)[0]["heard"].view(self.saved) * math.log(2)
+        sums = None
+        if receives:  # kernels use base-2 logarithms
+            sums = saved_slices(self.spec)[0]["heard"].view(self.saved) * math.log(2)
         self.single_rows = TiledOperator(
-            query[0], key[0], refinement, strength, Mask(), scale=scale, heard=heard
+            query[0], key[0], refinement, strength, Mask(), scale=scale, message_sums=sums
         )
 
     def rows(self, positions: Tensor) -> Tensor:

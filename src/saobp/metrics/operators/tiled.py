@@ -23,9 +23,9 @@ TEMPORARIES = 6
 class RowBlockGraph(FactorGraph):
     """Some rows of a graph in which every row receives all messages; ``past`` is the sum over all rows."""
 
-    def heard(self, messages: Tensor, *, own: bool = False) -> Tensor:
+    def incoming(self, messages: Tensor, *, include_own: bool = False) -> Tensor:
         assert self.past is not None
-        return self.past if own else self.past - self.spoken(messages)
+        return self.past if include_own else self.past - self.mask_messages(messages)
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class TiledOperator:
         mask: Mask,
         *,
         scale: float,
-        heard: Tensor | None = None,
+        message_sums: Tensor | None = None,
     ) -> None:
         """query and key ``[heads, tokens, dim]``; strength ``[heads]``.
 
-        ``heard [steps, heads, tokens]`` is the sum of all rows' messages, if already known.
+        ``message_sums [steps, heads, tokens]`` is the sum of all rows' messages, if already known.
         """
         factor = get_factor(refinement.factor)
         self.precision = torch.promote_types(query.dtype, torch.float32)
@@ -92,8 +92,8 @@ class TiledOperator:
         self.causal = mask.causal
         self.factor, self.refinement = factor, refinement
         self.causal_messages = factor is not None and mask.causal_messages
-        self.heard = heard
-        if factor is not None and not self.causal_messages and heard is None:
+        self.message_sums = message_sums
+        if factor is not None and not self.causal_messages and message_sums is None:
             self._sum_messages()
 
     def rows(self, positions: Tensor) -> Tensor:
@@ -137,15 +137,15 @@ class TiledOperator:
     def _sum_messages(self) -> None:
         """Sum the messages of all rows, ``[steps, heads, tokens]``; each step builds on the one before."""
         (heads, tokens), stride = self.key.shape[:2], self.refinement.message_stride
-        self.heard = self.query.new_zeros(self.refinement.steps, heads, tokens, dtype=self.precision)
+        self.message_sums = self.query.new_zeros(self.refinement.steps, heads, tokens, dtype=self.precision)
         for step in range(self.refinement.steps):
-            total = torch.zeros_like(self.heard[step])
+            total = torch.zeros_like(self.message_sums[step])
             for positions in self._row_blocks():
                 sending = positions[positions % stride == 0]
                 messages = self._beliefs(sending, keep_messages=True).messages
                 assert messages is not None
                 total += messages[step]
-            self.heard[step] = total * (tokens / -(-tokens // stride))
+            self.message_sums[step] = total * (tokens / -(-tokens // stride))
 
     def _beliefs(self, positions: Tensor, keep_messages: bool = False) -> Beliefs:
         return propagate(
@@ -155,7 +155,7 @@ class TiledOperator:
             RowBlockGraph(self._visible(positions)),
             steps=self.refinement.steps,
             damping=self.refinement.damping,
-            past=self.heard,
+            past=self.message_sums,
             keep_messages=keep_messages,
         )
 
