@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
+from saobp.functional import build_graph
 from saobp.kernels.dispatch import Path
-from saobp.propagation.graph import FactorGraph, in_window
+from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
 from saobp.transformers.apply import attention_modules
@@ -36,7 +37,7 @@ from saobp.transformers.layer_refinement import (
     variants_of,
 )
 from saobp.transformers.masked_call import masked_path
-from saobp.transformers.masks import View, graph_of, padded_view, read_mask
+from saobp.transformers.masks import graph_of, read_mask
 from saobp.transformers.packed_sequences import (
     are_sequences,
     same_sequence,
@@ -44,6 +45,7 @@ from saobp.transformers.packed_sequences import (
     with_sequences,
 )
 
+PLAIN = Refinement("none")
 _ARGUMENTS = ("query", "key", "value", "attention_mask", "dropout", "scaling")
 
 
@@ -92,8 +94,7 @@ class AttentionCall:
                 self.is_causal,
                 self.sliding_window,
             )
-        view = self._view()
-        return FactorGraph(view.visible, view.senders, causal=self.is_causal), view.bias
+        return self._plain_graph()
 
     def rows(self) -> Tensor:
         """The attention rows ``[batch, heads, queries, keys]`` before dropout, refined if the model's are."""
@@ -146,23 +147,25 @@ class AttentionCall:
     def _own(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
         if self.is_refined:
             return own_refinement(self.module, own_layer(self.module), self.query, self.key.shape[-2])
-        return Refinement("none"), torch.zeros(self.query.shape[1], device=self.query.device), None
+        return PLAIN, torch.zeros(self.query.shape[1], device=self.query.device), None
 
-    def _view(self) -> View:
+    def _plain_graph(self) -> tuple[FactorGraph, Tensor | None]:
         """Read the mask of eager, sdpa or flash attention: the same None means three different things."""
-        queries, keys = self.query.shape[-2], self.key.shape[-2]
-        if self.mask is not None and (not isinstance(self.mask, Tensor) or self.mask.ndim == 4):
-            return read_mask(self.mask, queries, keys)
-        if "flash" in self.implementation:
+        queries, keys, device = self.query.shape[-2], self.key.shape[-2], self.query.device
+        is_short = self.mask is None or (isinstance(self.mask, Tensor) and self.mask.ndim != 4)
+        if "flash" in self.implementation and is_short:
             padding = None if self.mask is None else self.mask[:, -keys:].bool()
-            window = keys if self.sliding_window is None else self.sliding_window
-            visible = in_window(window, queries, keys, self.is_causal, self.query.device)
-            if self.sequences is not None:
-                visible = visible & same_sequence(self.sequences)
-            return padded_view(visible, padding)
-        if self.mask is None and self.implementation == "sdpa" and self.is_causal and queries > 1:
-            return View(torch.ones(queries, keys, dtype=torch.bool, device=self.query.device).tril())
-        return View() if self.mask is None else read_mask(self.mask, queries, keys)
+            seen = None if self.sequences is None else same_sequence(self.sequences)
+            graph = build_graph(
+                queries, keys, PLAIN, padding, self.is_causal, device, seen=seen, window=self.sliding_window
+            )
+            return graph, None
+        if self.mask is not None:
+            return read_mask(self.mask, queries, keys, causal=self.is_causal)
+        visible = None
+        if self.implementation == "sdpa" and self.is_causal and queries > 1:
+            visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+        return FactorGraph(visible, causal=self.is_causal), None
 
 
 Callback = Callable[[AttentionCall], object]

@@ -84,7 +84,8 @@ def _nodes(mask: Tensor, length: int, refinement: Refinement) -> Tensor:
     Padding has SEEN_BY_PADDING in its row of an int8 mask; under other masks no row sees it.
     """
     mask = mask[..., :length]
-    check_users_mask(mask, read_mask(mask, length, length), length, refinement)
+    graph, _ = read_mask(mask, length, length)
+    check_users_mask(mask, graph, length, refinement)
     if mask.dtype == torch.int8:
         return ~(mask == SEEN_BY_PADDING).any(-1)
     seen = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask

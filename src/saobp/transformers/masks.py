@@ -8,7 +8,7 @@ Everything else becomes a 4-D mask that also marks padding query rows, which sen
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from saobp.arguments import check_symmetric_mask
+from saobp.arguments import check_symmetric_mask, read_window
 from saobp.functional import build_graph
 from saobp.propagation.graph import FactorGraph, in_window
 from saobp.refinement import Refinement
@@ -26,19 +26,6 @@ PASS_THEIR_WINDOW = {"modernbert": False, "mistral": True}
 """Model types whose local layers pass ``sliding_window``, so masks need not hold it; and whether causally."""
 HIDDEN, SEEN, SEEN_BY_PADDING = 0, 1, 2
 """Entries of the int8 mask ``[batch, 1, queries, keys]``."""
-
-
-class View(NamedTuple):
-    """Mask of one attention call.
-
-    visible: bool, broadcastable to ``[batch, heads, queries, keys]``; None means every key
-    senders: bool, broadcastable to ``[batch, heads, queries, 1]``: False for padding rows; None means all
-    bias:    added to the scores, from a mask of numbers; None for most
-    """
-
-    visible: Tensor | None = None
-    senders: Tensor | None = None
-    bias: Tensor | None = None
 
 
 def saobp_mask(
@@ -115,7 +102,6 @@ def graph_of(
                 f"a {'missing' if mask is None else '2-D'} mask does not say which of {keys} keys the "
                 f"{queries} queries see: pass a 4-D mask"
             )
-        window = keys if window is None else window
         if are_sequences(mask):
             if refinement.message_stride > 1:
                 raise ValueError(
@@ -123,34 +109,38 @@ def graph_of(
                     "a window or the compiler does not: pass them one by one, or use message_stride=1"
                 )
             visible = same_sequence(mask)
-            if causal or window < keys:
-                visible = visible & in_window(window, queries, keys, causal, query.device)
+            if causal or (window is not None and window < keys):
+                visible = visible & in_window(window or keys, queries, keys, causal, query.device)
             return FactorGraph(visible, causal=strict), None
-        if window >= keys:
-            return build_graph(queries, keys, refinement, mask, causal, query.device), None
-        view = window_view(window, queries, keys, causal, mask, query.device)
-    else:
-        view = read_mask(mask, queries, keys)
-        if not causal:
-            check_users_mask(mask, view, queries, refinement)
-    return FactorGraph(view.visible, view.senders, causal=strict), view.bias
+        window = read_window(window, queries, keys)
+        return build_graph(queries, keys, refinement, mask, causal, query.device, window=window), None
+    graph, bias = read_mask(mask, queries, keys, causal=strict)
+    if not causal:
+        check_users_mask(mask, graph, queries, refinement)
+    return graph, bias
 
 
-def check_users_mask(mask: Tensor, view: View, queries: int, refinement: Refinement) -> None:
+def check_users_mask(mask: Tensor, graph: FactorGraph, queries: int, refinement: Refinement) -> None:
     """Raises if a user's 4-D mask of a bidirectional model is not symmetric; ours, int8, always is."""
-    if mask.dtype != torch.int8 and view.visible is not None and view.visible.shape[-1] == queries:
-        check_symmetric_mask(FactorGraph(view.visible, view.senders), refinement, is_causal=False)
+    if mask.dtype != torch.int8 and graph.visible is not None and graph.visible.shape[-1] == queries:
+        check_symmetric_mask(graph, refinement, is_causal=False)
 
 
-def read_mask(mask: Tensor, queries: int, keys: int) -> View:
-    """Read a 4-D mask: ours (int8), or the user's (bool, or numbers to add to the scores)."""
+def read_mask(
+    mask: Tensor, queries: int, keys: int, *, causal: bool = False
+) -> tuple[FactorGraph, Tensor | None]:
+    """The factor graph of a 4-D mask, and the bias that a mask of numbers adds to the scores.
+
+    The mask is ours (int8), or the user's (bool, or numbers). In the user's, a key that no row sees is
+    padding, and so is its row.
+    """
     mask = check_mask(mask, queries, keys)
     if mask.dtype == torch.int8:
-        return View(mask != HIDDEN, ~(mask == SEEN_BY_PADDING).any(-1, keepdim=True))
-    if mask.dtype == torch.bool:
-        return View(mask, _rows_that_are_keys(mask, queries, keys))
-    seen = mask > torch.finfo(mask.dtype).min / 2
-    return View(seen, _rows_that_are_keys(seen, queries, keys), mask.masked_fill(~seen, 0.0))
+        return FactorGraph(mask != HIDDEN, ~(mask == SEEN_BY_PADDING).any(-1, keepdim=True), causal), None
+    is_number = mask.is_floating_point()
+    seen = mask > torch.finfo(mask.dtype).min / 2 if is_number else mask
+    senders = seen.any(-2).unsqueeze(-1) if queries == keys else None
+    return FactorGraph(seen, senders, causal), mask.masked_fill(~seen, 0.0) if is_number else None
 
 
 def check_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
@@ -166,23 +156,3 @@ def check_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
     if mask.dtype not in (torch.int8, torch.bool) and not mask.is_floating_point():
         raise ValueError(f"a 4-D attention mask must be bool or floating point, not {mask.dtype}")
     return mask
-
-
-def window_view(
-    window: int, queries: int, keys: int, is_causal: bool, padding: Tensor | None, device: torch.device
-) -> View:
-    """A sliding window over a padding mask ``[batch, keys]``, as :func:`in_window` has it."""
-    return padded_view(in_window(window, queries, keys, is_causal, device), padding)
-
-
-def padded_view(visible: Tensor | None, padding: Tensor | None) -> View:
-    """Combine a padding mask ``[batch, keys]`` with the visible keys of a square batch."""
-    if padding is None:
-        return View(visible)
-    real = padding[:, None, None, :]
-    return View(real if visible is None else visible & real, padding[:, None, :, None])
-
-
-def _rows_that_are_keys(seen: Tensor, queries: int, keys: int) -> Tensor | None:
-    """A key that no row sees is padding, and so is its row: ``[..., queries, 1]``, or None if not square."""
-    return seen.any(-2).unsqueeze(-1) if queries == keys else None
