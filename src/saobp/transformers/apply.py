@@ -7,7 +7,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar
@@ -35,17 +35,11 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 Modules = list[tuple[str, nn.Module]]
 
 _BEFORE = "_saobp_before"
+"""Attribute of a refined model: its configs and their attention implementations before :func:`apply`."""
 _FLASH = "_supports_flash_attn"
 _MPNET = "transformers.models.mpnet.modeling_mpnet"
 ALL_BUT_NOTHING = 0.03
 """Strengths below this hardly change rows: the paper's smallest is 0.05."""
-
-
-@dataclass
-class PreviousImplementations:
-    """Attention implementations of a model's configs before :func:`apply`."""
-
-    implementations: list[tuple[Any, str | None]]
 
 
 def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Model:
@@ -101,10 +95,8 @@ def remove(model: Model) -> Model:
         remove_cache_hook(module)
         delattr(module, ATTACHED)
     model.__dict__.pop(_FLASH, None)
-    before = model.__dict__.pop(_BEFORE, None)
-    if before is not None:
-        for config, implementation in before.implementations:
-            config._attn_implementation_internal = implementation
+    for config, implementation in model.__dict__.pop(_BEFORE, ()):
+        config._attn_implementation_internal = implementation
     for config in _configs(model, []):
         vars(config).pop(ATTACHED, None)
         vars(config).pop(WRITTEN, None)
@@ -210,8 +202,7 @@ def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) 
     Configs of parts, such as CLIP's towers, are included: a part may be loaded by its own class.
     """
     configs = _configs(model, modules)
-    previous = [(config, config._attn_implementation) for config in configs]
-    setattr(model, _BEFORE, PreviousImplementations(previous))
+    setattr(model, _BEFORE, [(config, config._attn_implementation) for config in configs])
     for config in configs:
         layers = [layer for layer, (_, module) in enumerate(modules) if module.config is config]
         strength = refinement.strength

@@ -17,7 +17,6 @@ from transformers.cache_utils import (
     Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -255,10 +254,6 @@ _LAYER_TYPES: dict[type, Any] = {
     StaticLayer: MessageStaticLayer,
     StaticSlidingWindowLayer: MessageStaticSlidingLayer,
 }
-
-
-def self_attention_cache(cache: Cache) -> Cache:
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def cache_layer(cache: Cache, index: int) -> Any:

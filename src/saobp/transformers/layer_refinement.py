@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
 
 from saobp.propagation.factors import Similarity, get_factor
 from saobp.refinement import Refinement
@@ -18,7 +18,6 @@ from saobp.transformers.cache import (
     cache_layer,
     holds_keys,
     message_layer,
-    self_attention_cache,
 )
 from saobp.variants import KINDS, Variant
 
@@ -132,7 +131,7 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
     """The key-value cache among the arguments of an attention module, whatever its name there."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Cache):
-            return self_attention_cache(value)
+            return value.self_attention_cache if isinstance(value, EncoderDecoderCache) else value
     return None
 
 

@@ -135,7 +135,8 @@ def attach_saved(model: PreTrainedModel) -> None:
 def _load_refined(original: Any, cls: type[PreTrainedModel], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Load with a class that attaches the refinement as it is built, so that strengths load like weights."""
     wants_info = kwargs.pop("output_loading_info", False)
-    refined = cls if is_portable(cls) else _attaching(cls)
+    attaches_itself = getattr(cls, "saobp_attaches_itself", False)  # comes with a portable folder
+    refined = cls if attaches_itself else _attaching(cls)
     model, info = original(refined, *args, output_loading_info=True, **kwargs)
     lost = [key for key in info["missing_keys"] if f".{ATTACHED}." in key]
     if lost:
@@ -144,11 +145,6 @@ def _load_refined(original: Any, cls: type[PreTrainedModel], args: tuple[Any, ..
     for _, own in attached(model):
         own.reset_fixed()
     return (model, info) if wants_info else model
-
-
-def is_portable(cls: type[PreTrainedModel]) -> bool:
-    """Whether a class comes with the code of a portable folder, which calls :func:`attach_saved` itself."""
-    return getattr(cls, "saobp_attaches_itself", False)
 
 
 def _attaching(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:

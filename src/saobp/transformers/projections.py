@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,13 +22,13 @@ def projection_weights(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     """Weights of queries, keys and values, each ``[outputs, width]``, of projections without biases."""
     names = [(query, key, _VALUES[query]) for query, key in SEPARATE] + [(name,) for name in FUSED]
     found: list[list[Any]] = [[getattr(module, name, None) for name in one] for one in names]
-    layers = [together for together in found if all(map(_is_linear, together))]
+    layers = [together for together in found if all(map(is_linear, together))]
     if not layers or any(layer.bias is not None for layer in layers[0]):
         raise ValueError(
             f"{type(module).__name__} has no query, key and value weights without biases, whose scale could "
             "be changed: sigma-reparam is for models such as ModernBERT and Llama"
         )
-    matrices = [_rows(layer) for layer in layers[0]]
+    matrices = [weight_rows(layer) for layer in layers[0]]
     if len(matrices) == 1:
         queries = query_key_weights(module)[0].shape[:2].numel()
         others = (len(matrices[0]) - queries) // 2
@@ -37,47 +38,57 @@ def projection_weights(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 def query_key_weights(module: nn.Module) -> tuple[Tensor, Tensor]:
     """Weights of queries and of keys, both ``[heads, head dim, width]``; shared key heads are repeated."""
+    found = split_by_head(module, lambda layer: [weight_rows(layer)], is_linear)
+    if found is None:
+        known = [f"{query} and {key}" for query, key in SEPARATE] + [*FUSED, *INTERLEAVED]
+        raise ValueError(
+            f"{type(module).__name__} has no query and key weights under a name that saobp knows "
+            f"({', '.join(known)})"
+        )
+    (query,), (key,) = found
+    return query, key.repeat_interleave(len(query) // len(key), dim=0)
+
+
+def split_by_head(
+    module: nn.Module, rows_of: Callable[[Any], list[Tensor]], is_usable: Callable[[object], bool]
+) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Parts of the query and key layers by head, as views: ``[heads, dim, ...]``, ``[key heads, dim, ...]``.
+
+    rows_of: the parts of a layer, each ``[outputs, ...]``. None if no layers under known names are usable.
+    """
     heads = head_count(module)
-    for query_name, key_name in SEPARATE:
-        query, key = getattr(module, query_name, None), getattr(module, key_name, None)
-        if _is_linear(query) and _is_linear(key):
-            rows = _rows(query)
-            per_head = rows.shape[0] // heads
-            return _by_head(rows, per_head), _shared(_by_head(_rows(key), per_head), heads)
+    for names in SEPARATE:
+        layers = [getattr(module, name, None) for name in names]
+        if all(map(is_usable, layers)):
+            query, key = map(rows_of, layers)
+            dim = len(query[0]) // heads
+            return _by_head(query, dim), _by_head(key, dim)
     for name in FUSED:
-        if _is_linear(both := getattr(module, name, None)):
-            rows = _rows(both)
-            per_head = getattr(module, "head_dim", None) or rows.shape[0] // (3 * heads)
-            queries = heads * per_head
-            keys = (rows.shape[0] - queries) // 2
-            parts = rows.split([queries, keys, keys])
-            return _by_head(parts[0], per_head), _shared(_by_head(parts[1], per_head), heads)
+        if is_usable(layer := getattr(module, name, None)):
+            rows = rows_of(layer)
+            dim = getattr(module, "head_dim", None) or len(rows[0]) // (3 * heads)
+            queries = heads * dim
+            keys = queries + (len(rows[0]) - queries) // 2
+            return _by_head([part[:queries] for part in rows], dim), _by_head(
+                [part[queries:keys] for part in rows], dim
+            )
     for name in INTERLEAVED:
-        if _is_linear(both := getattr(module, name, None)) and _rows(both).shape[0] % (3 * heads) == 0:
-            rows = _rows(both)
-            parted = rows.view(heads, 3, rows.shape[0] // (3 * heads), rows.shape[1])
-            return parted[:, 0], parted[:, 1]
-    known = [f"{query} and {key}" for query, key in SEPARATE] + [*FUSED, *INTERLEAVED]
-    raise ValueError(
-        f"{type(module).__name__} has no query and key weights under a name that saobp knows "
-        f"({', '.join(known)})"
-    )
+        layer = getattr(module, name, None)
+        if is_usable(layer) and len(rows_of(layer)[0]) % (3 * heads) == 0:
+            parts = [part.unflatten(0, (heads, 3, -1)) for part in rows_of(layer)]
+            return [part[:, 0] for part in parts], [part[:, 1] for part in parts]
+    return None
 
 
-def _is_linear(layer: object) -> bool:
+def is_linear(layer: object) -> bool:
     return isinstance(layer, nn.Linear | Conv1D)
 
 
-def _rows(layer: nn.Module | None) -> Tensor:
+def weight_rows(layer: Any) -> Tensor:
     """Weights with a row per output ``[outputs, inputs]``; GPT-2's Conv1D stores them transposed."""
-    weight = layer.weight  # type: ignore[union-attr]
-    assert isinstance(weight, Tensor)
+    weight: Tensor = layer.weight
     return weight.mT if isinstance(layer, Conv1D) else weight
 
 
-def _by_head(rows: Tensor, per_head: int) -> Tensor:
-    return rows.unflatten(0, (-1, per_head))
-
-
-def _shared(weights: Tensor, heads: int) -> Tensor:
-    return weights.repeat_interleave(heads // weights.shape[0], dim=0)
+def _by_head(rows: list[Tensor], dim: int) -> list[Tensor]:
+    return [part.unflatten(0, (-1, dim)) for part in rows]
