@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.refinement import Refinement
 from saobp.storage.manifest import check_manifest
 from saobp.storage.model_folders import checked_folder
-from saobp.transformers import apply, load
+from saobp.transformers.apply import apply
+from saobp.transformers.load import saved_class
 from saobp.transformers.load_errors import clear_load_errors
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
@@ -85,10 +85,7 @@ def load_token_model(name: str, refinement: Refinement | None = None) -> TokenMo
     place = checked_folder(name)
     check_manifest(Path(place))
     with clear_load_errors(place, "a model"):
-        config = AutoConfig.from_pretrained(place)
-        kind = model_class(config, place)
-        is_refined = getattr(config, "saobp", None) is not None
-        model: Any = load(place, kind) if is_refined else kind.from_pretrained(place)
+        model: Any = saved_class(AutoConfig.from_pretrained(place), place).from_pretrained(place)
         has_tokenizer = any((Path(place) / file).exists() for file in ("tokenizer.json", "vocab.txt"))
         tokenizer: Any = AutoTokenizer.from_pretrained(place) if has_tokenizer else None
     if refinement is not None:
@@ -110,18 +107,6 @@ def token_model(model: PreTrainedModel, tokenizer: Any = None, name: str = "the 
         result = model(**tensors, **found.forward.options)
     outputs = tuple(key for key, value in result.items() if isinstance(value, Tensor))
     return TokenModel(name, model, tokenizer, inputs, outputs, longest)
-
-
-def model_class(config: Any, place: str) -> Any:
-    """The class of Transformers that a config names."""
-    named = (config.architectures or [None])[0]
-    found = getattr(transformers, named, None) if named else None
-    if found is None:
-        raise ValueError(
-            f"the config of {place!r} names no model class of Transformers (architectures: {named}), so the "
-            "head to export is not known: save the model with save_pretrained"
-        )
-    return found
 
 
 def check_exportable(model: PreTrainedModel) -> None:

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from saobp.refinement import Refinement
 from saobp.storage.model_folders import checked_folder
 from saobp.transformers.apply import apply, remove
-from saobp.transformers.load import load
 from saobp.transformers.load_errors import clear_load_errors
 
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
@@ -47,10 +46,8 @@ def load_model(
     ``refinement`` overrides the checkpoint's own; the factor ``none`` removes it.
     """
     name = checked_folder(folder)
-    options = {"dtype": torch.float32, **options}
-    saved = getattr(config_of(folder), "saobp", None) is not None
     with clear_load_errors(name):
-        model = load(name, kind, **options) if saved else kind.from_pretrained(name, **options)
+        model = kind.from_pretrained(name, **{"dtype": torch.float32, **options})
     if refinement is None:
         return model
     return remove(model) if refinement.is_plain else apply(model, refinement)

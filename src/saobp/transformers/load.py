@@ -55,7 +55,8 @@ def load(path: str | PathLike[str], auto_class: Any = None, **kwargs: Any) -> An
     if looks_local(path) and not Path(path).is_dir():
         raise FileNotFoundError(f"there is no folder {str(path)!r} to load a model from")
     if auto_class is None:
-        auto_class = _saved_class(path, kwargs)
+        options = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        auto_class = saved_class(AutoConfig.from_pretrained(path, **options), path)
     if kwargs.pop("output_loading_info", False):
         raise ValueError("saobp.load returns the model alone: leave output_loading_info out")
     if kwargs.get("attn_implementation") == IMPLEMENTATION:
@@ -64,15 +65,14 @@ def load(path: str | PathLike[str], auto_class: Any = None, **kwargs: Any) -> An
         return auto_class.from_pretrained(path, **kwargs)
 
 
-def _saved_class(path: str | PathLike[str], options: dict[str, Any]) -> Any:
+def saved_class(config: Any, path: str | PathLike[str]) -> Any:
     """The class of Transformers that the config of a saved model names."""
-    config = AutoConfig.from_pretrained(path, **{key: options[key] for key in HUB_OPTIONS if key in options})
     names = getattr(config, "architectures", None) or ["no class"]
     found = getattr(transformers, names[0], None)
     if found is None:
         raise ValueError(
             f"the config of {str(path)!r} names {names[0]}, which Transformers does not have: give a class, "
-            "as in saobp.load(path, AutoModelForMaskedLM)"
+            "as in saobp.load(path, AutoModelForMaskedLM), or save the model with save_pretrained"
         )
     return found
 

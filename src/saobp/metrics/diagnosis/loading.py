@@ -9,14 +9,14 @@ from typing import Any
 import huggingface_hub
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.metrics.diagnosis.example_model import example_model
 from saobp.refinement import Refinement
 from saobp.storage.atomic import first_line
 from saobp.storage.manifest import check_manifest
 from saobp.storage.model_folders import checked_folder
-from saobp.transformers import apply, load
+from saobp.transformers import apply
 from saobp.transformers.load_errors import clear_load_errors
 
 EXAMPLE = "planted example"
@@ -93,8 +93,7 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     check_manifest(Path(place))
     with clear_load_errors(place, "a model with its tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(place)
-        is_refined = getattr(AutoConfig.from_pretrained(place), "saobp", None) is not None
-        model: Any = load(place, AutoModel) if is_refined else AutoModel.from_pretrained(place)
+        model: Any = AutoModel.from_pretrained(place)
     return model, tokenizer
 
 
