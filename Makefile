@@ -34,18 +34,19 @@ test: $(READY) chromium
 	$(BIN)/oxlint --deny-warnings src/saobp/report/page
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-# The tests that use a GPU where there is one; processes share it. The last line is the one to record. Every test is named when it
-# ends, and kernels that changed last or take longest to compile come first. GPU_PYTHON is any Python with the package's
-# dependencies, pytest, pytest-xdist and hypothesis.
+# The tests that use a GPU where there is one; processes share it, each with tests that stand together, which share kernels. The last
+# line is the one to record; GPU_OUTCOMES has a line about each test as it ends, for a run that is stopped. GPU_PYTHON is any Python
+# with the package's dependencies, pytest, pytest-xdist and hypothesis.
 GPU_PYTHON ?= $(BIN)/python
 GPU_PROCESSES ?= 14
-GPU_FIRST := $(addprefix tests/kernels/test_,steps.py masked.py decoding.py key_bias.py hopper.py bidirectional.py)
-GPU_TESTS := $(GPU_FIRST) $(filter-out $(GPU_FIRST),$(wildcard tests/kernels/test_*.py)) \
+GPU_OUTCOMES ?= runs/gpu-outcomes.txt
+GPU_TESTS := $(filter-out %test_compilation.py %test_quick_interpreter.py,$(wildcard tests/kernels/test_*.py)) \
   tests/training/test_graphed_step.py tests/training/test_pretraining.py tests/metrics/test_refined_products.py \
-  tests/operation/test_row_gradients.py tests/portable/test_hub_kernel.py
+  tests/operation/test_row_gradients.py::test_compiled_gradients_are_the_same_every_time tests/portable/test_hub_kernel.py
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
 	@nvidia-cuda-mps-control -d 2>/dev/null && mine=yes; \
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -vv -n $(GPU_PROCESSES) --tb=short -rfE --durations=30 $(GPU_TESTS); \
+	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -vv -n $(GPU_PROCESSES) --dist worksteal --tb=short -rfE \
+	  --durations=30 -o faulthandler_timeout=180 -p outcomes --outcomes $(GPU_OUTCOMES) $(GPU_TESTS); \
 	found=$$?; if test "$$mine" = yes; then echo quit | nvidia-cuda-mps-control; fi; exit $$found
 
 # Random kills, damaged files, calls and generations; one table at the end. About an hour on one core.
