@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from typer.testing import CliRunner
 
 from saobp.storage.json_files import write_json
 from saobp.testing.scripts import load_script
@@ -198,3 +199,10 @@ def test_scores_of_encoders_are_compared_over_whole_seeds(tmp_path: Path) -> Non
     assert summary["tasks"]["mean"]["difference"] == pytest.approx(0.0)
     assert summary["strengths"]["mrpc"]["1"] == [[0.1235]]
     assert summary["facts"]["rte"]["commit"] == "abc"
+
+
+def test_a_plan_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    folders = [f"--{name}={tmp_path}" for name in ("model", "data-dir", "out")]
+    found = CliRunner().invoke(encoder.app, ["run", "--plan=bert", *folders])
+    assert found.exit_code == 2
+    assert "'bert' is not a plan: choose minilm or mpnet" in " ".join(found.output.split())
