@@ -13,7 +13,8 @@ last step.
 
 WikiText-2 is one epoch with 16 x 512 tokens a step. Wikipedia, fixed before its first run, has 64 x 512
 tokens a step: 1525 steps (50 million tokens) for plain and learned, 305 (10 million) for strengths and
-temperatures.
+temperatures; fewer for all of them if the command pace shows, before any loss is known, that three seeds
+would not fit the time.
 
 Fixed before the first run: for each corpus, learned minus plain with a 95 % paired t interval over the seeds.
 It helps if the interval lies below zero, harms if above; an interval that holds zero is no gain. Strengths
