@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from saobp.training import trainer
 from saobp.training.architectures import build_model
 from saobp.training.averaging import WeightAverage
 from saobp.training.batches import HELD_OUT_SEED, BatchShard
-from saobp.training.muon import MuonWithAdamW, hidden_matrices
+from saobp.training.muon import BatchedMuon, MuonWithAdamW, hidden_matrices
 from saobp.training.objectives import HELD_OUT_SHARE, MaskedLM, row_seeds
 from saobp.training.recipes import named_recipe, parse_override
 
@@ -189,6 +190,52 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path: Path, mo
     others = [p for group in adamw.param_groups for p in group["params"]]
     assert {p.ndim for p in others} == {1, 2}
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-3, 1e-2, 2e-3]
+
+
+def test_matrices_of_one_shape_together_move_as_by_muon_of_pytorch() -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(48, 16), (16, 16), (48, 16), (16, 64), (16, 16), (16, 64)]
+    start = [torch.randn(shape, generator=draw) for shape in shapes]
+    mine, theirs = ([nn.Parameter(one.clone()) for one in start] for _ in range(2))
+    batched = BatchedMuon(mine, 0.02, 0.1)
+    single = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(5):
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.randn(one.shape, generator=draw)
+            other.grad = one.grad.clone()
+        mine[1].grad = theirs[1].grad = None if step == 2 else mine[1].grad  # a matrix without a gradient
+        batched.step()
+        single.step()
+    for before, one, other in zip(start, mine, theirs, strict=True):
+        moved = (other - before).norm()
+        assert (one - other).norm() < 0.01 * moved  # rounding of bfloat16
+        assert moved > 0.5 * 0.2 * 0.02 * one.numel() ** 0.5
+
+
+@pytest.mark.parametrize("method", ["high:learned+temperature", "high:learned+qk-norm", "temperature"])
+def test_numbers_per_head_keep_their_own_rate_beside_muon(method: str, tmp_path: Path) -> None:
+    seen: list[dict[int, tuple[float, float]]] = []
+    names: dict[int, str] = {}
+
+    class Groups(TrainerCallback):
+        def on_step_end(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
+            names.update({id(one): name for name, one in model.named_parameters()})
+            groups = optimizer.param_groups
+            seen.append({id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]})
+
+    recipe = small_recipe(
+        family="modernbert", refinement=method, optimizer="muon", muon_rate=2.0, weight_decay=0.1
+    )
+    train_small(replace(recipe, learning_rate=1e-3, strength_rate=10.0), tmp_path, callbacks=[Groups()])
+    assert {len(groups) for groups in seen} == {len(names)}  # every parameter is in one group
+    for step, groups in enumerate(seen, 1):
+        by_name = {names[number]: group for number, group in groups.items()}
+        share = step / 2 if step <= 2 else (12 - step) / 10  # warm-up, then linear, of the next step
+        for name, (rate, decay) in by_name.items():
+            own = name.endswith(("strength_bias", "head_bias"))
+            matrix = name.endswith(("Wqkv.weight", "Wo.weight", "Wi.weight"))
+            assert rate == pytest.approx((1e-2 if own else 2e-3 if matrix else 1e-3) * share), name
+            assert decay == (0.1 if matrix or name.endswith(("tok_embeddings.weight", "dense.weight")) else 0)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -20,8 +21,58 @@ def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
     ]
 
 
+class BatchedMuon(torch.optim.Muon):
+    """``torch.optim.Muon`` with ``match_rms_adamw`` that orthogonalises matrices of one shape together.
+
+    PyTorch's takes one after another, which are hundreds of small kernels.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], rate: float, decay: float) -> None:
+        super().__init__(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            learning = [parameter for parameter in group["params"] if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in learning]
+            for parameter in learning:
+                if not self.state[parameter]:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            momenta = [self.state[parameter]["momentum_buffer"] for parameter in learning]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            updates = torch._foreach_lerp(gradients, momenta, group["momentum"])  # Nesterov's
+            torch._foreach_mul_(learning, 1 - group["lr"] * group["weight_decay"])
+            alike: dict[torch.Size, list[int]] = defaultdict(list)
+            for number, parameter in enumerate(learning):
+                alike[parameter.shape].append(number)
+            for shape, numbers in alike.items():
+                together = torch.stack([updates[number] for number in numbers])
+                together = orthogonalised(together, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                torch._foreach_add_(
+                    [learning[number] for number in numbers],
+                    together.to(learning[numbers[0]].dtype).unbind(),
+                    alpha=-group["lr"] * 0.2 * max(shape) ** 0.5,
+                )
+        return loss
+
+
+def orthogonalised(
+    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """Matrices ``[count, rows, columns]`` with singular values near 1, by Newton-Schulz in bfloat16."""
+    a, b, c = coefficients
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    found = (matrices.mT if is_tall else matrices).bfloat16()
+    found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = found @ found.mT
+        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.mT if is_tall else found
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Moves matrices from an AdamW optimiser to ``torch.optim.Muon``.
+    """Moves matrices from an AdamW optimiser to Muon.
 
     Updates of Muon are scaled to AdamW's RMS, so that learning rates are comparable. Both share their
     parameter groups with this optimiser, so schedulers reach them.
@@ -32,8 +83,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for group in adamw.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in taken]
         decay = max(group["weight_decay"] for group in adamw.param_groups)
-        muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        self.parts = {"adamw": adamw, "muon": muon}
+        self.parts = {"adamw": adamw, "muon": BatchedMuon(matrices, rate, decay)}
         super().__init__([group for part in self.parts.values() for group in part.param_groups], {})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
