@@ -1,180 +1,138 @@
-"""The runs of results/arena/plan.md and its rule of choice, as code that was written before the runs."""
+"""The runs of round two of results/arena/plan.md and its rules, as code that was written before the runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
-from saobp.lab.arena_records import method_of
 from saobp.refinement import Refinement
 from saobp.training.recipes import PretrainRecipe, named_recipe, with_steps
 
-CHOICE_SEEDS, FRESH_SEEDS = (42, 1, 2), (6, 7, 8, 9, 10)
+ORIGINAL = "none"
+TUNING_SEEDS, FRESH_SEEDS, DECODER_SEEDS = (42, 9), tuple(range(11, 19)), (11, 12, 13)
 CORPUS = "wikipedia_en,gutenberg_books,imdb_reviews"
-STEPS = 3000
-USUAL_RATE = named_recipe("modern", "modernbert", "mini").strength_rate
-RIVALS = ("temperature", "qk-norm", "gate")
-"""Parts of a form that send no messages and lower the loss by themselves."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """A refinement and how its parameters per head are trained; ``none`` is Original."""
-
-    refinement: str
-    strength_rate: float = USUAL_RATE
-    strength_delay: float = 0.0
-
-    @property
-    def rival(self) -> Form | None:
-        """The form without messages: its parts that are in RIVALS, None if it has none."""
-        parts = [part for part in self.refinement.split("+")[1:] if part in RIVALS]
-        return Form("+".join(parts)) if parts else None
-
-
-LEARNED = Form("high:learned")
-CANDIDATES = (
-    *map(
-        Form,
-        (
-            "high:learned+temperature+gate",
-            "high:learned+qk-norm+gate",
-            "high:learned+qk-norm",
-            "high:learned+gate",
-            "high:learned+message-gate",
-        ),
-    ),
-    replace(LEARNED, strength_rate=4 * USUAL_RATE),
-    *map(
-        Form,
-        ("high:learned+by-distance", "high:learned,steps=2+later-steps", "high:learned+alternating"),
-    ),
-    replace(LEARNED, strength_delay=0.2),
-    Form("high:learned+temperature"),
-    Form("high-key-bias:learned+temperature"),
+USUAL = "adamw"
+"""The setting of round one, whose runs are recorded."""
+STRENGTHS_RATE = 0.01
+"""Learning rate of numbers per head, whatever the rate of other parameters."""
+BASE: dict[str, Any] = {
+    "steps": 3000,
+    "batch_size": 256,
+    "learning_rate": 4e-3,
+    "warmup_steps": 150,
+    "masked_share": 0.15,
+    "masked_share_end": None,
+    "optimizer": "adamw",
+    "muon_rate": 1.0,
+    "averaged_share": 0.0,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    USUAL: {},
+    "muon": {"optimizer": "muon"},
+    "muon-twice": {"optimizer": "muon", "muon_rate": 2.0},
+    "warmup-600": {"warmup_steps": 600},
+    "rate-3e-3": {"learning_rate": 3e-3},
+    "masked-30-to-15": {"masked_share": 0.30, "masked_share_end": 0.15},
+    "batch-128": {"batch_size": 128, "steps": 6000, "warmup_steps": 300},
+    "averaged-tenth": {"averaged_share": 0.1},
+}
+"""What a setting changes in BASE, in the order in which they are run."""
+FORMS = (
+    ORIGINAL,
+    "high:learned+temperature",
+    "temperature",
+    "qk-norm",
+    "high:learned+qk-norm",
+    "high:learned",
 )
-"""In the order in which they are run; the last two had been run before the plan."""
-PART_OF_ROWS = Form("high-key-bias:learned,message_stride=4")
-"""A comparison of its own: the recorded bias per key with messages from every fourth row only."""
-
-
-SHORT_NAMES = (
-    ("high-key-bias:learned", "key-bias"),
-    ("high:learned", "learned"),
-    ("+", "-"),
-    (",steps=2", ""),
-    (",message_stride=", "-rows"),
-)
+"""Methods of the confirmation, in the order in which a seed's runs are made."""
+DECODER_FORMS = FORMS[:3]
 
 
 @dataclass(frozen=True)
 class Run:
-    form: Form
+    setting: str
+    form: str
     seed: int
     family: str = "modernbert"
-    control: bool = False
-    """Whether it repeats a run of an older commit, to compare the two; it counts in no table."""
 
     @property
     def name(self) -> str:
-        text = "original" if self.form.refinement == "none" else self.form.refinement
-        for long, short in SHORT_NAMES:
-            text = text.replace(long, short)
-        if self.form.strength_rate != USUAL_RATE:
-            text += f"-rate{self.form.strength_rate:g}"
-        if self.form.strength_delay:
-            text += f"-delay{self.form.strength_delay:g}"
-        return f"{self.family}-mini-{text}-{'again-' if self.control else ''}{self.seed}"
+        form = "original" if self.form == ORIGINAL else self.form.replace("high:", "").replace("+", "-")
+        return f"{self.family}-mini-{self.setting}-{form}-{self.seed}"
 
     @property
     def recipe(self) -> PretrainRecipe:
-        """The recipe of the recorded runs of the arena, without evaluations during training."""
-        form, usual = self.form, with_steps(named_recipe("modern", self.family, "mini"), STEPS)
+        """BASE with the setting's changes, without evaluations during training."""
+        fields = BASE | SETTINGS[self.setting]
+        usual = with_steps(named_recipe("modern", self.family, "mini"), fields["steps"])
         return replace(
             usual,
-            evaluation_steps=STEPS,
-            checkpoint_steps=STEPS,
+            **fields,
+            evaluation_steps=fields["steps"],
+            checkpoint_steps=fields["steps"],
             health_texts=0,
-            refinement=None if form.refinement == "none" else Refinement.of(form.refinement),
-            strength_rate=form.strength_rate,
-            strength_delay=form.strength_delay,
+            refinement=None if self.form == ORIGINAL else Refinement.of(self.form),
+            strength_rate=STRENGTHS_RATE / fields["learning_rate"],
             seed=self.seed,
             corpus=CORPUS,
         )
 
     @property
     def command(self) -> list[str]:
-        """The words that make this run again."""
+        """The words that make this run again, whatever the recipe ``modern`` is by then."""
         recipe = self.recipe
-        names = ("evaluation_steps", "checkpoint_steps", "health_texts", "strength_rate", "strength_delay")
+        names = [name for name in BASE if name != "steps"]
+        names += ["strength_rate", "evaluation_steps", "checkpoint_steps", "health_texts"]
+        values = {name: getattr(recipe, name) for name in names}
         words = [*("saobp", "pretrain", "--recipe", "modern"), *("--family", self.family, "--size", "mini")]
-        words += ["--steps", str(STEPS), "--refinement", self.form.refinement, "--seed", str(self.seed)]
-        words += [word for name in names for word in ("--set", f"{name}={getattr(recipe, name)}")]
+        words += ["--steps", str(recipe.steps), "--refinement", self.form, "--seed", str(self.seed)]
+        for name, value in values.items():
+            words += ["--set", f"{name}={'none' if value is None else value}"]
         return [*words, "--corpus", CORPUS, "--tokens", "tokens", "--out", f"runs/{self.name}"]
 
 
 Losses = Mapping[str, Mapping[int, float]]
-"""Held-out losses of the encoder by method (``saobp.lab.arena.method_of``) and seed."""
+"""Held-out losses of Original by setting and seed."""
 
 
-def losses_of(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """:data:`Losses` of records of runs; those of decoders and of other lengths do not count."""
-    found: dict[str, dict[int, float]] = {}
-    for record in records:
-        recipe, loss = record["recipe"], record["result"].get("eval_loss")
-        if recipe["family"] == "modernbert" and recipe["steps"] == STEPS and loss is not None:
-            found.setdefault(method_of(recipe), {})[recipe["seed"]] = loss
-    return found
+def tuning_runs(settings: int) -> Iterator[Run]:
+    """Original alone, with the first so many settings after the recorded one."""
+    for setting in list(SETTINGS)[1 : settings + 1]:
+        yield from (Run(setting, ORIGINAL, seed) for seed in TUNING_SEEDS)
 
 
-def choose(losses: Losses) -> tuple[Form, dict[str, float], list[str]]:
-    """The candidate of the lowest mean loss on the seeds of the choice, all means, and what was left out."""
+def recorded_losses(records: list[dict[str, Any]], commit: str) -> dict[int, float]:
+    """Losses of USUAL by seed, from records of Original's runs of one commit."""
+    return {
+        record["recipe"]["seed"]: record["result"]["eval_loss"]
+        for record in records
+        if record["commit"].startswith(commit)
+        and record["recipe"]["seed"] in TUNING_SEEDS
+        and record["recipe"]["refinement"] is None
+    }
+
+
+def choose(losses: Losses) -> tuple[str, dict[str, float], list[str]]:
+    """The setting of the lowest mean loss over the seeds of tuning, all means, and what was left out."""
     means: dict[str, float] = {}
-    left_out = []
-    forms = {method_of(Run(form, 42).recipe.to_dict()): form for form in CANDIDATES}
-    for method in forms:
-        own = losses.get(method, {})
-        if all(math.isfinite(own.get(seed, math.nan)) for seed in CHOICE_SEEDS):
-            means[method] = mean(own[seed] for seed in CHOICE_SEEDS)
-        else:
-            left_out.append(method)
+    for setting in SETTINGS:
+        own = [losses.get(setting, {}).get(seed, math.nan) for seed in TUNING_SEEDS]
+        if all(map(math.isfinite, own)):
+            means[setting] = mean(own)
     if not means:
-        raise ValueError("no candidate has finite losses on all seeds of the choice")
-    return forms[min(means, key=means.__getitem__)], means, left_out
+        raise ValueError("no setting has finite losses on all seeds of tuning")
+    return min(means, key=means.__getitem__), means, [one for one in SETTINGS if one not in means]
 
 
-def choice_runs(losses: Losses, candidates: int = len(CANDIDATES)) -> Iterator[Run]:
-    """The first candidates' runs without a loss, form by form; and Original again, at their commit."""
-    for number, form in enumerate(CANDIDATES[:candidates]):
-        done = losses.get(method_of(Run(form, 42).recipe.to_dict()), {})
-        yield from (Run(form, seed) for seed in CHOICE_SEEDS if seed not in done)
-        if number == 0:
-            yield Run(Form("none"), 42, control=True)
+def confirming_runs(setting: str) -> Iterator[Run]:
+    """All methods of one fresh seed after the other: time sets the number of seeds, not what they show."""
+    return (Run(setting, form, seed) for seed in FRESH_SEEDS for form in FORMS)
 
 
-def confirming_runs(chosen: Form | None) -> Iterator[Run]:
-    """Fresh seeds: Original, the chosen form and its rival, once it is known, then the two plain methods.
-
-    After the chosen form, or while nothing is chosen yet, come the three runs of PART_OF_ROWS.
-    """
-    first = [Form("none"), *([] if chosen is None else [chosen])]
-    yield from (Run(form, seed) for form in first for seed in FRESH_SEEDS)
-    yield from (Run(PART_OF_ROWS, seed) for seed in CHOICE_SEEDS)
-    rival = None if chosen is None else chosen.rival
-    rest = [*([] if rival is None else [rival]), Form("temperature"), LEARNED]
-    yield from (Run(form, seed) for form in dict.fromkeys(rest) for seed in FRESH_SEEDS if form not in first)
-
-
-def further_runs() -> Iterator[Run]:
-    """If time remains: two-by-two tables of gates and QK-norm, the decoder, rivals not trained yet."""
-    alone = ("qk-norm", "gate", "query-bias")
-    rivals = ("temperature+gate", "softmax-plus-one", "sigma-reparam", "sinkhorn", "sinkhorn-3")
-    for name in alone:
-        yield from (Run(Form(name), seed) for seed in CHOICE_SEEDS)
-    for form in (Form("none"), LEARNED):
-        yield from (Run(form, seed, "llama") for seed in CHOICE_SEEDS)
-    for name in rivals:
-        yield from (Run(Form(name), seed) for seed in CHOICE_SEEDS)
+def decoder_runs(setting: str) -> Iterator[Run]:
+    """If time remains: strict decoders, three methods of one seed after the other."""
+    return (Run(setting, form, seed, "llama") for seed in DECODER_SEEDS for form in DECODER_FORMS)

@@ -1,12 +1,14 @@
-"""Makes the runs of results/arena/plan.md on one GPU: choice, confirmation, then what else there is time for.
+"""Makes the runs of round two of results/arena/plan.md on one GPU: tuning, choice, confirmation, decoders.
 
-    python benchmarks/arena_runs.py --tokens TOKENS --out runs/arena --jobs 10 --seconds 1500
+    python benchmarks/arena_runs.py --tokens TOKENS --out runs/arena --jobs 9 --seconds 1200
+    python benchmarks/arena_runs.py --out runs/arena --pack records.tar.xz
 
-Each of the processes claims one run after another. When the runs of the choice are done, the rule of
-``arena_plan.py`` chooses, ``chosen.json`` says what and why, and the processes go on with the confirmation.
-``--candidates`` limits the choice to the first forms; ``--choose-within`` ends it early: forms that lack a
-seed by then are left out of it. A second call continues. Then ``saobp arena runs/arena/runs --fresh
-6,7,8,9,10`` writes the page.
+Each of the processes claims one run after another. When the runs of tuning are done, the rule of
+``arena_plan.py`` chooses a setting, ``chosen.json`` says which and why, and the processes go on with the
+confirmation, then with decoders if TOKENS has GPT-2's. ``log.txt`` gets a line for each run. A second call
+continues after a kill. ``--pack`` puts all records, without models, into one file; it may be called while
+runs are made. Unpacked, ``saobp arena runs --fresh 6,7,8,9,10 --fresh 11,12,13,14,15,16,17,18`` writes the
+page.
 """
 
 from __future__ import annotations
@@ -18,59 +20,70 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from arena_plan import CANDIDATES, Form, Run, choice_runs, choose, confirming_runs, further_runs, losses_of
+from arena_plan import (
+    SETTINGS,
+    USUAL,
+    Run,
+    choose,
+    confirming_runs,
+    decoder_runs,
+    recorded_losses,
+    tuning_runs,
+)
 from filelock import BaseFileLock
 
-from saobp.lab.arena_records import method_of, recorded
-from saobp.runs.layout import RESULT
+from saobp.data.tokenizer_store import tokenizer_path
+from saobp.runs.layout import CHECKPOINTS, MODEL, RESULT
 from saobp.storage.json_files import append_line, read_json, write_json
 from saobp.storage.locks import try_lock
 
-RECORDS = Path(__file__).parents[1] / "results" / "arena" / "runs.json"
-SLOWER = ("key-bias", "message-gate", "by-distance", "later-steps", "sinkhorn", "softmax-plus-one")
-"""Words in the names of methods for whose runs a quarter more time is reserved."""
+RECORDS = [Path(__file__).parents[1] / "results" / "arena" / name for name in ("runs.json", "again.json")]
+RECORDED_COMMIT = "db11c38"
+"""Commit of the recorded runs of Original that the settings are compared with."""
 LOCK = "lock"
 LEAST_SHARE = 0.4
 """A run that has the GPU for itself takes at least this share of a typical run's time."""
 DECODERS_AT_ONCE = 3
 """Runs of a decoder that fit on the GPU side by side: 25 GB of its memory each."""
+TUNED = 5
+"""Settings that are tried, beside the recorded one, unless more are asked for."""
 
 
 class Queue:
     """Runs of the plan, which several processes share.
 
-    Run folders are in ``out/runs`` (controls in ``out/again``). A process that creates ``out/claims/NAME``
-    makes that run, and holds a lock in it while it lives.
-    ends, choose_until: seconds since 1970
+    Run folders are in ``out/runs``. A process that creates ``out/claims/NAME`` makes that run, and holds a
+    lock in it while it lives.
+    ends, tune_until: seconds since 1970
     typical: seconds of a run beside ``jobs - 1`` others, with which it shares the GPU
-    candidates: forms of the choice of which runs are made
+    settings: how many are tried
+    decoders: whether there are tokens for them
     """
 
     def __init__(
         self,
         out: Path,
         ends: float,
-        choose_until: float,
+        tune_until: float,
         typical: float = 150.0,
         *,
         jobs: int = 1,
-        candidates: int = len(CANDIDATES),
+        settings: int = TUNED,
+        decoders: bool = False,
     ) -> None:
-        self.out, self.ends, self.choose_until, self.typical = out, ends, choose_until, typical
-        self.jobs, self.candidates = jobs, candidates
-        self.before = losses_of(read_json(RECORDS))
+        self.out, self.ends, self.tune_until, self.typical = out, ends, tune_until, typical
+        self.jobs, self.settings, self.decoders = jobs, settings, decoders
         self.held: dict[str, BaseFileLock] = {}
 
     def folder(self, run: Run) -> Path:
-        return self.out / ("again" if run.control else "runs") / run.name
+        return self.out / "runs" / run.name
 
     def claim_of(self, run: Run) -> Path:
         return self.out / "claims" / run.name
@@ -92,50 +105,61 @@ class Queue:
 
     def clear_unfinished(self) -> None:
         """Let runs that a killed process had claimed be claimed again."""
-        for run in self.planned(everything=True):
+        for run in self.planned():
             if self.is_dead(run):
                 shutil.rmtree(self.folder(run), ignore_errors=True)
                 shutil.rmtree(self.claim_of(run))
 
-    def chosen(self) -> Form | None:
-        """The chosen form, None while runs of the choice are running or may still be started."""
+    def chosen(self) -> str | None:
+        """The chosen setting, None while runs of tuning are running or may still be started."""
         path = self.out / "chosen.json"
         if path.exists():
-            return Form(**read_json(path)["chosen"])
-        choice = list(choice_runs(self.before, self.candidates))
-        open_ones = [run for run in choice if not self.is_done(run) and not run.control]
-        if any(self.is_running(run) for run in open_ones) or (open_ones and time.time() < self.choose_until):
+            return read_json(path)["chosen"]
+        open_ones = [run for run in tuning_runs(self.settings) if not self.is_done(run)]
+        if any(self.is_running(run) for run in open_ones) or (open_ones and time.time() < self.tune_until):
             return None
-        found = losses_of(recorded([self.out / "runs"]).values()) if (self.out / "runs").exists() else {}
-        losses = {m: {**self.before.get(m, {}), **found.get(m, {})} for m in {**self.before, **found}}
-        form, means, left_out = choose(losses)
+        losses = self.losses()
+        setting, means, left_out = choose(losses)
         when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        write_json(path, {"chosen": asdict(form), "means": means, "left_out": left_out, "time": when})
-        return form
+        found = {"chosen": setting, "changes": SETTINGS[setting], "means": means, "losses": losses}
+        write_json(path, {**found, "left_out": left_out, "time": when})
+        note(self.out, f"chose {setting}: mean losses {means}; left out: {', '.join(left_out) or 'none'}")
+        return setting
 
-    def planned(self, *, everything: bool = False) -> Iterator[Run]:
-        """Runs in order that are not recorded; of the choice only while it is open, unless ``everything``."""
+    def losses(self) -> dict[str, dict[int, float]]:
+        """Original's held-out losses by setting and seed, of runs made here and of recorded ones."""
+        records = [record for path in RECORDS for record in read_json(path)]
+        found = {USUAL: recorded_losses(records, RECORDED_COMMIT)}
+        for run in tuning_runs(self.settings):
+            result = self.folder(run) / RESULT
+            loss = read_json(result)["eval_loss"] if result.exists() else None
+            if loss is not None:
+                found.setdefault(run.setting, {})[run.seed] = loss
+        return found
+
+    def planned(self) -> Iterator[Run]:
+        """All runs in order, as far as they are known: after the choice those with the chosen setting too."""
+        yield from tuning_runs(self.settings)
         chosen = self.chosen()
-        if everything or (chosen is None and time.time() < self.choose_until):
-            yield from choice_runs(self.before, self.candidates)
-        yield from (
-            run for run in chain(confirming_runs(chosen), further_runs()) if not self.is_recorded(run)
-        )
+        if chosen is not None:
+            yield from confirming_runs(chosen)
+            if self.decoders:
+                yield from decoder_runs(chosen)
 
-    def is_recorded(self, run: Run) -> bool:
-        """Whether ``results/arena/runs.json`` has an encoder's run."""
-        return run.family == "modernbert" and run.seed in self.before.get(method_of(run.recipe.to_dict()), {})
+    def is_open(self, run: Run) -> bool:
+        """Whether a run may be started: one of tuning only before the choice, and in its time."""
+        is_tuning = run in tuning_runs(self.settings)
+        return not is_tuning or (self.chosen() is None and time.time() < self.tune_until)
 
     def claim(self) -> Run | None:
         """The next run that nobody has and that will be done in time."""
-        running = [run for run in self.planned(everything=True) if self.is_running(run)]
+        running = [run for run in self.planned() if self.is_running(run)]
         decoders = sum(run.family == "llama" for run in running)
         seconds = self.least_seconds(len(running))
         for run in self.planned():
-            slow = any(word in run.form.refinement for word in SLOWER)
-            late = time.time() + seconds * (1.25 if slow else 1.0) > self.ends
+            late = time.time() + seconds > self.ends
             full = run.family == "llama" and decoders >= DECODERS_AT_ONCE
-            if late or full or self.claim_of(run).exists():
+            if late or full or self.claim_of(run).exists() or not self.is_open(run):
                 continue
             with contextlib.suppress(FileExistsError):
                 self.claim_of(run).mkdir(parents=True)
@@ -146,7 +170,10 @@ class Queue:
         return None
 
     def is_empty(self) -> bool:
-        return self.chosen() is not None and all(self.claim_of(run).exists() for run in self.planned())
+        """Whether nothing is left to start."""
+        return self.chosen() is not None and not any(
+            self.is_open(run) and not self.claim_of(run).exists() for run in self.planned()
+        )
 
     def least_seconds(self, running: int = 0) -> float:
         """Seconds of one more run if no other follows: faster than typical where fewer share the GPU."""
@@ -154,29 +181,44 @@ class Queue:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", help="folder of token stores")
     parser.add_argument("--out", type=Path, default=Path("runs/arena"))
-    parser.add_argument("--jobs", type=int, default=10)
+    parser.add_argument("--pack", type=Path, help="only put all records into this .tar.xz")
+    parser.add_argument("--jobs", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of it")
-    parser.add_argument("--choose-within", type=float, default=0.0, help="seconds for the choice (no limit)")
-    parser.add_argument(
-        "--candidates", type=int, default=len(CANDIDATES), help="so many forms to choose from"
-    )
+    parser.add_argument("--tune-within", type=float, help="seconds for tuning (half of all)")
+    parser.add_argument("--settings", type=int, default=TUNED, help="so many settings to try")
     parser.add_argument("--typical", type=float, default=150.0, help="seconds of a run, until one is done")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.pack is not None:
+        pack(given.out, given.pack)
+        return
+    if given.tokens is None:
+        parser.error("name the folder of token stores by --tokens")
+    now = time.time()
+    within = given.seconds / 2 if given.tune_within is None else given.tune_within
+    ends, until = (
+        float(os.environ.get(name, then))
+        for name, then in (("ARENA_ENDS", now + given.seconds), ("ARENA_TUNE_UNTIL", now + within))
+    )
+    queue = Queue(
+        given.out,
+        ends,
+        until,
+        given.typical,
+        jobs=given.jobs,
+        settings=given.settings,
+        decoders=tokenizer_path(given.tokens, "llama").is_dir(),
+    )
     if given.worker:
-        ends, until = (float(os.environ[name]) for name in ("ARENA_ENDS", "ARENA_CHOOSE_UNTIL"))
-        queue = Queue(given.out, ends, until, given.typical, jobs=given.jobs, candidates=given.candidates)
         work(queue, given.tokens)
         return
-    ends = time.time() + given.seconds
-    until = time.time() + given.choose_within if given.choose_within else ends
-    for name in ("runs", "again", "claims"):
+    for name in ("runs", "claims"):
         (given.out / name).mkdir(parents=True, exist_ok=True)
-    Queue(given.out, ends, until, candidates=given.candidates).clear_unfinished()
-    environment = {"ARENA_ENDS": str(ends), "ARENA_CHOOSE_UNTIL": str(until), "SAOBP_JOBS": str(given.jobs)}
+    queue.clear_unfinished()
+    environment = {"ARENA_ENDS": str(ends), "ARENA_TUNE_UNTIL": str(until), "SAOBP_JOBS": str(given.jobs)}
     with contextlib.ExitStack() as stack:
         workers = [
             subprocess.Popen(
@@ -188,6 +230,21 @@ def main() -> None:
             for number in range(given.jobs)
         ]
         sys.exit(max(worker.wait() for worker in workers))
+
+
+def pack(out: Path, file: Path) -> None:
+    """Write the records of all runs, without models, as folders in a compressed archive."""
+
+    def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return None if Path(member.name).name in (MODEL, CHECKPOINTS) else member
+
+    paths = [
+        out / "runs",
+        *(path for path in sorted(out.iterdir()) if path.suffix in (".json", ".txt", ".log")),
+    ]
+    with tarfile.open(file, "w:xz") as archive:
+        for path in paths:
+            archive.add(path, path.name, filter=kept)
 
 
 def work(queue: Queue, tokens: str) -> None:
@@ -207,11 +264,11 @@ def work(queue: Queue, tokens: str) -> None:
         try:
             loss = train(run, queue, tokens)
             queue.typical = time.time() - began
-            say(f"done {run.name} {loss:.4f}, {queue.typical:.0f} s")
+            note(queue.out, f"done {run.name}, loss {loss:.4f}, {queue.typical:.0f} s")
         except Exception as problem:
             traceback.print_exc()
             (queue.claim_of(run) / "failed").write_text(repr(problem)[:500])
-            say(f"failed {run.name}")
+            note(queue.out, f"failed {run.name}: {problem!r}"[:300])
             if torch.cuda.is_available():  # an error of CUDA stays with its process
                 os.execv(sys.executable, [sys.executable, *sys.argv])
         gc.collect()
@@ -267,6 +324,13 @@ def train(run: Run, queue: Queue, tokens: str) -> float:
         shutil.move(numbers, queue.folder(run) / numbers.name)
     assert result.eval_loss is not None
     return result.eval_loss
+
+
+def note(out: Path, words: str) -> None:
+    """A line in the log of all processes."""
+    say(words)
+    with (out / "log.txt").open("a") as file:
+        file.write(f"{time.strftime('%H:%M:%S')} {words}\n")
 
 
 def say(words: str) -> None:

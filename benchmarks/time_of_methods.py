@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from saobp.lab.step_times import LATER, SHARED
 from saobp.refinement import Refinement
 from saobp.runs.machine import machine
 from saobp.training.dataset import find_pretraining_data
 from saobp.training.graphed_step import WARMUP_STEPS
 from saobp.training.pretrain import pretrain
-from saobp.training.recipes import PretrainRecipe, named_recipe
+from saobp.training.recipes import PretrainRecipe, named_recipe, parse_override
 
 FIRST = 70
 """Step after which the first block begins: compiled, captured and warm."""
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--family", default="modernbert")
     parser.add_argument("--size", default="mini")
     parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--set", action="append", default=[], help="a field of the recipe: optimizer=muon")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=40, help="steps of a block")
     parser.add_argument("--patience", type=float, default=600, help="seconds for compilation")
@@ -109,7 +111,7 @@ def write(given: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
     found = {
         "command": " ".join(["python", "benchmarks/time_of_methods.py", *sys.argv[1:]]),
         "environment": machine("cuda" if torch.cuda.is_available() else "cpu"),
-        **{name: getattr(recipe, name) for name in ("family", "size", "batch_size", "length")},
+        **{name: getattr(recipe, name) for name in (*SHARED, *LATER)},
         "steps": given.steps,
         "seconds": seconds,
     }
@@ -128,6 +130,7 @@ def recipe_of(given: argparse.Namespace, method: str) -> PretrainRecipe:
         refinement=None if method == "none" else Refinement.of(method),
         corpus=given.corpus,
         health_texts=0,
+        **dict(map(parse_override, given.set)),
         **({} if torch.cuda.is_available() else {"precision": "fp32", "compiled": False}),
     )
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab.arena import write_arena
-from saobp.lab.arena_records import method_of, settings_of, title_of
+from saobp.lab.arena_records import method_of, recorded, settings_of, title_of
 from saobp.lab.experiment_plan import FAMILIES, ExperimentPlan
 from saobp.lab.experiments import choose_experiments
 from saobp.lab.forest import forest
@@ -32,6 +32,7 @@ def made_up_run(folder: Path, family: str, method: str, seed: int, loss: float, 
     recipe |= {"kind": "pretrain", "seed": seed, key: None if method == "none" else method, **changes}
     result = {"eval_loss": loss, "parameters": 11_000_000, "tokens_per_second": 1e6}
     record = {"status": "finished", "seed": seed, "commit": "abc", "data": {"text": "sum"}}
+    record["started"] = "later" if changes else "before"
     folder /= f"{family}-{method.replace(':', '-')}-{seed}"
     folder.mkdir(parents=True)
     for name, content in (("recipe", recipe), ("record", record), ("result", result)):
@@ -140,7 +141,7 @@ def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
     options = ["arena", str(tmp_path / "runs"), "--out", str(tmp_path), "--fresh"]
     assert CliRunner().invoke(app, [*options, "6,7,8"]).exit_code == 0
     page = (tmp_path / "arena" / "README.md").read_text()
-    settings = settings_of(json.loads((tmp_path / "arena" / "runs.json").read_text()), (6, 7, 8))
+    settings = settings_of(json.loads((tmp_path / "arena" / "runs.json").read_text()), [(6, 7, 8)])
     plot = forest(settings)
     plot.draw_without_rendering()
     (legend,) = plot.legends  # beside the axes, not on them
@@ -152,6 +153,61 @@ def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(app, [*options, "six"])
     assert wrong.exit_code == 1
     assert "seeds with commas between them" in wrong.output
+
+
+def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_path: Path) -> None:
+    muon = {"optimizer": "muon", "muon_rate": 2.0}
+    for seed in (42, 1, 9):
+        for method, loss in (("none", 3.0), ("sink", 2.9), ("gate", 2.98)):
+            made_up_run(tmp_path / "runs", "modernbert", method, seed, loss)
+    for seed, loss in ((42, 2.8), (9, 2.9)):
+        made_up_run(tmp_path / "tuning", "modernbert", "none", seed, loss, **muon)
+    made_up_run(tmp_path / "warm", "modernbert", "none", 42, 2.9, warmup_steps=600)
+    again = json.loads((tmp_path / "runs" / "modernbert-none-42" / "recipe.json").read_text())
+    again = {"run": "again", "recipe": again, "result": {"eval_loss": 3.1}}
+    (tmp_path / "arena").mkdir()
+    (tmp_path / "arena" / "again.json").write_text(json.dumps([{**again, "data": {"text": "sum"}}]))
+    for seed in (11, 12, 13):
+        for method, loss in (("none", 2.85), ("gate", 2.84), ("temperature", 2.80)):
+            made_up_run(tmp_path / "fresh", "modernbert", method, seed, loss, **muon)
+    for folder in ("tuning", "warm"):
+        for run in list((tmp_path / folder).iterdir()):
+            run.rename(tmp_path / "fresh" / f"{folder}-{run.name}")
+    folders = [str(tmp_path / name) for name in ("runs", "fresh")]
+    options = ["--out", str(tmp_path), "--fresh", "9", "--fresh", "11,12,13,14"]
+    done = CliRunner().invoke(app, ["arena", *folders, *options])
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "arena" / "README.md").read_text()
+    titles = [part.splitlines()[0] for part in page.split("\n## ")[1:]]
+    base = "ModernBERT-mini, length 128, 262 M tokens, optimizer="
+    assert titles == [
+        f"{base}muon, muon_rate=2.0, fresh seeds 11, 12, 13",
+        f"{base}adamw, muon_rate=1.0, fresh seeds 9",
+        f"{base}adamw, muon_rate=1.0",
+        "Which recipe is best for Original?",
+    ]
+    assert "| Temperature per head | 16.44 (3) | -4.9 % [-4.9, -4.9] | 3 of 3 |" in page
+    table = page.split("mean loss |\n")[1].split("\n\n")[0].splitlines()[1:]
+    assert [line.split(" | ")[0] for line in table] == [
+        "| `optimizer=muon`, `muon_rate=2.0`",
+        "| as it was",
+        "| `warmup_steps=600`",
+    ]
+    assert table[0].endswith("| 16.44 | 18.17 | 2.8500 |")
+    assert table[1].endswith("| 22.20 | 20.09 | 3.0500 |")  # the run that was made again counts
+    assert table[2].endswith("| 18.17 |  |  |")
+    records = json.loads((tmp_path / "arena" / "runs.json").read_text())
+    plot = forest(settings_of(records, [(9,), (11, 12, 13, 14)]))
+    assert len(plot.axes) == 2
+    rows = [label.get_text() for label in plot.axes[0].get_yticklabels()]
+    assert rows == ["Temperature per head", "Gated heads", "Learned sink"]
+
+
+def test_a_lower_rate_of_all_leaves_numbers_per_head_the_same_method(tmp_path: Path) -> None:
+    for method in ("none", "high:learned"):
+        made_up_run(tmp_path, "modernbert", method, 42, 3.0, learning_rate=3e-3, strength_rate=0.01 / 3e-3)
+    (setting,) = settings_of(recorded([tmp_path]).values())
+    assert set(setting.losses) == {"none", "high:learned"}
 
 
 def test_measured_times_stand_beside_gains_and_notes_below(tmp_path: Path) -> None:

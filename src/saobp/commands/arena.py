@@ -16,9 +16,11 @@ def arena(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that collect them.")],
     out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
     fresh: Annotated[
-        str,
-        typer.Option(help="Seeds that confirm a choice made on the others, compared apart, as in 6,7,8."),
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            help="Seeds that confirm a choice made on others, compared apart: 6,7,8. May be repeated."
+        ),
+    ] = None,
 ) -> None:
     """Compare pretraining runs with Original of the same recipe and seed; write a page and a forest plot."""
     try:
@@ -27,9 +29,10 @@ def arena(
             raise ValueError(f"there is no folder {absent[0]}")
         from saobp.lab.arena import write_arena
 
-        if not re.fullmatch(r"(\d+(,\d+)*)?", fresh):
-            raise ValueError(f"--fresh takes seeds with commas between them, as in 6,7,8, not {fresh!r}")
-        written = write_arena(runs, out, [int(seed) for seed in fresh.split(",") if seed])
+        for seeds in fresh or ():
+            if not re.fullmatch(r"\d+(,\d+)*", seeds):
+                raise ValueError(f"--fresh takes seeds with commas between them, as in 6,7,8, not {seeds!r}")
+        written = write_arena(runs, out, [[int(seed) for seed in one.split(",")] for one in fresh or ()])
     except (ValueError, OSError) as problem:
         fail(problem)
     for path in written:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,19 +20,25 @@ from saobp.lab.forest import forest
 from saobp.lab.result_page import gain_in_words, in_words, made_on, markdown_table, verdict_in_words
 from saobp.lab.statistics import Gain, paired_gain, pairs_needed, spread
 from saobp.lab.step_times import StepTimes
+from saobp.lab.tuning import tuning_tables
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_json, write_json
 
 EFFECT = 0.5
 """Effect of the power analysis, in per cent of perplexity."""
+TUNING = (
+    "Plain attention alone, lowest mean first. A recipe is named by what it changes in the first that was "
+    "run. Where a seed was run again, that run counts ([again.json](again.json))."
+)
 COMPARED = 8
 """Methods compared with each other: the lowest."""
 
 
-def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[int] = ()) -> list[Path]:
+def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int]] = ()) -> list[Path]:
     """``arena/README.md`` and ``arena/runs.json`` in a results folder, and ``forest.svg`` and ``.png``.
 
     Times of steps come from ``arena/time.json``, if there is one; ``arena/notes.md`` is put after the tables.
+    fresh: groups of seeds that confirm a choice made on others
     """
     kept = out / "arena" / "runs.json"
     before = {record["run"]: record for record in read_json(kept)} if kept.exists() else {}
@@ -50,16 +55,19 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[int] = ()) -
     page = out / "arena" / "README.md"
     times = StepTimes.read(page.with_name("time.json"))
     notes = page.with_name("notes.md")
-    parts = [*_page(paired, list(records.values()), times)]
+    parts = [*_page(paired, times)]
+    repeated = page.with_name("again.json")
+    tables = tuning_tables([*records.values(), *(read_json(repeated) if repeated.exists() else ())])
+    if tables:
+        parts += ["## Which recipe is best for Original?", TUNING, *tables]
+    parts.append(made_on(list(records.values())))
     if notes.exists():
         parts.append(notes.read_text().strip())
     write_atomically(page, "\n\n".join(parts) + "\n")
     return [page, kept, *save_figure(forest(paired), out / "forest")]
 
 
-def _page(
-    settings: Sequence[Setting], records: Sequence[Mapping[str, Any]], times: StepTimes | None
-) -> Iterable[str]:
+def _page(settings: Sequence[Setting], times: StepTimes | None) -> Iterable[str]:
     yield "# Which way of attention is better?"
     yield (
         "Written by `saobp arena` from the runs in [runs.json](runs.json), which holds command, commit, "
@@ -86,7 +94,6 @@ def _page(
             yield _blimp(setting)
         yield power(setting)
         yield f"Recipe: `{json.dumps(setting.recipe)}`."
-    yield made_on(records)
 
 
 HEADERS = (

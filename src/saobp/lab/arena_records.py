@@ -43,11 +43,13 @@ FREE = (
 class Setting:
     """Runs that differ in method and seed alone: loss, BLiMP's accuracy and results by method.
 
-    fresh: the seeds, if they confirm a choice that was made on others
+    fresh: whether its seeds confirm a choice that was made on others
+    distinct: recipe fields in which other compared settings of the same model and budget differ
     """
 
     recipe: dict[str, Any]
-    fresh: tuple[int, ...] = ()
+    fresh: bool = False
+    distinct: dict[str, Any] = field(default_factory=dict)
     losses: dict[str, dict[int, float]] = field(default_factory=dict)
     blimp: dict[str, dict[int, float]] = field(default_factory=dict)
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -57,12 +59,19 @@ class Setting:
         return self.recipe["family"] in DECODERS
 
     @property
+    def budget(self) -> tuple[str, str, int, int]:
+        """Family, size, length and tokens."""
+        family, size, length = (self.recipe[name] for name in ("family", "size", "length"))
+        return family, size, length, self.recipe["steps"] * self.recipe["batch_size"] * length
+
+    @property
     def title(self) -> str:
-        tokens = self.recipe["steps"] * self.recipe["batch_size"] * self.recipe["length"]
+        tokens = self.budget[-1]
         family = FAMILY_NAMES.get(self.recipe["family"], self.recipe["family"])
         size, length = self.recipe["size"], self.recipe["length"]
-        seeds = f", fresh seeds {', '.join(map(str, self.fresh))}" if self.fresh else ""
-        return f"{family}-{size}, length {length}, {tokens / 1e6:,.0f} M tokens{seeds}"
+        recipe = "".join(f", {change}" for change in in_fields(self.distinct))
+        seeds = f", fresh seeds {', '.join(map(str, sorted(self.losses[ORIGINAL])))}" if self.fresh else ""
+        return f"{family}-{size}, length {length}, {tokens / 1e6:,.0f} M tokens{recipe}{seeds}"
 
     def gains(self) -> dict[str, Gain]:
         """Paired differences from Original in per cent of perplexity, ascending; lower is better."""
@@ -108,12 +117,13 @@ def method_of(recipe: Mapping[str, Any]) -> str:
 
 
 def _own_rate(recipe: Mapping[str, Any]) -> str:
-    """How the numbers per head are trained, where that is not the named recipe's way."""
+    """How the numbers per head are trained, where their learning rate is not the named recipe's."""
     found = ""
     if "strength_rate" in recipe:
         usual = named_recipe(recipe["name"], recipe["family"], recipe["size"])
-        times = recipe["strength_rate"] / usual.strength_rate
-        found = "" if times == 1 else f", rate times {times:g}"
+        own = recipe["strength_rate"] * recipe["learning_rate"]
+        times = own / (usual.strength_rate * usual.learning_rate)
+        found = "" if math.isclose(times, 1) else f", rate times {times:g}"
     delay = recipe.get("strength_delay", 0.0)
     return f"{found}, after {delay:.0%} of the steps" if delay else found
 
@@ -152,27 +162,42 @@ def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[int] = ()) -> list[Setting]:
-    """Runs grouped by setting, largest group first; a repeated seed counts once.
+def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[int]] = ()) -> list[Setting]:
+    """Runs grouped by setting, encoders first, then the latest fresh seeds, then the largest group.
 
-    Runs of ``fresh`` seeds are a group of their own: a choice made on the others is confirmed on them alone.
+    A repeated seed counts once. Each sequence of ``fresh`` seeds makes groups of its own: a choice made on
+    others is confirmed on them alone.
     """
-    found: dict[str, Setting] = {}
+    found: dict[str, tuple[int, Setting]] = {}
     for record in records:
         recipe, result = record["recipe"], record["result"]
         shared = {name: value for name, value in {**recipe, **_absent(recipe)}.items() if name not in FREE}
-        own = tuple(fresh) if recipe["seed"] in fresh else ()
-        key = json.dumps([shared, record.get("data"), own], sort_keys=True)
-        setting = found.setdefault(key, Setting(shared, own))
+        turn = next((number for number, seeds in enumerate(fresh, 1) if recipe["seed"] in seeds), 0)
+        key = json.dumps([shared, record.get("data"), turn], sort_keys=True)
+        _, setting = found.setdefault(key, (turn, Setting(shared, fresh=turn > 0)))
         method = method_of(recipe)
         if result.get("eval_loss") is not None:
             setting.losses.setdefault(method, {})[recipe["seed"]] = result["eval_loss"]
             setting.results.setdefault(method, []).append(result)
         if BLIMP in record:
             setting.blimp.setdefault(method, {})[recipe["seed"]] = record[BLIMP]["accuracy"]
-    return sorted(
-        found.values(), key=lambda one: (one.is_decoder, not one.fresh, -sum(map(len, one.losses.values())))
+    ordered = sorted(
+        found.values(), key=lambda one: (one[1].is_decoder, -one[0], -sum(map(len, one[1].losses.values())))
     )
+    settings = [setting for _, setting in ordered]
+    for setting in settings:
+        alike = [one.recipe for one in settings if one.budget == setting.budget and one.gains()]
+        setting.distinct = {
+            name: setting.recipe[name]
+            for name in setting.recipe
+            if any(other.get(name) != setting.recipe[name] for other in alike)
+        }
+    return settings
+
+
+def in_fields(values: Mapping[str, Any]) -> list[str]:
+    """Fields of a recipe as ``--set`` takes them."""
+    return [f"{name}={'none' if value is None else value}" for name, value in values.items()]
 
 
 def _absent(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
+from textwrap import fill
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -15,19 +15,26 @@ from saobp.lab.figures import panels
 from saobp.lab.statistics import LEAST_PAIRS
 
 MARKERS = "osD^vP"
+WIDTH = 70
+"""Letters of a line above a panel."""
 
 
 def forest(settings: Sequence[Setting]) -> Figure:
-    """Methods by rows, encoders and decoders side by side: paired differences with their intervals."""
-    sides = [
-        [one for one in settings if one.is_decoder == is_decoder and one.gains()]
-        for is_decoder in (False, True)
-    ]
-    titles = [title for title, side in zip(("encoder", "decoder"), sides, strict=True) if side]
-    sides = [side for side in sides if side]
-    order = Counter(method for side in sides for one in side for method in one.gains())
-    methods = sorted(order, key=lambda method: _mean_gain(settings, method))
-    figure, axes = panels(len(sides), 2, size=(6.6 if len(sides) == 1 else 4.8, 0.36 * len(methods) + 1.6))
+    """Methods by rows, a panel for each recipe of encoders and decoders: paired differences with intervals.
+
+    Methods of the first setting come first.
+    """
+    settings = [one for one in settings if one.gains()]
+    recipes: dict[str, list[Setting]] = {}
+    for one in settings:
+        recipes.setdefault(f"{one.is_decoder} {one.distinct}", []).append(one)
+    sides = list(recipes.values())
+    methods = sorted(
+        {method for one in settings for method in one.gains()},
+        key=lambda method: (method not in settings[0].gains(), _mean_gain(settings, method)),
+    )
+    size = (6.6 if len(sides) == 1 else 4.8, 0.36 * len(methods) + 1.6)
+    figure, axes = panels(len(sides), len(sides), size=size)
     for place, (axis, side) in enumerate(zip(axes, sides, strict=True)):
         axis.axvline(0, color="#888888", lw=1)
         for number, setting in enumerate(side):
@@ -59,7 +66,9 @@ def forest(settings: Sequence[Setting]) -> Figure:
         axis.set_ylim(len(methods) - 0.5, -0.5)
         axis.set_xlim(*_reach(side))
         axis.tick_params(axis="x", labelsize=8)
-        axis.set_title(f"{titles[place]}: {side[0].title}" if len(side) == 1 else titles[place], fontsize=9)
+        kind = "decoder" if side[0].is_decoder else "encoder"
+        title = f"{kind}: {side[0].title}" if len(side) == 1 else kind
+        axis.set_title(fill(title, WIDTH), fontsize=9)
         axis.grid(axis="x", lw=0.4, alpha=0.5)
     figure.supxlabel(
         "difference of held-out perplexity from Original with the same seed, %\n"
@@ -72,7 +81,8 @@ def forest(settings: Sequence[Setting]) -> Figure:
 def _with_seeds(setting: Setting) -> str:
     """A setting's title with all its seeds."""
     seeds = sorted(setting.losses[ORIGINAL])
-    return setting.title if setting.fresh else f"{setting.title}, seeds {', '.join(map(str, seeds))}"
+    title = setting.title if setting.fresh else f"{setting.title}, seeds {', '.join(map(str, seeds))}"
+    return fill(title, WIDTH)
 
 
 def _reach(settings: Sequence[Setting]) -> tuple[float, float]:

@@ -11,7 +11,8 @@ from saobp.lab.statistics import paired_gain
 from saobp.storage.json_files import read_object
 
 SHARED = ("family", "size", "batch_size", "length")
-"""Fields in which a recipe must agree with the measured one."""
+LATER: dict[str, Any] = {"optimizer": "adamw", "masked_share": 0.15}
+"""Fields in which a recipe must agree with the measured one; the later ones with what they were before."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class StepTimes:
         if not path.exists():
             return None
         found = read_object(path)
-        setting = {name: found[name] for name in SHARED}
+        setting = {name: found[name] for name in SHARED} | {n: found.get(n, was) for n, was in LATER.items()}
         return cls(setting, found["seconds"], found["environment"], found["command"])
 
     def fits(self, recipe: Mapping[str, Any]) -> bool:
-        return all(recipe.get(name) == value for name, value in self.setting.items())
+        return all(recipe.get(name, LATER.get(name)) == value for name, value in self.setting.items())
 
     def ratio(self, method: str, original: str) -> str:
         """``1.03 [1.02, 1.04]``: time relative to Original of the same round, with a 95 % interval."""
