@@ -15,7 +15,7 @@ from saobp.lab.figures import panels
 from saobp.lab.statistics import LEAST_PAIRS
 
 MARKERS = "osD^vP"
-WIDTH = 70
+WIDTH = 56
 """Letters of a line above a panel."""
 
 
