@@ -175,6 +175,7 @@ def compile_masked(launched: list[Launched]) -> list[str]:
     calls: list[tuple[torch.dtype, dict[str, Any]]] = [
         (torch.bfloat16, {"window": 65}),
         (torch.bfloat16, {"window": 65, "is_causal": True}),
+        (torch.float32, {"window": 65, "is_causal": True}),
         (torch.float16, {
             "window": 65, "dropout_p": 0.1,
             "mask": torch.zeros(1, 1, 300, 300, dtype=torch.bfloat16, requires_grad=True),

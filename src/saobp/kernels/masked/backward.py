@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.library.arithmetic import (
-    head_message,
     head_seed,
     kept,
     load_lse,
@@ -30,7 +29,14 @@ from saobp.kernels.library.arithmetic import (
     store_rows,
 )
 from saobp.kernels.library.indexing import head_base, locate, states_base
-from saobp.kernels.masked.tiles import reach, seen_scores, strict_triangle, table_places, weights
+from saobp.kernels.masked.tiles import (
+    own_message,
+    reach,
+    seen_scores,
+    strict_triangle,
+    table_places,
+    weights,
+)
 
 
 @triton.jit
@@ -76,7 +82,7 @@ def masked_value_gradient(
     mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
     view = (mask_base, m_row, m_key, lowest, window, length)
     row_base = head_base(0, batch, head, first, heads, length)
-    message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    message = own_message(strength_ptr, head, sign)
     seed = head_seed(seed_ptr, row_base, DROPS)
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
@@ -172,7 +178,7 @@ def masked_query_gradient(
     mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
     view = (mask_base, m_row, m_key, lowest, window, length)
     row_base = head_base(0, batch, head, first, heads, length)
-    message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    message = own_message(strength_ptr, head, sign)
     seed = head_seed(seed_ptr, row_base, DROPS)
     q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
@@ -248,7 +254,7 @@ def masked_key_gradient(
     mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
     view = (mask_base, m_row, m_key, lowest, window, length)
     row_base = head_base(0, batch, head, first, heads, length)
-    message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    message = own_message(strength_ptr, head, sign)
     gamma = message[0]
     seed = head_seed(seed_ptr, row_base, DROPS)
     KIND: tl.constexpr = q_ptr.dtype.element_ty

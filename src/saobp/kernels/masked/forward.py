@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.library.arithmetic import (
-    head_message,
     head_seed,
     kept,
     load_lse,
@@ -28,7 +27,15 @@ from saobp.kernels.library.arithmetic import (
     store_rows,
 )
 from saobp.kernels.library.indexing import head_base, locate, states_base
-from saobp.kernels.masked.tiles import heard_so_far, log2_own, log_belief, reach, seen_scores, table_places
+from saobp.kernels.masked.tiles import (
+    heard_so_far,
+    log2_own,
+    log_belief,
+    own_message,
+    reach,
+    seen_scores,
+    table_places,
+)
 
 
 @triton.jit
@@ -91,7 +98,7 @@ def masked_column_messages(
     mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
     view = (mask_base, m_row, m_key, lowest, window, length)
     row_base = head_base(0, batch, head, first, heads, length)
-    message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    message = own_message(strength_ptr, head, sign)
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
     heard = tl.zeros([KEYS], tl.float32)
@@ -137,7 +144,7 @@ def masked_output(
     mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
     view = (mask_base, m_row, m_key, lowest, window, length)
     row_base = head_base(0, batch, head, first, heads, length)
-    message = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    message = own_message(strength_ptr, head, sign)
     seed = head_seed(seed_ptr, row_base, DROPS)
     KIND: tl.constexpr = v_ptr.dtype.element_ty
     q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)

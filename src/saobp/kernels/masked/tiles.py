@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saobp.kernels.library.arithmetic import log2_message
+from saobp.kernels.library.arithmetic import MAX_STRENGTH, head_message, log2_message
 
 GRAIN = 64
 """Rows of a block for which ``mask_spans`` finds the first and last key that the mask shows; likewise keys and rows."""
@@ -107,11 +107,23 @@ def table_places(line, begin, keys, back, slots, length, ROWS: tl.constexpr):
 
 
 @triton.jit
+def own_message(strength_ptr, head, sign):
+    """gamma of a head, log2(1 - gamma), which the strength gives in all digits, and gamma / (1 - gamma)."""
+    gamma, r0, r1, r2, l0, l1, l2 = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    strength = tl.minimum(tl.load(strength_ptr + head).to(tl.float32) * sign, MAX_STRENGTH)
+    lowest = -1.4426950408889634 * strength
+    return gamma, lowest, gamma * tl.exp2(-lowest)
+
+
+@triton.jit
 def log2_own(a, message, EXACT: tl.constexpr):
-    """log2(1 - gamma a); EXACT in all digits of float32."""
+    """log2(1 - gamma a). EXACT in all digits of float32: where gamma a is near 1, as log2(1 - gamma) and the rest."""
+    gamma, lowest, odds = message
     if EXACT:
-        return log2_message(a, message, 2)
-    return tl.log2(1.0 - message[0] * a)
+        near_one = lowest + tl.log2(1.0 + odds * (1.0 - a))
+        return tl.where(gamma * a > 0.5, near_one, log2_message(a, (gamma, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 2))
+    else:
+        return tl.log2(1.0 - gamma * a)
 
 
 @triton.jit
@@ -121,11 +133,22 @@ def heard_so_far(
     """Causal: sum of log messages about each key that each row of a tile ``[rows, keys]`` (BY_ROWS) or ``[keys, rows]``
     receives, from the rows before the tile (``past``) and the earlier rows in it."""
     messages = tl.where(speaks, log2_own(a, message, EXACT), 0.0)
-    if BY_ROWS:
-        inside = tl.dot(strict_triangle(a.shape[0], False), messages, input_precision=PRECISION)
+    if EXACT:
+        # Multiples of 2^-10 add up without rounding, and beside them the rest is small.
+        coarse = (messages + 12288.0) - 12288.0
+        past = _sum_earlier(coarse, past, BY_ROWS, PRECISION)
+        return _sum_earlier(messages - coarse, past, BY_ROWS, PRECISION)
     else:
-        inside = tl.dot(messages, strict_triangle(a.shape[1], True), input_precision=PRECISION)
-    return past + inside
+        return _sum_earlier(messages, past, BY_ROWS, PRECISION)
+
+
+@triton.jit
+def _sum_earlier(messages, past, BY_ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """``past`` plus, for each row of a tile, the sum over its earlier rows."""
+    if BY_ROWS:
+        return past + tl.dot(strict_triangle(messages.shape[0], False), messages, input_precision=PRECISION)
+    else:
+        return past + tl.dot(messages, strict_triangle(messages.shape[1], True), input_precision=PRECISION)
 
 
 @triton.jit

@@ -154,9 +154,13 @@ def short_steps_backward(
             tl.store(step_base + places, own, mask=places < tokens)
         pull = pull_before(pull, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
     d_scores += a * (pull - tl.sum(a * pull, 1)[:, None])
-    d_scores_half = (d_scores * scale).to(KIND)
-    dq = tl.dot(d_scores_half, k, input_precision=PRECISION)
-    dk = tl.dot(tl.trans(d_scores_half), q, input_precision=PRECISION)
+    d_scores *= scale
+    rounded = d_scores.to(KIND)
+    dq = tl.dot(rounded, k, input_precision=PRECISION)
+    if k.dtype == tl.bfloat16:
+        # Keys of a collapsed head are alike, and the rows of d_scores sum to 0: dq is a small difference of large terms.
+        dq = tl.dot((d_scores - rounded.to(tl.float32)).to(KIND), k, dq, input_precision=PRECISION)
+    dk = tl.dot(tl.trans(rounded), q, input_precision=PRECISION)
     dq_base = states_base(dq_ptr, batch, head, first, d_batch, d_head, d_row)
     dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dq_base, 0, tokens, d_row, dq, KEYS, DIM, BLOCK_DIM)
