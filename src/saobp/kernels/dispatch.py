@@ -148,10 +148,6 @@ def select(call: Call) -> Path:
     obstacle: str | None = f"the tensors are on {call.device}, not on a CUDA GPU"
     if call.backend == "fused" or call.device == "cuda":
         obstacle = unsupported(call)
-        if obstacle is None and call.backend == "auto" and (feature := _less_accurate(call)) is not None:
-            obstacle = (
-                f"kernels for {feature} are less accurate on collapsed heads: backend='fused' asks for them"
-            )
         if obstacle is None:
             longest = call.query[2] if call.longest is None else call.longest
             kernels = family(call.refinement, call.is_causal, longest, call.query[3], call.dtype)
@@ -168,13 +164,6 @@ def select(call: Call) -> Path:
     if not call.values_only:
         obstacle = "a gradient, autocast, a tensor subclass, a tracer or torch.compile needs the reference's operations"
     return Path("reference" if obstacle else "cpu inference", call, obstacle=obstacle)
-
-
-def _less_accurate(call: Call) -> str | None:
-    """What a call has whose kernels missed the error budget on a GPU (benchmarks/results/gpu-tests.md), if anything."""
-    if call.refinement.steps > 1 and call.dtype == torch.bfloat16:
-        return "several steps in bfloat16"
-    return "windows and masks in float32" if call.is_masked and call.dtype == torch.float32 else None
 
 
 def unsupported(call: Call) -> str | None:
