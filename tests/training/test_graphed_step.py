@@ -81,6 +81,24 @@ def test_a_batch_of_another_shape_is_computed_for_itself() -> None:
     assert step({"x": torch.tensor([1.0, 3.0])}).item() == 40.0
 
 
+def test_every_shape_is_captured_for_itself() -> None:
+    line, captured = Line(), list[int]()
+
+    def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+        captured.append(line.computed)
+        return line.capture(compute)
+
+    step = GraphedStep(line.compute, line.parameters, print, capture)
+    for number in range(WARMUP_STEPS + 4):
+        for length in (1, 2, 3):
+            loss = step({"x": torch.full((length,), float(number))})
+            assert loss.item() == 4 * length * number**2
+            assert line.slope.grad is not None
+            assert line.slope.grad.item() == 4 * length * number**2
+            line.slope.grad = None
+    assert captured == [3 * WARMUP_STEPS, 3 * WARMUP_STEPS + 1, 3 * WARMUP_STEPS + 2]
+
+
 def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:
     def refuse(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
         compute()

@@ -1,4 +1,4 @@
-"""Loss and gradients of a step captured as one CUDA graph, which a GPU replays as a whole.
+"""Loss and gradients of a step captured as a CUDA graph, one for each shape of a batch.
 
 Launching hundreds of small kernels takes longer than BERT-mini's kernels run. torch.compile can capture
 graphs by itself, but its Python overhead is 2 ms a step, half of the kernels' time.
@@ -7,8 +7,9 @@ graphs by itself, but its Python overhead is 2 ms a step, half of the kernels' t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,15 @@ from saobp.storage.atomic import first_line
 from saobp.training.batches import Batch
 
 WARMUP_STEPS = 3
-"""Steps before the capture, which compile and allocate workspaces."""
+"""Steps of a shape before its capture, which compile and allocate workspaces."""
 TOLERANCE = 0.25
 """Relative difference of gradients that counts as rounding.
 
 In the first steps of BERT-mini, plain, with High and ElemMul with prior, bfloat16 is 0.007 from float32."""
+
+
+Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], object]]]
+"""Captures a computation; returns its static loss and the replay, which computes it."""
 
 
 class CapturedStep(NamedTuple):
@@ -33,8 +38,8 @@ class CapturedStep(NamedTuple):
     replay: Callable[[], object]
 
 
-def capture_on_gpu(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-    """Capture a computation: its static loss and the replay, which computes it.
+def capture_on_gpu(compute: Callable[[], Tensor], pool: Any = None) -> tuple[Tensor, Callable[[], object]]:
+    """A :data:`Capture` of a CUDA graph; graphs of one ``pool`` share memory, so none may run beside another.
 
     Restores stream and random generator if the capture fails: PyTorch does not, and dropout would fail in
     every later step.
@@ -43,7 +48,7 @@ def capture_on_gpu(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], 
     try:
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
             loss = compute()
     except RuntimeError:
@@ -68,11 +73,11 @@ def relative_difference(gradients: Sequence[Tensor | None], right: Sequence[Tens
 
 
 class GraphedStep:
-    """Warms up for a few steps, then captures and replays; falls back to launches if the capture fails.
+    """Warms up for a few steps, then captures and replays; falls back to launches if a capture fails.
 
     compute: forward and backward of a batch on parameters without gradients; returns the loss. A replay
     overwrites the gradients of the one before: they cannot be accumulated over steps.
-    A batch of another shape than the captured one is not replayed.
+    Batches of each shape have a warm-up and a graph of their own.
     eager: the same without compiler and graph, if there is no dropout. Replays 1, 2, 4, 8 and so on are
     compared with it. This guards against wrong gradients of a compiled step, the suspected cause of runs that
     did not train (results/pretraining/again.md); if they differ, eager takes over.
@@ -83,14 +88,15 @@ class GraphedStep:
         compute: Callable[[Batch], Tensor],
         parameters: Sequence[nn.Parameter],
         notify: Callable[[str], object],
-        capture: Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], object]]] = capture_on_gpu,
+        capture: Capture = capture_on_gpu,
         *,
         eager: Callable[[Batch], Tensor] | None = None,
     ) -> None:
         self.compute, self.parameters, self.notify, self.capture = compute, parameters, notify, capture
         self.eager = eager
-        self._captured: CapturedStep | None = None
-        self._warmup_left: float = WARMUP_STEPS
+        self._captured: dict[tuple[torch.Size, ...], CapturedStep] = {}
+        self._warm: Counter[tuple[torch.Size, ...]] = Counter()
+        self._may_capture = True
         self._replays = 0
 
     @property
@@ -101,19 +107,18 @@ class GraphedStep:
     def use_eager(self) -> None:
         """Run all further steps without graph and compiler."""
         if self.eager is not None:
-            self.compute, self._captured, self._warmup_left = self.eager, None, float("inf")
+            self.compute, self._captured, self._may_capture = self.eager, {}, False
 
     def __call__(self, batch: Batch) -> Tensor:
         """The loss of a batch; afterwards the parameters have its gradients."""
-        if self._captured is None:
-            if self._warmup_left == 0:
-                self._try_to_capture(batch)
-            if self._captured is None:
-                self._warmup_left -= 1
-                return self.compute(batch)
-        held, loss, gradients, replay = self._captured
-        if any(tensor.shape != batch[name].shape for name, tensor in held.items()):
+        shapes = tuple(tensor.shape for tensor in batch.values())
+        if shapes not in self._captured and self._may_capture:
+            if self._warm[shapes] == WARMUP_STEPS:
+                self._try_to_capture(batch, shapes)
+            self._warm[shapes] += 1
+        if shapes not in self._captured:
             return self.compute(batch)
+        held, loss, gradients, replay = self._captured[shapes]
         for name, tensor in held.items():
             tensor.copy_(batch[name])
         replay()
@@ -153,14 +158,14 @@ class GraphedStep:
         )
         return other
 
-    def _try_to_capture(self, batch: Batch) -> None:
+    def _try_to_capture(self, batch: Batch, shapes: tuple[torch.Size, ...]) -> None:
         held = {name: tensor.clone() for name, tensor in batch.items()}
         for parameter in self.parameters:
             parameter.grad = None
         try:
             loss, replay = self.capture(lambda: self.compute(held))
         except RuntimeError as problem:
-            self._warmup_left = float("inf")
+            self._may_capture = False
             for parameter in self.parameters:
                 parameter.grad = None
             why = first_line(problem)
@@ -169,4 +174,5 @@ class GraphedStep:
                 "one."
             )
         else:
-            self._captured = CapturedStep(held, loss, [one.grad for one in self.parameters], replay)
+            gradients = [parameter.grad for parameter in self.parameters]
+            self._captured[shapes] = CapturedStep(held, loss, gradients, replay)

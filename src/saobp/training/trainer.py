@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
 
 from saobp.metrics.health.health_log import HealthLog
 from saobp.metrics.health.recorder import Recorder
@@ -40,6 +40,7 @@ from saobp.training.head_records import (
     separate_strengths,
     strengths_of,
 )
+from saobp.training.lean_steps import LeanTrainer
 from saobp.training.muon import MuonWithAdamW, hidden_matrices
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.sharding import shard_by_layers
@@ -85,7 +86,7 @@ def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingA
     return given
 
 
-class PretrainTrainer(Trainer):
+class PretrainTrainer(LeanTrainer):
     """Trains a model whose forward is its loss (``loss_as_forward``) and writes all to a run folder."""
 
     def __init__(
@@ -120,7 +121,6 @@ class PretrainTrainer(Trainer):
         self.last_evaluation: int | None = None
         self.last_checkpoint: int | None = None
         self._graphed: GraphedStep | None = None
-        self._learning: list[nn.Parameter] | None = None
         first = recipe.last_step - round(recipe.averaged_share * recipe.last_step) + 1
         self.average = WeightAverage([p for p in model.parameters() if p.requires_grad], first)
         if recipe.averaged_share:
@@ -252,7 +252,7 @@ class PretrainTrainer(Trainer):
         """Capture compiled steps as a CUDA graph on a single GPU without accumulation."""
         model = self.model
         assert model is not None
-        self._learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
         alone = self.args.world_size == self.recipe.accumulation == 1
         if alone and self.recipe.compiled and self.args.device.type == "cuda":
 
@@ -262,21 +262,10 @@ class PretrainTrainer(Trainer):
 
             self._graphed = GraphedStep(
                 lambda batch: self._loss(model, batch),
-                self._learning,
+                self.learning,
                 self.notify,
                 eager=None if self.recipe.dropout else uncompiled,
             )
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """Without Accelerate's loop over all modules, which takes a tenth of a small model's step."""
-        if self._learning is None:
-            return super()._clip_grad_norm(model)
-        return nn.utils.clip_grad_norm_(self._learning, self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Any:
-        if grad_norm is None and self._learning is not None:
-            grad_norm = nn.utils.clip_grad_norm_(self._learning, math.inf)
-        return super()._get_grad_norm(model, grad_norm)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:  # noqa: ARG002
         """Write a checkpoint atomically; if that fails, training continues.

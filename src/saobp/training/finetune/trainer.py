@@ -6,23 +6,28 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from saobp.data import identity_collate
 from saobp.data.tasks import TaskSpec
 from saobp.runs.folder import RunFolder
 from saobp.storage.atomic import reason
-from saobp.training.finetune.examples import EpochBatches, Examples, LengthBatches
+from saobp.training.finetune.examples import Batch, EpochBatches, Examples, LengthBatches
 from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
 from saobp.training.finetune.recipe import FinetuneRecipe
+from saobp.training.full_rows import no_masks_for_full_rows
+from saobp.training.graphed_step import Capture, GraphedStep, capture_on_gpu
 from saobp.training.head_records import MEASURED, health_line, separate_strengths, strengths_of
+from saobp.training.lean_steps import LeanTrainer, LeanZeroGrad
+from saobp.training.temporary_class import temporary_class
 
 CHECKPOINT_SECONDS = 60.0
 """Minimum time between checkpoints, written at the end of epochs; short runs restart instead."""
@@ -31,7 +36,7 @@ LOGS_PER_EPOCH = 10
 Progress = Callable[[int, int], None]
 
 
-class TaskTrainer(Trainer):
+class TaskTrainer(LeanTrainer):
     """Trains on batches of similar length, scores every epoch, and writes to a run folder."""
 
     def __init__(
@@ -56,6 +61,7 @@ class TaskTrainer(Trainer):
             earlier[-1].get("seconds", 0.0) if earlier else 0.0,
         )
         self.began = self.last_checkpoint = time.monotonic()
+        self._graphed: GraphedStep | None = None
         super().__init__(
             model=model,
             args=training_arguments(recipe, run.path, len(self.batches), seed),
@@ -76,7 +82,7 @@ class TaskTrainer(Trainer):
         loader = DataLoader(
             self.rows["train"],
             batch_sampler=EpochBatches(self.batches),
-            collate_fn=identity_collate,
+            collate_fn=without_full_mask,
             pin_memory=self.args.device.type == "cuda",
         )
         return self.accelerator.prepare(loader)
@@ -89,6 +95,28 @@ class TaskTrainer(Trainer):
             assert isinstance(self.model, PreTrainedModel)
             separate_strengths(optimizer, self.model, self.recipe.rate * self.recipe.strength_rate)
         return optimizer
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        model = self.model
+        assert isinstance(model, PreTrainedModel)
+        self.learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if (capture := capture_for(self.args, model)) is not None:
+            self._graphed = GraphedStep(self._launched, self.learning, self.notify, capture)
+        try:
+            with no_masks_for_full_rows(), temporary_class(model, LeanZeroGrad, learning=self.learning):
+                return super().train(*arguments, **options)
+        finally:
+            self._graphed = None  # and free the memory of its graphs
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
+        """Trainer's step; whole batches on a single GPU are captured as CUDA graphs, one for each length."""
+        is_whole = len(next(iter(inputs.values()))) == self.recipe.batch
+        if self._graphed is None or not is_whole:
+            return super().training_step(model, inputs, num_items_in_batch)
+        return self._graphed(inputs)
+
+    def _launched(self, batch: Batch) -> Tensor:
+        return super().training_step(self.model_wrapped, batch)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Score the validation rows and measure attention health; the log line carries the epoch."""
@@ -136,6 +164,25 @@ class TaskTrainer(Trainer):
             self.notify(f"The checkpoint of step {step} could not be written ({words}); the run goes on.")
             gc.collect()
         self.last_checkpoint = time.monotonic()
+
+
+def without_full_mask(batch: Any) -> Batch:
+    """A batch without its attention mask if no row is padded, which models else find out on the GPU.
+
+    They have other kernels for such batches, and a captured step cannot choose: it gets a graph of its own.
+    """
+    if not bool(batch["attention_mask"].all()):
+        return batch
+    return {name: values for name, values in batch.items() if name != "attention_mask"}
+
+
+def capture_for(arguments: TrainingArguments, model: PreTrainedModel) -> Capture | None:
+    """How steps of a model are captured: on one GPU, unless Python draws the layers that a step skips."""
+    settings = model.config.to_dict()
+    skips = any(value for name, value in settings.items() if name.endswith("layerdrop"))
+    if skips or arguments.device.type != "cuda" or arguments.world_size > 1:
+        return None
+    return partial(capture_on_gpu, pool=torch.cuda.graph_pool_handle())
 
 
 class _EpochLog(TrainerCallback):
