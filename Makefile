@@ -41,7 +41,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_PROCESSES ?= 14
 GPU_OUTCOMES ?= runs/gpu-outcomes.txt
 GPU_TESTS := $(filter-out %test_compilation.py %test_quick_interpreter.py,$(wildcard tests/kernels/test_*.py)) \
-  tests/training/test_graphed_step.py tests/training/test_pretraining.py tests/metrics/test_refined_products.py \
+  tests/training/test_graphed_step.py tests/tasks/test_captured_finetuning.py tests/training/test_pretraining.py tests/metrics/test_refined_products.py \
   tests/operation/test_row_gradients.py::test_compiled_gradients_are_the_same_every_time tests/portable/test_hub_kernel.py
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
 	@nvidia-cuda-mps-control -d 2>/dev/null && mine=yes; \
