@@ -17,7 +17,7 @@ from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, 
 from saobp.functional import Backend, attention
 from saobp.refinement import Refinement
 from saobp.runs.machine import machine
-from saobp.timing import Call, Failure, Result, Timing, captured, cuda_clock, in_turn, wall_clock
+from saobp.timing import Call, Failure, Result, Timing, clock_of, in_turn
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPILED = (2048, 8192)
@@ -37,7 +37,7 @@ REFINEMENT = Refinement("high", STRENGTH)
 LEARNED = {"learned": Refinement("high", "learned"), "key bias": Refinement("high-key-bias", "learned")}
 """Refinements with learned strengths, from 0.05 to 4 over the heads, which nothing is known of beforehand."""
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 
 def attention_speed(
@@ -103,22 +103,12 @@ def _time_all(
                 partial(attend_refined, "reference", causal, strength), dynamic=False
             )
     states = states_and_gradient(shape, dtype, device)
-    ready = {name: one_call(attend, states, direction) for name, attend in versions.items()}
+    calls = {name: one_call(attend, states, direction) for name, attend in versions.items()}
     for name, refinement in LEARNED.items():
         if not (causal and name == "key bias"):
-            ready[name] = learned_call(refinement, causal, states, direction)
-    calls: dict[str, Call] = {}
-    failed: dict[str, Result] = {}
-    for name, call in ready.items():
-        try:
-            replayed = device == "cuda" and shape[2] <= REPLAYED
-            calls[name] = captured(call) if replayed else call
-        except Exception as error:
-            failed[name] = Failure.of(error)
-            if device == "cuda":
-                torch.cuda.synchronize()
-    clock = cuda_clock if device == "cuda" else wall_clock
-    return {**in_turn(calls, turns=turns, budget=budget, clock=clock), **failed}
+            calls[name] = learned_call(refinement, causal, states, direction)
+    replayed = device == "cuda" and shape[2] <= REPLAYED
+    return in_turn(calls, turns=turns, budget=budget, clock=clock_of(device), replayed=replayed)
 
 
 def _row(shape: tuple[int, ...], causal: bool, direction: str, found: dict[str, Result]) -> dict[str, Cell]:
@@ -231,21 +221,12 @@ def attend_refined(
 
 def learned_call(refinement: Refinement, causal: bool, states: list[Tensor], direction: str) -> Call:
     """A call with strengths that learn, whose gradient is part of the backward pass."""
-    *inputs, gradient = states
-    strengths = torch.linspace(0.05, 4.0, inputs[0].shape[1], device=inputs[0].device)
+    strengths = torch.linspace(0.05, 4.0, states[0].shape[1], device=states[0].device)
 
     def attend(strength: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, refinement, is_causal=causal, backend="fused", strength=strength)
 
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend(strengths, *inputs)
-
-    def both() -> tuple[Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in (strengths, *inputs)]
-        return torch.autograd.grad(attend(*leaves), leaves, gradient)
-
-    return forward if direction == "forward" else both
+    return one_call(attend, [strengths, *states], direction)
 
 
 def attend_plain(backend: SDPBackend | None, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -264,6 +245,7 @@ def states_and_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: str)
 
 
 def one_call(attend: Attend, states: list[Tensor], direction: str) -> Call:
+    """``attend`` on all states but the last, which is the gradient of its output."""
     *inputs, gradient = states
 
     def forward() -> Tensor:

@@ -13,7 +13,7 @@ from saobp.benchmarking.bert_models import MASK, VOCABULARY, bert
 from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, spread
 from saobp.runs.machine import machine
 from saobp.sizes import PAPER_SIZES
-from saobp.timing import Call, Failure, Result, captured, cuda_clock, in_turn, wall_clock
+from saobp.timing import Call, Failure, Result, captured, clock_of, in_turn
 
 STAGES = ("training step", "inference")
 
@@ -56,8 +56,7 @@ def model_speed(
             torch._dynamo.reset()
             shape = training if stage == "training step" else inference
             calls, failed = _calls(stage, size, versions, shape, vocabulary, device, compiled, notify)
-            clock = cuda_clock if device == "cuda" else wall_clock
-            found = {**in_turn(calls, turns=turns, budget=budget, clock=clock), **failed}
+            found = {**in_turn(calls, turns=turns, budget=budget, clock=clock_of(device)), **failed}
             for replayed in (False, True):
                 mine = {n: r for n, r in found.items() if n.endswith(" replayed") == replayed}
                 if mine:

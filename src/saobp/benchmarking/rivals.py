@@ -12,7 +12,6 @@ from torch import Tensor
 FLASH = {"flash 3": "flash_attn_interface", "flash 4": "flash_attn.cute"}
 """Column of a table to the module that has its ``flash_attn_func``."""
 
-
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

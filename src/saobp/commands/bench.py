@@ -64,7 +64,6 @@ def attention(
         notify=OccasionalLines(notes()),
         save=lambda table: table.write(out),
     )
-    table.write(out)
     tables = [table]
     series = ["fused / sdpa", "learned / sdpa", "eager / fused", "compiled / fused"]
     table.draw(out / "attention.png", "length", series, ["attention", "pass"], "times as long")
@@ -175,7 +174,6 @@ def pretraining(
         notify=OccasionalLines(notes()),
         save=lambda table: table.write(out),
     )
-    table.write(out)
     _show([table], 200, as_json)
 
 

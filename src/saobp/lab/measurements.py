@@ -18,7 +18,7 @@ from saobp.data.tasks import TASKS, Split, load_split
 from saobp.lab.head_statistics import measure_texts
 from saobp.lab.scales import Scale
 from saobp.metrics.attention_calls import inputs_of
-from saobp.timing import captured, cuda_clock, wall_clock
+from saobp.timing import captured, clock_of
 from saobp.training.checkpoints import model_checksum
 from saobp.training.evaluation.perplexity import causal_perplexity
 from saobp.training.evaluation.run import evaluate, load_language_model
@@ -159,7 +159,7 @@ def cost(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken
     call = _forward(torch.compile(body, dynamic=False) if cuda else body, ids)
     for _ in range(3):
         call()
-    clock = cuda_clock if cuda else wall_clock
+    clock = clock_of("cuda" if cuda else "cpu")
     turns = 3 if scale.name == "smoke" else 101
     taken: Taken = {
         "shape": list(shape),
