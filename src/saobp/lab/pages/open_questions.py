@@ -21,11 +21,8 @@ MOVED = "first half moved by the second"
 
 def decoder_leak(results: Results, page: Page) -> None:
     held_out = results.values(results.perplexity, "gpt2")
-    moved = results.values(lambda model: (results.measured(model, "leak") or {}).get("moved"), "gpt2")
-    text = results.values(
-        lambda model: ((results.measured(model, "zero-shot") or {}).get("wikitext") or {}).get("perplexity"),
-        "gpt2",
-    )
+    moved = results.measured_values("leak", lambda taken: taken["moved"], "gpt2")
+    text = results.measured_values("zero-shot", lambda taken: taken["wikitext"]["perplexity"], "gpt2")
     drawn = {"WikiText-2 perplexity": text, "held-out perplexity": held_out, MOVED: moved}
     page.text(f"In short, means over seeds. {means_in_words(drawn)}.")
     page.text(
@@ -68,7 +65,7 @@ def printed_forms(results: Results, page: Page) -> None:
         ),
         (
             "RACE-Middle accuracy",
-            results.values(lambda model: results.score(model, "race-middle")),
+            results.scores("race-middle"),
             "race_middle_acc",
             2,
             True,
@@ -129,7 +126,7 @@ def learned(results: Results, page: Page) -> None:
     mark = " *" if partial else ""
     page.answer(f"Learned strengths raise the mean score{mark} after fine-tuning", gains.get("learned"))
     for task in ALL:
-        scores = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
+        scores = results.scores(task)
         gains = page.compare(task, scores, partial=task in partial)
         mark = " *" if task in partial else ""
         page.answer(f"Learned strengths raise {task}{mark} after fine-tuning", gains.get("learned"))
