@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 import saobp
 from saobp.benchmarking import bert_models as models
 from saobp.benchmarking import model as model_benchmark
-from saobp.benchmarking.attention import attention_speed
+from saobp.benchmarking.attention import attention_speed, flash_versions
 from saobp.benchmarking.cpu import cpu_inference
 from saobp.benchmarking.decoding import Shape, decoding_speed, make_step, step_call
 from saobp.benchmarking.model import masked_batch, model_speed
-from saobp.benchmarking.rivals import flash_versions
 from saobp.benchmarking.table import BenchmarkTable
 from saobp.cli import app
 from saobp.sizes import PAPER_SIZES, Size

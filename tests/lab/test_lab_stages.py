@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab import choose_experiments, get_scale, stages
-from saobp.lab.data_sources import DataSources
 from saobp.lab.experiment_plan import ExperimentPlan, check_same
 from saobp.lab.measurements import take
 from saobp.lab.session import LabFolders, Session
-from saobp.lab.stages import finetune_all, measure_all, pretrain_all
+from saobp.lab.stages import DataSources, finetune_all, measure_all, pretrain_all
 from saobp.lab.synthetic_tasks import write_synthetic_data
 from saobp.runs.folder import RunError, RunFolder
 

@@ -19,7 +19,6 @@ import saobp
 from saobp import metrics
 from saobp.cli import app
 from saobp.metrics.diagnosis.diagnose import diagnose
-from saobp.metrics.diagnosis.example_model import example_model, planted_model
 from saobp.metrics.diagnosis.head_kinds import (
     IN_TEXT,
     ON_REPETITION,
@@ -28,7 +27,7 @@ from saobp.metrics.diagnosis.head_kinds import (
     shares,
     text_targets,
 )
-from saobp.metrics.diagnosis.loading import load_model
+from saobp.metrics.diagnosis.loading import example_model, load_model, planted_model
 from saobp.storage.manifest import write_manifest
 from saobp.testing.tiny_models import tiny_model
 from saobp.testing.tiny_tasks import save_tiny_bert

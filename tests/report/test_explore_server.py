@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import saobp.report.server
 from saobp.cli import app
-from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.diagnosis.loading import example_model
 from saobp.report.explorer import explorer_data, is_explorer
 from saobp.report.quantized_scores import decode_head
 from saobp.report.server import BODY_BYTES, WORKERS, make_server

@@ -10,7 +10,7 @@ import pytest
 import torch
 from browser import NO_NODE, Opened, node_path, run_node
 
-from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.diagnosis.loading import example_model
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph

@@ -9,7 +9,7 @@ from browser import NO_NODE, PAGE_FOLDER, node_path, run_node
 
 import saobp
 from saobp import metrics
-from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.diagnosis.loading import example_model
 from saobp.metrics.health.verdicts import verdict
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor

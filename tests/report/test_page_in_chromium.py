@@ -13,7 +13,7 @@ import torch
 from browser import HOSTILE, Opened
 
 from saobp import metrics
-from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.diagnosis.loading import example_model
 from saobp.metrics.health.verdicts import HEALTHY_FROM, HEALTHY_TO
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor

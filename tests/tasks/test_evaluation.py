@@ -25,7 +25,7 @@ from saobp.training.evaluation import (
     race_questions,
 )
 from saobp.training.evaluation.harness import harness_accuracy, has_harness
-from saobp.training.evaluation.wikitext import read_wikitext
+from saobp.training.evaluation.perplexity import read_wikitext
 from saobp.training.evaluation.zero_shot import Question, log_likelihoods
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from saobp.arguments import BoundedStrength
-from saobp.benchmarking.rivals import FLASH, flash_versions
 from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, spread
 from saobp.functional import Backend, attention
 from saobp.refinement import Refinement
@@ -265,3 +266,27 @@ def _fits(shape: tuple[int, ...], direction: str, device: str) -> bool:
         return True
     torch.cuda.empty_cache()
     return math.prod(shape[:2]) * shape[2] ** 2 * 4 * _MAPS[direction] < 0.8 * torch.cuda.mem_get_info()[0]
+
+
+FLASH = {"flash 3": "flash_attn_interface", "flash 4": "flash_attn.cute"}
+"""Column of a table to the module that has its ``flash_attn_func``."""
+
+
+def flash_versions(causal: bool) -> dict[str, Attend]:
+    """Plain attention by each version of FlashAttention that can be imported."""
+    found: dict[str, Attend] = {}
+    for name, module in FLASH.items():
+        try:
+            function = importlib.import_module(module).flash_attn_func
+        except (ImportError, AttributeError):
+            continue
+        found[name] = partial(attend_flash, function, causal)
+    return found
+
+
+def attend_flash(function: Callable[..., Any], causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """States ``[batch, heads, length, dim]``; the function takes ``[batch, length, heads, dim]``."""
+    states = (x.transpose(1, 2) for x in (q, k, v))
+    out = function(*states, causal=causal)
+    output: Tensor = out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp too
+    return output.transpose(1, 2)

@@ -69,7 +69,7 @@ def run(
     from saobp.commands.diagnose import show as show_heads
     from saobp.quickstart import pipeline, prose
     from saobp.refinement import Refinement
-    from saobp.report.plotly_bundle import MissingPlotlyError
+    from saobp.report.page_assets import MissingPlotlyError
     from saobp.training.pretrain import pretrain
 
     asked = Refinement.parse(refinement)

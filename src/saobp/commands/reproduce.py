@@ -141,7 +141,7 @@ def _show_plan(console: Console, plan: ExperimentPlan, folders: LabFolders, stag
     from saobp.lab import choose_experiments
     from saobp.lab.stages import is_finetuned, is_measured
     from saobp.runs.folder import RunFolder
-    from saobp.runs.provenance import environment
+    from saobp.runs.machine import environment
 
     models, runs = plan.pretrain_runs(), folders.runs
     table = Table(box=box.SIMPLE_HEAD)

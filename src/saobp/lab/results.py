@@ -19,7 +19,7 @@ from saobp.lab.experiment_plan import (
 from saobp.lab.experiments import Experiment
 from saobp.runs.folder import RunFolder
 from saobp.runs.layout import RESULT, seed_folder
-from saobp.runs.provenance import without_folders
+from saobp.runs.machine import without_folders
 from saobp.storage.json_files import read_json, read_object
 
 Values = dict[str, dict[int, float]]

@@ -20,7 +20,7 @@ from saobp.metrics.health.verdicts import (
     SINK_FROM,
 )
 from saobp.report.curves import AXES, Curve
-from saobp.report.plotly_bundle import MissingPlotlyError
+from saobp.report.page_assets import MissingPlotlyError
 from saobp.report.run_view import Run
 from saobp.report.snapshots import Snapshot
 from saobp.report.summaries import shown

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from saobp.metrics.attention_calls import inputs_of
+from saobp.metrics.attention_inputs import inputs_of
 from saobp.metrics.diagnosis.diagnose import check_weights
 from saobp.metrics.diagnosis.text_batches import CHARACTERS_PER_TOKEN, longest_text
 from saobp.refinement import MAX_STRENGTH

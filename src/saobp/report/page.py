@@ -34,10 +34,9 @@ from saobp.report.charts import curve_figures, gtd_scale, head_figures, last_val
 from saobp.report.curves import AXES
 from saobp.report.glossary import TERMS
 from saobp.report.opening import opening
+from saobp.report.page_assets import joined_script, plotly_library, read_asset, source_of
 from saobp.report.page_size import fitted, thinned
-from saobp.report.plotly_bundle import plotly_library, source_of
 from saobp.report.run_view import Run, read_runs
-from saobp.report.script import joined_script, read_asset
 from saobp.report.snapshots import VERDICTS
 from saobp.report.summaries import summary
 from saobp.report.tables import PageTable, fact_tables, head_table

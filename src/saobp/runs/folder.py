@@ -17,8 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.data.tokenizers import save_tokenizer
 from saobp.runs.layout import CHECKPOINTS, HEALTH, LOCK, METRICS, MODEL, RECIPE, RECORD, RESULT
-from saobp.runs.machine import commit
-from saobp.runs.provenance import command_line, environment
+from saobp.runs.machine import command_line, commit, environment
 from saobp.storage.atomic import clear_unfinished, fsync, is_unfinished, reason
 from saobp.storage.json_files import append_line, keep_lines_up_to, read_lines, read_object, write_json
 from saobp.storage.locks import BaseFileLock, try_lock

@@ -115,3 +115,25 @@ def indirect_share(direct: Tensor, paths: Tensor) -> Tensor:
     """Squared norm of ``paths`` in that of both, ``[...]`` from two ``[..., length, length]``."""
     indirect = paths.square().sum((-2, -1))
     return indirect / (direct.square().sum((-2, -1)) + indirect)
+
+
+def rollout(layers: Sequence[Tensor], *, residual: float = 0.5, padding_mask: Tensor | None = None) -> Tensor:
+    """Where each token's last state comes from, ``[batch, length, length]``: output rows, input columns.
+
+    layers are maps ``[batch, heads, length, length]`` from first to last. Each is averaged over heads and
+    mixed with the identity (``residual``, the share of the skip connection), then all are multiplied.
+    GTD in contrast leaves out single steps and skips, is of one head, and is one number.
+    Padding tokens have zero rows and columns.
+    """
+    if not layers:
+        raise ValueError("rollout needs the maps of at least one layer")
+    if not 0 <= residual < 1:
+        raise ValueError(f"residual must lie from 0 up to but not including 1, not {residual}")
+    flow: Tensor | None = None
+    for rows in averaged_heads(layers, padding_mask):
+        identity = torch.diag_embed(rows.sum(-1))
+        mixed = (1 - residual) * rows + residual * identity
+        with without_autocast(mixed.device.type):
+            flow = mixed if flow is None else mixed @ flow
+    assert flow is not None
+    return flow

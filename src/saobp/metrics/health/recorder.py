@@ -13,8 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from saobp.metrics.attention_calls import inputs_of
-from saobp.metrics.attention_inputs import AttentionInputs
+from saobp.metrics.attention_inputs import AttentionInputs, inputs_of
 from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_share
 from saobp.metrics.health.head_health import CROSS_LAYER, Health
 from saobp.metrics.health.uniform_map import UniformMap, uniform_map

@@ -1,9 +1,11 @@
-"""Verdict on a head from its statistics, in one word."""
+"""Verdict on a head from its statistics, in one word, and whether a model is trained at all."""
 
 from __future__ import annotations
 
 import math
 from typing import Literal
+
+from torch import nn
 
 from saobp.metrics.health.uniform_map import full_odds
 
@@ -73,3 +75,12 @@ def _odds(share: float) -> float:
 def _beyond(share: float, expected: float) -> float:
     """How far a share lies on the way from the expected one to 1."""
     return (share - expected) / (1 - expected)
+
+
+def is_untrained(model: nn.Module) -> bool:
+    """Whether every bias and every weight of a norm is constant, as initialised; no training leaves them so.
+
+    A model without such parameters, or whose parameters are on other devices, counts as trained.
+    """
+    vectors = [one.detach() for one in model.parameters() if one.ndim == 1 and one.numel() > 1]
+    return bool(vectors) and all(bool((one == one[0]).all()) for one in vectors)
