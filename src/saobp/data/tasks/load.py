@@ -111,7 +111,7 @@ def load_split(spec: TaskSpec, split: str, data_dir: str | Path | None = None) -
         named_officially = True
     else:
         path = find_file(spec, split, Path(data_dir))
-        table, source = _read(path), str(path)
+        table, source = read_table(path), str(path)
         checksum = hashlib.sha256(path.read_bytes()).hexdigest()
         named_officially = path.stem == spec.files(split)[0]
     labels = check_rows(table, spec, source)
@@ -133,7 +133,7 @@ def find_file(spec: TaskSpec, split: str, data_dir: Path) -> Path:
     raise FileNotFoundError(f"{spec.name} needs {names} in {str(folder)!r}, and there is none")
 
 
-def _read(path: Path) -> pa.Table:
+def read_table(path: Path) -> pa.Table:
     try:
         return pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as problem:

@@ -54,9 +54,9 @@ def causal_perplexity(
     starts = list(range(0, max(len(tokens) - length, 0) + stride, stride))
     total, scored = 0.0, 0
     full = [start for start in starts if start + length <= len(tokens)]
-    groups = _chunks(full, max(1, _at_a_time(model) // length)) + [
-        [s] for s in starts if s + length > len(tokens)
-    ]
+    together = max(1, tokens_at_a_time(model) // length)
+    groups = [full[at : at + together] for at in range(0, len(full), together)]
+    groups += [[start] for start in starts if start + length > len(tokens)]
     for done, group in enumerate(groups):
         size = min(length, len(tokens) - group[0])
         rows = np.stack([tokens[start : start + size] for start in group]).astype(np.int64)
@@ -104,14 +104,10 @@ def pseudo_perplexity(
         chosen = np.sort(np.random.default_rng(seed).permutation(available)[:positions])
         rows, columns = rows[chosen], columns[chosen]
     losses = []
-    size = max(1, _at_a_time(model) // blocks.shape[1])
+    size = max(1, tokens_at_a_time(model) // blocks.shape[1])
     for begin in range(0, len(rows), size):
         ids = torch.from_numpy(blocks[rows[begin : begin + size]].astype(np.int64)).to(model.device)
-        hidden_at = torch.from_numpy(columns[begin : begin + size]).to(model.device)
-        every = torch.arange(len(ids), device=model.device)
-        targets = ids[every, hidden_at]
-        ids[every, hidden_at] = tokenizer.mask_token_id
-        losses.append(token_losses(model, hidden_states(model, ids, "fp32")[every, hidden_at], targets))
+        losses.append(masked_losses(model, ids, columns[begin : begin + size], tokenizer.mask_token_id))
         if advance is not None:
             advance(begin + len(ids), len(rows))
     return {**_mean_perplexity(torch.cat(losses)), "positions": len(rows), "of": available}
@@ -125,7 +121,7 @@ def masked_perplexity(
     objective = MaskedLM.of(tokenizer)
     model.eval()
     losses = []
-    size = max(1, _at_a_time(model) // blocks.shape[1])
+    size = max(1, tokens_at_a_time(model) // blocks.shape[1])
     for begin in range(0, len(blocks), size):
         ids = torch.from_numpy(blocks[begin : begin + size].astype(np.int64)).to(model.device)
         seeds = torch.from_numpy(row_seeds(seed, 0, range(begin, begin + len(ids)))).to(model.device)
@@ -136,9 +132,17 @@ def masked_perplexity(
     return {**_mean_perplexity(torch.cat(losses)), "positions": sum(len(part) for part in losses)}
 
 
+def masked_losses(model: PreTrainedModel, ids: Tensor, positions: np.ndarray, mask: int) -> Tensor:
+    """Loss of one token of each row of ``ids``, at ``positions``, after masking it; ``[rows]``."""
+    rows, columns = torch.arange(len(ids), device=ids.device), torch.from_numpy(positions).to(ids.device)
+    targets = ids[rows, columns]
+    ids[rows, columns] = mask
+    return token_losses(model, hidden_states(model, ids, "fp32")[rows, columns], targets)
+
+
 def token_losses(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Tensor:
     """Negative log-likelihood in nats of each target, ``[positions]``, for hidden ``[positions, width]``."""
-    size = SCORES_AT_A_TIME[device_kind(model)]
+    size = SCORES_AT_A_TIME["cuda" if model.device.type == "cuda" else "cpu"]
     parts = [
         torch.nn.functional.cross_entropy(
             head_scores(model, hidden[at : at + size][None], "fp32")[0].float(),
@@ -150,10 +154,6 @@ def token_losses(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Ten
     return torch.cat(parts) if parts else hidden.new_zeros(0)
 
 
-def device_kind(model: PreTrainedModel) -> str:
-    return "cuda" if model.device.type == "cuda" else "cpu"
-
-
 def _mean_perplexity(losses: Tensor) -> dict[str, float]:
     """Perplexity and its standard error, propagated from that of the mean loss."""
     values = losses.double()
@@ -162,12 +162,8 @@ def _mean_perplexity(losses: Tensor) -> dict[str, float]:
     return {"perplexity": perplexity, "error": perplexity * spread}
 
 
-def _at_a_time(model: PreTrainedModel) -> int:
-    return TOKENS_AT_A_TIME[device_kind(model)]
-
-
-def _chunks(items: list[int], size: int) -> list[list[int]]:
-    return [items[at : at + size] for at in range(0, len(items), size)]
+def tokens_at_a_time(model: PreTrainedModel) -> int:
+    return TOKENS_AT_A_TIME["cuda" if model.device.type == "cuda" else "cpu"]
 
 
 WIKITEXT = "wikitext2_raw"
