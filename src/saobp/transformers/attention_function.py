@@ -217,13 +217,18 @@ def own_refinement(
 
 def reject(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raises on arguments that change attention in unsupported ways."""
-    for name, value in kwargs.items():
-        if name in KNOWN_ARGUMENTS or value is None or value is False:
-            continue
+    name = unknown_argument(kwargs)
+    if name is not None:
         raise ValueError(
             f"{type(module).__name__} passes {name!r}, which refined attention cannot honour: leave it out, "
             "or use another attention implementation"
         )
+
+
+def unknown_argument(kwargs: dict[str, Any]) -> str | None:
+    """The first argument that is set and may change attention in a way not known here."""
+    given = (name for name, value in kwargs.items() if value is not None and value is not False)
+    return next((name for name in given if name not in KNOWN_ARGUMENTS), None)
 
 
 def _check_lengths(
