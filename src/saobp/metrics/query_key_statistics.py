@@ -12,14 +12,14 @@ from torch import Tensor
 from saobp.arguments import check_lengths, check_states, read_padding, read_strength
 from saobp.metrics.attention_inputs import AttentionInputs
 from saobp.metrics.functional.entropy import (
-    attention_entropy_of,
-    indirect_entropy_of,
-    sink_mass_of,
-    sparsity_of,
+    attention_entropy,
+    normalised_entropy,
+    sink_mass,
+    sparsity,
 )
-from saobp.metrics.functional.gtd import BETA, HOPS, check_path, gtd_of, indirect_paths
+from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_paths, indirect_share
 from saobp.metrics.functional.maps import Maps
-from saobp.metrics.functional.token_graph import betweenness_of, clustering_of
+from saobp.metrics.functional.token_graph import betweenness, clustering
 from saobp.metrics.operators.fused import operator_for
 from saobp.metrics.sampling.estimate import Estimate, exact_estimate
 from saobp.metrics.sampling.estimators import SAMPLED, Draws, Sampling, estimate, observe
@@ -150,11 +150,11 @@ MAPS_HELD = 8
 """Maps that one head needs at the peak, roughly."""
 
 WITHOUT_PATHS: dict[str, Callable[[Maps], Tensor]] = {
-    "attention_entropy": attention_entropy_of,
-    "sparsity": sparsity_of,
-    "sink_mass": sink_mass_of,
-    "clustering": clustering_of,
-    "betweenness": betweenness_of,
+    "attention_entropy": attention_entropy,
+    "sparsity": sparsity,
+    "sink_mass": sink_mass,
+    "clustering": clustering,
+    "betweenness": betweenness,
 }
 STATISTICS = ("gtd", "indirect_entropy", *WITHOUT_PATHS)
 
@@ -191,13 +191,14 @@ def map_statistics(
     maps: Maps, wanted: tuple[str, ...], beta: float, hops: int, *, triangular: bool
 ) -> dict[str, Tensor]:
     """Each statistic of some maps; ``triangular`` says that all are causal."""
-    needs_paths = "gtd" in wanted or "indirect_entropy" in wanted
-    paths = indirect_paths(maps.rows, beta, hops, triangular=triangular) if needs_paths else None
-    with_paths: dict[str, Callable[[], Tensor]] = {
-        "gtd": lambda: gtd_of(maps, paths=paths),
-        "indirect_entropy": lambda: indirect_entropy_of(maps, paths=paths),
-    }
-    return {name: with_paths[name]() if name in with_paths else WITHOUT_PATHS[name](maps) for name in wanted}
+    found = {name: WITHOUT_PATHS[name](maps) for name in wanted if name in WITHOUT_PATHS}
+    if len(found) < len(wanted):
+        paths = indirect_paths(maps.rows, beta, hops, triangular=triangular)
+        if "gtd" in wanted:
+            found["gtd"] = indirect_share(maps.rows, paths)
+        if "indirect_entropy" in wanted:
+            found["indirect_entropy"] = maps.mean_over_rows(normalised_entropy(paths))
+    return found
 
 
 def _without_padding(heads: AttentionInputs) -> Iterator[tuple[slice, AttentionInputs]]:

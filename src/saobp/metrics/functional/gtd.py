@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from saobp.metrics.functional.maps import Maps, checked_maps
+from saobp.metrics.functional.maps import checked_maps
 from saobp.propagation.beliefs import without_autocast
 from saobp.refinement import check_count
 
@@ -25,12 +25,8 @@ def gtd(
     padding_mask ``[batch, length]`` is True for real tokens.
     """
     check_path(beta, hops)
-    return gtd_of(checked_maps(attention, padding_mask), beta, hops)
-
-
-def gtd_of(maps: Maps, beta: float = BETA, hops: int = HOPS, paths: Tensor | None = None) -> Tensor:
-    """GTD of checked maps; ``paths`` is G where it is already known."""
-    return indirect_share(maps.rows, indirect_paths(maps.rows, beta, hops) if paths is None else paths)
+    rows = checked_maps(attention, padding_mask).rows
+    return indirect_share(rows, indirect_paths(rows, beta, hops))
 
 
 def indirect_paths(rows: Tensor, beta: float = BETA, hops: int = HOPS, *, triangular: bool = False) -> Tensor:
