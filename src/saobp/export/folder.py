@@ -69,14 +69,7 @@ def difference(model: TokenModel, run: Run, shapes: Sequence[tuple[int, int]]) -
     return Difference(absolute, largest)
 
 
-def shapes_to_compare(model: TokenModel) -> list[tuple[int, int]]:
-    """A single token, a sentence, and a padded batch at another length than the traced one."""
-    return [(1, 1), (1, min(16, model.longest)), (4, min(40, model.longest))]
-
-
-def speeds(
-    model: TokenModel, run: Run, shapes: Sequence[tuple[int, int]], *, turns: int = 9, budget: float = 1.5
-) -> list[Speed]:
+def speeds(model: TokenModel, run: Run, shapes: Sequence[tuple[int, int]]) -> list[Speed]:
     """Median times without padding, both in turn."""
     found = []
     for rows, length in shapes:
@@ -85,7 +78,7 @@ def speeds(
             "pytorch": lambda batch=batch: pytorch(model)(*batch),
             "exported": lambda batch=batch: run(*batch),
         }
-        timed = in_turn(calls, turns=turns, budget=budget, clock=wall_clock)
+        timed = in_turn(calls, turns=9, budget=1.5, clock=wall_clock)
         ours, theirs = timed["pytorch"], timed["exported"]
         assert isinstance(ours, Timing)
         assert isinstance(theirs, Timing)
@@ -157,7 +150,9 @@ def export(
             run = write_executorch(program, file)
         else:
             run = write_exported(program, file)
-        found = difference(model, run, shapes_to_compare(model))
+        # A single token, a sentence, and a padded batch at another length than the traced one.
+        shapes = [(1, 1), (1, min(16, model.longest)), (4, min(40, model.longest))]
+        found = difference(model, run, shapes)
         if not int8 and not found.is_within_tolerance:
             raise ValueError(
                 f"the export's numbers are apart from PyTorch's by {found.absolute:.2g}, more than "

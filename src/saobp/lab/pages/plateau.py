@@ -91,8 +91,9 @@ def _rows(title: str, runs: Sequence[LoggedRun]) -> list[list[str]]:
     return rows
 
 
-def _compare(page: Page, title: str, runs: Sequence[LoggedRun], base: str = "original") -> None:
-    """Each method against the base, in pairs of one seed: steps on the plateau, and perplexities."""
+def _compare(page: Page, title: str, runs: Sequence[LoggedRun]) -> None:
+    """Each method against Original, in pairs of one seed: steps on the plateau, and perplexities."""
+    base = "original"
     waits: dict[str, dict[int, float]] = {run.method: {} for run in runs}
     for run in runs:
         left = left_at(run)

@@ -49,13 +49,12 @@ def indirect_paths(rows: Tensor, beta: float = BETA, hops: int = HOPS, *, triang
         return torch.add(square, product(square, powers), alpha=beta).mul_(beta)
 
 
-def triangular_product(left: Tensor, right: Tensor, parts: int = 4) -> Tensor:
+def triangular_product(left: Tensor, right: Tensor) -> Tensor:
     """Product of lower triangular matrices, ``[..., length, length]``, without blocks known to be zero.
 
-    Of ``parts``^3 products of blocks, 20 of 64 for four parts are left.
+    Of the 64 products of blocks, a quarter of the length each, 20 are left.
     """
-    length = left.shape[-1]
-    edges = [length * part // parts for part in range(parts + 1)]
+    edges = [left.shape[-1] * part // 4 for part in range(5)]
     result = torch.zeros_like(left)
     for top, bottom in pairwise(edges):
         for first, last in pairwise(edges):

@@ -85,12 +85,11 @@ def pseudo_perplexity(
     blocks: np.ndarray,
     *,
     positions: int | None = POSITIONS,
-    seed: int = 0,
     advance: Advance | None = None,
 ) -> dict[str, Any]:
     """Perplexity of an encoder on blocks ``[blocks, length]``, one position masked at a time.
 
-    ``positions`` of them are sampled by ``seed``; None masks every one. ``error`` is the standard error.
+    ``positions`` of them are sampled, always the same; None masks every one. ``error`` is the standard error.
     """
     if tokenizer.mask_token_id is None:
         raise ValueError("pseudo-perplexity needs a tokenizer with a mask token")
@@ -101,7 +100,7 @@ def pseudo_perplexity(
     if available == 0:
         raise ValueError("the text has no token that could be hidden")
     if positions is not None and positions < available:
-        chosen = np.sort(np.random.default_rng(seed).permutation(available)[:positions])
+        chosen = np.sort(np.random.default_rng(0).permutation(available)[:positions])
         rows, columns = rows[chosen], columns[chosen]
     losses = []
     size = max(1, tokens_at_a_time(model) // blocks.shape[1])
@@ -115,7 +114,7 @@ def pseudo_perplexity(
 
 @torch.no_grad()
 def masked_perplexity(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, blocks: np.ndarray, *, seed: int = MASK_SEED
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, blocks: np.ndarray
 ) -> dict[str, Any]:
     """Perplexity of the masked tokens of blocks, masked as in training: 15 % of each row, 80 / 10 / 10."""
     objective = MaskedLM.of(tokenizer)
@@ -124,7 +123,7 @@ def masked_perplexity(
     size = max(1, tokens_at_a_time(model) // blocks.shape[1])
     for begin in range(0, len(blocks), size):
         ids = torch.from_numpy(blocks[begin : begin + size].astype(np.int64)).to(model.device)
-        seeds = torch.from_numpy(row_seeds(seed, 0, range(begin, begin + len(ids)))).to(model.device)
+        seeds = torch.from_numpy(row_seeds(MASK_SEED, 0, range(begin, begin + len(ids)))).to(model.device)
         shown, masked_at, targets = objective.hide(ids, seeds)
         hidden = hidden_states(model, shown, "fp32")
         picked = hidden.gather(1, masked_at[..., None].expand(-1, -1, hidden.shape[-1]))
