@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from saobp import Refinement, metrics
 from saobp.benchmarking.table import BenchmarkTable, Cell
-from saobp.metrics.sampling.estimators import SAMPLED
+from saobp.metrics.sampling import SAMPLED
 from saobp.runs.machine import machine
 from saobp.timing import Timing, cuda_clock, wall_clock
 

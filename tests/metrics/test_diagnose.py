@@ -29,8 +29,7 @@ from saobp.metrics.diagnosis.head_kinds import (
 )
 from saobp.metrics.diagnosis.loading import example_model, load_model, planted_model
 from saobp.storage.manifest import write_manifest
-from saobp.testing.tiny_models import tiny_model
-from saobp.testing.tiny_tasks import save_tiny_bert
+from saobp.testing.tiny_models import save_tiny_bert, tiny_model
 
 PLANTED_VERDICTS = ("diffuse", "localised", "sink", "localised", "healthy")
 HOSTILE = '<script>alert("x")</script> & <b>words</b> that are [red]text[/red] only {{ 7 * 7 }}'

@@ -13,8 +13,7 @@ from saobp.metrics.attention_inputs import AttentionInputs
 from saobp.metrics.operators.fused import operator_for
 from saobp.metrics.operators.plain import ROW_STEPS, PlainOperator
 from saobp.metrics.query_key_statistics import STATES_HELD, SUMS_HELD, even_slices
-from saobp.metrics.sampling.estimate import balanced_signs, draw_rows, exact_estimate
-from saobp.metrics.sampling.estimators import SAMPLED, Sampling
+from saobp.metrics.sampling import SAMPLED, Sampling, balanced_signs, draw_rows, exact_estimate
 
 REFINEMENTS = {
     "plain": Refinement("none"),

@@ -13,7 +13,7 @@ import saobp
 from saobp.cli import app
 from saobp.data.tasks import TASKS, load_split
 from saobp.runs.folder import RunFolder
-from saobp.testing.tiny_tasks import save_tiny_bert
+from saobp.testing.tiny_models import save_tiny_bert
 from saobp.training.checkpoints import load_tokenizer_of
 from saobp.training.evaluation.harness import harness_accuracy, has_harness
 from saobp.training.evaluation.perplexity import (

@@ -109,8 +109,7 @@ def model(
     as_json: AsJson = False,
 ) -> None:
     """BERT training steps and inference on a GPU, refined against original."""
-    from saobp.benchmarking.bert_models import REFINEMENTS
-    from saobp.benchmarking.model import STAGES, model_speed
+    from saobp.benchmarking.model import REFINEMENTS, STAGES, model_speed
     from saobp.sizes import PAPER_SIZES
 
     _require_cuda()
@@ -188,7 +187,7 @@ def cpu(
     as_json: AsJson = False,
 ) -> None:
     """BERT-mini inference on a CPU, refined against original."""
-    from saobp.benchmarking.cpu import cpu_inference
+    from saobp.benchmarking.model import cpu_inference
 
     table = cpu_inference(
         threads=threads,

@@ -139,7 +139,7 @@ def _diagnoses(
     from saobp.metrics.diagnosis.loading import load_model
     from saobp.metrics.health.head_health import CROSS_LAYER
     from saobp.metrics.query_key_statistics import STATISTICS
-    from saobp.metrics.sampling.estimators import SAMPLED
+    from saobp.metrics.sampling import SAMPLED
     from saobp.refinement import Refinement
 
     found: list[Diagnosis] = []

@@ -15,8 +15,7 @@ from saobp.metrics.health.health_log import Alert, HealthLog, health_metrics
 from saobp.metrics.health.recorder import probe
 from saobp.metrics.health.verdicts import is_untrained, verdict
 from saobp.metrics.query_key_statistics import STATISTICS, measure
-from saobp.metrics.sampling.estimate import Estimate
-from saobp.metrics.sampling.estimators import Sampling
+from saobp.metrics.sampling import Estimate, Sampling
 
 if TYPE_CHECKING:
     from saobp.metrics.health.trainer_callback import HealthCallback, QKClip

@@ -21,8 +21,7 @@ from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_paths,
 from saobp.metrics.functional.maps import Maps
 from saobp.metrics.functional.token_graph import betweenness, clustering
 from saobp.metrics.operators.fused import operator_for
-from saobp.metrics.sampling.estimate import Estimate, exact_estimate
-from saobp.metrics.sampling.estimators import SAMPLED, Draws, Sampling, estimate, observe
+from saobp.metrics.sampling import SAMPLED, Draws, Estimate, Sampling, estimate, exact_estimate, observe
 from saobp.propagation.beliefs import without_autocast
 from saobp.refinement import Refinement
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +28,16 @@ from transformers import (
     ModernBertConfig,
     ModernBertForMaskedLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
 )
+
+from saobp.data.tokenizers import train_vocabulary
+from saobp.lab.synthetic_tasks import COLOURS, NOUNS, SIGNS, VERBS, sentence
+from saobp.transformers.apply import apply
 
 VOCABULARY, PADDING, WINDOW = 64, 0, 4
 WIDTH, HEADS, LAYERS = 32, 4, 2
@@ -146,3 +154,54 @@ def tiny_batch(
     hidden = slice(length - padding, length) if side == "right" else slice(0, padding)
     ids[1:, hidden], mask[1:, hidden] = PADDING, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+@functools.cache
+def tiny_tokenizer(kind: str = "wordpiece") -> PreTrainedTokenizerFast:
+    """A tokenizer that knows the words of the synthetic tasks."""
+    draw = random.Random(0)
+    texts = [sentence(draw) for _ in range(50)]
+    texts += [
+        " ".join(
+            [*SIGNS, *COLOURS, *NOUNS, *VERBS, "What is it like? One can say that Question: Answer: yes no"]
+        )
+    ]
+    return train_vocabulary(texts, size=300, kind=kind)
+
+
+def save_tiny_bert(
+    folder: Path, refinement: str | None = None, *, positions: int = 64, spread: float = 0.02, seed: int = 0
+) -> Path:
+    """A small masked language model with random weights of a given spread, and its tokenizer."""
+    tokenizer = tiny_tokenizer("wordpiece")
+    torch.manual_seed(seed)
+    model = BertForMaskedLM(
+        BertConfig(
+            vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=64, max_position_embeddings=positions, pad_token_id=tokenizer.pad_token_id,
+            initializer_range=spread,
+        )
+    )  # fmt: skip
+    return _save(model, tokenizer, folder, refinement)
+
+
+def save_tiny_gpt2(folder: Path, refinement: str | None = None, *, seed: int = 0) -> Path:
+    """A small decoder with random weights, large enough to tell candidates apart, and its tokenizer."""
+    tokenizer = tiny_tokenizer("bpe")
+    torch.manual_seed(seed)
+    end = tokenizer.eos_token_id
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=64,
+            bos_token_id=end, eos_token_id=end, initializer_range=0.2,
+        )
+    )  # fmt: skip
+    return _save(model, tokenizer, folder, refinement)
+
+
+def _save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path, refinement: str | None) -> Path:
+    if refinement is not None:
+        apply(model, refinement)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

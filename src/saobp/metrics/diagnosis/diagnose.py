@@ -36,7 +36,7 @@ from saobp.metrics.health.recorder import probe
 from saobp.metrics.health.uniform_map import uniform_map
 from saobp.metrics.health.verdicts import Verdict
 from saobp.metrics.query_key_statistics import checked_statistics, map_statistics
-from saobp.metrics.sampling.estimate import exact_estimate
+from saobp.metrics.sampling import exact_estimate
 from saobp.transformers.apply import attention_modules
 from saobp.transformers.capture import AttentionCall, watch
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saobp.metrics.health.uniform_map import UniformMap
 from saobp.metrics.health.verdicts import Verdict, verdict
-from saobp.metrics.sampling.estimate import Estimate
+from saobp.metrics.sampling import Estimate
 
 CROSS_LAYER = "cross_layer_gtd"
 

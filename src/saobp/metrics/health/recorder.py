@@ -18,8 +18,7 @@ from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_share
 from saobp.metrics.health.head_health import CROSS_LAYER, Health
 from saobp.metrics.health.uniform_map import UniformMap, uniform_map
 from saobp.metrics.query_key_statistics import PLAIN, Method, checked_statistics, measure_heads
-from saobp.metrics.sampling.estimate import exact_estimate
-from saobp.metrics.sampling.estimators import SAMPLED, Sampling
+from saobp.metrics.sampling import SAMPLED, Sampling, exact_estimate
 from saobp.propagation.beliefs import without_autocast
 from saobp.refinement import check_count
 from saobp.transformers.apply import attention_modules

@@ -16,7 +16,7 @@ from saobp.metrics.fast.monitor import Monitor
 from saobp.metrics.health.health_log import Alert, HealthLog, Range
 from saobp.metrics.health.recorder import Recorder
 from saobp.metrics.health.verdicts import is_untrained
-from saobp.metrics.sampling.estimators import SAMPLED, Sampling
+from saobp.metrics.sampling import SAMPLED, Sampling
 from saobp.transformers.apply import attention_modules
 from saobp.transformers.projections import HeadParts
 
