@@ -68,16 +68,16 @@ def explain_model(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Model
 def _layer_path(call: AttentionCall) -> LayerPath:
     if not call.is_refined:
         return LayerPath(call.name, None, f"{call.implementation} attention: its rows are not refined")
-    why, by_mask_kernels = call.whole_map()
-    if why is not None and call.is_fused_step():
+    route, why, masked = call.route()
+    if route == "step":
         keys = call.key.shape[-2]
         return LayerPath(
             call.name, None, f"fused decoding kernels: one row against the {keys} keys of a cache"
         )
-    if why is not None:
+    if route == "map":
         return LayerPath(call.name, None, f"reference path with the whole map: because {why}")
-    if by_mask_kernels is not None:
-        return LayerPath(call.name, by_mask_kernels, by_mask_kernels.reason)
+    if masked is not None:
+        return LayerPath(call.name, masked, masked.reason)
     refinement, strength = call.refinement()
     path = explain_call(
         call.query, call.key, call.value, refinement, attention_mask=call.mask, is_causal=call.is_causal,
