@@ -27,11 +27,9 @@ from saobp.arguments import (
     under_autocast,
 )
 from saobp.kernels.dispatch import Backend, Call, Path, select
-from saobp.propagation.beliefs import propagate
 from saobp.propagation.cpu_inference import cpu_attention, failed_to_mask, plain_attention
-from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph, in_window
-from saobp.propagation.reference import head_strength, reference_attention
+from saobp.propagation.reference import head_strength, reference_attention, refine_scores
 from saobp.refinement import Refinement
 
 LEAK_WARNING = (
@@ -297,16 +295,8 @@ def refine(
     )
     scores = torch.where(seen, rows, 1.0).log()
     by_head = head_strength(strengths, scores)
-    refined = propagate(
-        scores,
-        get_factor(refinement.factor),
-        by_head if probabilities.ndim > 2 else by_head[0],
-        graph,
-        steps=refinement.steps,
-        damping=refinement.damping,
-        message_stride=refinement.message_stride,
-    ).rows
-    return refined.to(probabilities.dtype)
+    refined = refine_scores(scores, refinement, by_head if probabilities.ndim > 2 else by_head[0], graph)
+    return refined.rows.to(probabilities.dtype)
 
 
 def build_graph(

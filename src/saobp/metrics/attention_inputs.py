@@ -11,10 +11,8 @@ from torch import Tensor
 from saobp.functional import build_graph
 from saobp.metrics.functional.maps import Maps, unchecked_maps
 from saobp.metrics.operators.tiled import Mask
-from saobp.propagation.beliefs import propagate
-from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
-from saobp.propagation.reference import head_strength
+from saobp.propagation.reference import head_strength, refine_scores
 from saobp.refinement import Refinement
 from saobp.transformers.attention_function import unknown_argument
 from saobp.transformers.capture import AttentionCall
@@ -129,16 +127,8 @@ class AttentionInputs:
         scores, graph = self.scores()
         if self.refinement.factor == "none":
             return unchecked_maps(graph.mask_rows(graph.mask_scores(scores).softmax(-1)), self.padding_mask)
-        rows = propagate(
-            scores,
-            get_factor(self.refinement.factor),
-            head_strength(self.strength, scores),
-            graph,
-            steps=self.refinement.steps,
-            damping=self.refinement.damping,
-            message_stride=self.refinement.message_stride,
-        ).rows
-        return unchecked_maps(rows, self.padding_mask)
+        found = refine_scores(scores, self.refinement, head_strength(self.strength, scores), graph)
+        return unchecked_maps(found.rows, self.padding_mask)
 
 
 def _part(values: Tensor | None, dimension: int, chosen: slice | Tensor) -> Any:
