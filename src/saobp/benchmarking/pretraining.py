@@ -177,7 +177,7 @@ class Stopwatch(TrainerCallback):
 
 
 @dataclass
-class Contestant:
+class TimedTrainer:
     """A trainer that can be run repeatedly for some steps."""
 
     trainer: Trainer
@@ -206,7 +206,9 @@ class Contestant:
 
 
 @contextmanager
-def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: bool) -> Iterator[Contestant]:
+def timed_trainer(
+    version: str, recipe: PretrainRecipe, vocabulary: int, compiled: bool
+) -> Iterator[TimedTrainer]:
     """A trainer of a version, ready to run; ours has a temporary run folder."""
     tokenizer = made_up_tokenizer(vocabulary)
     watch = Stopwatch()
@@ -217,7 +219,7 @@ def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: 
             rows = RandomBlocks(64 * recipe.batch_size, recipe.length, vocabulary)
             trainer = _their_trainer(recipe, tokenizer, rows, Path(folder), compiled)
             trainer.add_callback(watch)
-            yield Contestant(trainer, watch)
+            yield TimedTrainer(trainer, watch)
             return
         recipe = replace(
             recipe,
@@ -242,7 +244,7 @@ def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: 
             notify=print,
         )
         with loss_as_forward(model, objective, precision=recipe.precision, compiled=compiled):
-            yield Contestant(own, watch)
+            yield TimedTrainer(own, watch)
 
 
 def _their_trainer(
@@ -349,14 +351,14 @@ def _row(
     )
     torch._dynamo.reset()
     with ExitStack() as stack:
-        ready: dict[str, Contestant] = {}
+        ready: dict[str, TimedTrainer] = {}
         failed: dict[str, Failure] = {}
         steps: dict[str, int] = {}
         for version in versions:
             began = time.monotonic()
             try:
                 vocabulary = 300 if small else VOCABULARIES[family]
-                entered = stack.enter_context(contestant(version, recipe, vocabulary, compiled))
+                entered = stack.enter_context(timed_trainer(version, recipe, vocabulary, compiled))
                 entered.milliseconds(2)
                 steps[version] = max(2, round(seconds * 1000 / entered.milliseconds(5)))
                 ready[version] = entered

@@ -73,16 +73,16 @@ def evaluate(
                 model, chosen, data_dir=data_dir, folder=out, refinement=refinement, harness=harness,
                 positions=positions or None, length=length, limit=limit, advance=advance,
             )  # fmt: skip
-        told = _compared(out, base) if against is not None and out is not None else None
+        compared = _compared(out, base) if against is not None and out is not None else None
     except (ValueError, OSError) as problem:
         fail(problem)
     if as_json:
-        tell_json(found | ({} if told is None else {"blimp_difference": told}))
+        tell_json(found | ({} if compared is None else {"blimp_difference": compared}))
     else:
         results().print(_table(found))
-        if told is not None:
-            apart = f"{told['difference']:+.2f} ± {told['error']:.2f} %"
-            tell(f"blimp: {apart} over {told['pairs']:,} pairs in common")
+        if compared is not None:
+            apart = f"{compared['difference']:+.2f} ± {compared['error']:.2f} %"
+            tell(f"blimp: {apart} over {compared['pairs']:,} pairs in common")
         for words in found["notes"]:
             tell(words)
     if out is not None:

@@ -43,8 +43,8 @@ def tokenize(
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)
     for name, store in stores.items():
-        said = store.metadata
-        tell(f"{name}: {said.documents:,} documents, {said.tokens:,} tokens in {store.folder}")
+        facts = store.metadata
+        tell(f"{name}: {facts.documents:,} documents, {facts.tokens:,} tokens in {store.folder}")
 
 
 def obtain_tokenizer(

@@ -23,7 +23,7 @@ LONGEST = {"bert": 512, "gpt2": 1024}
 KINDS = ("wordpiece", "bpe")
 ALPHABET = 1000
 """Size limit of a learned WordPiece alphabet, most frequent characters first."""
-TOLD_AT_ONCE = 2**18
+CHARACTERS_PER_UPDATE = 2**18
 """Characters between two progress updates."""
 
 
@@ -182,7 +182,7 @@ class _Counted:
                 raise TypeError(f"text {number} is of type {type(text).__name__}, not str")
             self.found = self.found or bool(text.strip())
             waiting += len(text)
-            if waiting >= TOLD_AT_ONCE:
+            if waiting >= CHARACTERS_PER_UPDATE:
                 self.done, waiting = self.done + waiting, 0
                 self.report(min(self.done, self.all), self.total)
             yield text

@@ -92,9 +92,9 @@ def _row(axis: Axes, row: int, key: str, values: Sequence[float], paper: float |
         axis.plot([mean, mean], [row - 0.3, row + 0.3], color=colour, lw=2)
     if paper is not None:
         axis.plot([paper], [row], "x", color="#444444", ms=6)
-    said, shade = (brief(mean), "#222222") if values else ("no number", "#777777")
+    label, shade = (brief(mean), "#222222") if values else ("no number", "#777777")
     beside = axis.get_yaxis_transform()
-    axis.text(1.01, row, said, transform=beside, fontsize=8, va="center", color=shade)
+    axis.text(1.01, row, label, transform=beside, fontsize=8, va="center", color=shade)
 
 
 def brief(value: float) -> str:
@@ -138,7 +138,7 @@ def progress(methods: Mapping[str, Mapping[int, Points]]) -> Figure:
     whole.set_title("every run", fontsize=9)
     whole.set_ylabel("held-out perplexity", fontsize=8)
     (base, base_runs), *others = methods.items()
-    apart = {key: found for key, runs in others if (found := _less(runs, base_runs))}
+    apart = {key: found for key, runs in others if (found := _mean_paired_difference(runs, base_runs))}
     beyond = far_beyond([[y for _, y in points] for points in apart.values()])
     left_out = None if beyond is None else list(apart)[beyond]
     for key, points in apart.items():
@@ -192,7 +192,7 @@ def plateau(panels_of: Mapping[str, Sequence[LoggedRun]], level: float) -> Figur
     return figure
 
 
-def _less(runs: Mapping[int, Points], base: Mapping[int, Points]) -> Points:
+def _mean_paired_difference(runs: Mapping[int, Points], base: Mapping[int, Points]) -> Points:
     """Mean paired difference by seed, where all runs have a value, in the later half."""
     pairs = [(dict(points), dict(base[seed])) for seed, points in runs.items() if seed in base]
     shared = set.intersection(*(own.keys() & other.keys() for own, other in pairs)) if pairs else set()

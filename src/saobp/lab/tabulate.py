@@ -88,8 +88,8 @@ def write_overview(out: Path) -> Path:
     outcomes.sort(key=lambda one: (list(EXPERIMENTS).index(one["target"]), list(SCALES).index(one["scale"])))
     path = out / "README.md"
     story = out / STORY
-    told = [story.read_text(encoding="utf-8").strip()] if story.exists() else []
-    write_atomically(path, "\n\n".join(["# Results", *told, *_overview(outcomes)]) + "\n")
+    introduction = [story.read_text(encoding="utf-8").strip()] if story.exists() else []
+    write_atomically(path, "\n\n".join(["# Results", *introduction, *_overview(outcomes)]) + "\n")
     return path
 
 

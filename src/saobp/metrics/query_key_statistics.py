@@ -92,14 +92,14 @@ def measure_heads(
     beta: float = BETA,
     hops: int = HOPS,
     sampling: Sampling | None = None,
-    see: SeeMaps | None = None,
+    on_maps: OnMaps | None = None,
 ) -> dict[str, Estimate]:
-    """``measure`` without checks; the exact method shows its maps to ``see``."""
+    """``measure`` without checks; the exact method shows its maps to ``on_maps``."""
     wanted = checked_statistics(method, statistics)
     with torch.no_grad(), without_autocast(heads.query.device.type):
         if method == "sampled":
             return _sampled(heads, wanted, beta, hops, sampling or Sampling())
-        return exact_statistics(heads, wanted, beta, hops, see)
+        return exact_statistics(heads, wanted, beta, hops, on_maps)
 
 
 def checked_statistics(method: str, statistics: Collection[str] | None) -> tuple[str, ...]:
@@ -157,14 +157,14 @@ WITHOUT_PATHS: dict[str, Callable[[Maps], Tensor]] = {
 }
 STATISTICS = ("gtd", "indirect_entropy", *WITHOUT_PATHS)
 
-SeeMaps = Callable[[slice, Tensor], object]
+OnMaps = Callable[[slice, Tensor], object]
 """Called with a slice of the texts and some of their maps, ``[texts, heads, length, length]``."""
 
 
 def exact_statistics(
-    heads: AttentionInputs, wanted: tuple[str, ...], beta: float, hops: int, see: SeeMaps | None = None
+    heads: AttentionInputs, wanted: tuple[str, ...], beta: float, hops: int, on_maps: OnMaps | None = None
 ) -> dict[str, Estimate]:
-    """Each statistic of every head, ``[batch, heads]``; ``see`` is called with all maps, block by block.
+    """Each statistic of every head, ``[batch, heads]``; ``on_maps`` is called with all maps, block by block.
 
     On a CPU texts are freed of their padding and measured one by one.
     """
@@ -181,8 +181,8 @@ def exact_statistics(
             found = map_statistics(maps, wanted, beta, hops, triangular=on_cpu and own.causal)
             for name, value in found.items():
                 values[name][place, some] = value
-            if see is not None:
-                see(place, maps.rows)
+            if on_maps is not None:
+                on_maps(place, maps.rows)
     return {name: exact_estimate(value) for name, value in values.items()}
 
 

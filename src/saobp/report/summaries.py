@@ -37,9 +37,9 @@ def _training_words(run: Run) -> list[str]:
     for name, title in (("loss", "training loss"), ("eval_loss", "validation loss")):
         curves = [series for series in run.curves.get(name, []) if len(series.values) > 1]
         if len(curves) == 1:
-            words.append(f"The {title} {_course(curves[0])}.")
+            words.append(f"The {title} {_trend(curves[0])}.")
         else:
-            words += [f"The {title} of {one.of} {_course(one)}." for one in curves if one.values[-1] is None]
+            words += [f"The {title} of {one.of} {_trend(one)}." for one in curves if one.values[-1] is None]
     numbers = dict(run.result)
     perplexity = number(numbers.get("eval_perplexity", numbers.get("perplexity")))
     if perplexity is not None:
@@ -53,12 +53,12 @@ def _training_words(run: Run) -> list[str]:
             words.append(f"Best {numbers.get('metric', 'score')} on {numbers['task']}{score}")
     if numbers.get("partial") is True:
         notes = numbers.get("notes")
-        told = [str(note) for note in notes] if isinstance(notes, list) else []
-        words.append("Partial data" + (f": {'; '.join(told)}." if told else "."))
+        caveats = [str(note) for note in notes] if isinstance(notes, list) else []
+        words.append("Partial data" + (f": {'; '.join(caveats)}." if caveats else "."))
     return words
 
 
-def _course(series: Curve) -> str:
+def _trend(series: Curve) -> str:
     """How a curve with at least one number developed; one that ends without numbers has failed."""
     there = [index for index, value in enumerate(series.values) if value is not None]
     first, last = (series.values[index] for index in (there[0], there[-1]))

@@ -56,9 +56,9 @@ def commit() -> str:
 
     ``SAOBP_COMMIT`` overrides it, for a copy of the tree without its repository.
     """
-    told = os.environ.get(COMMIT_VARIABLE, "").strip()
-    if told:
-        return told
+    override = os.environ.get(COMMIT_VARIABLE, "").strip()
+    if override:
+        return override
     here = Path(__file__)
     # Without locks: the repository may be in use elsewhere.
     git = ("git", "--no-optional-locks", "-C", str(here.parent))

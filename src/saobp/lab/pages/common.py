@@ -162,7 +162,7 @@ def has_any(values: Values) -> bool:
     return any(values.values())
 
 
-def followed(waiting: Values, ends: Values) -> str:
+def plateau_correlation(waiting: Values, ends: Values) -> str:
     """Rank correlation of plateau length and final value, over all runs that have both."""
     pairs = [
         (wait, ends[key][seed])

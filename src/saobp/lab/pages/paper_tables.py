@@ -15,11 +15,11 @@ from saobp.lab.pages.common import (
     correlation_in_words,
     correlation_of,
     deepest_mean_of,
-    followed,
     has_any,
     held_out_curves,
     mean_of,
     mean_score,
+    plateau_correlation,
     score_points,
 )
 from saobp.lab.paper import paper_table, paper_values
@@ -47,7 +47,7 @@ def pretraining(results: Results, page: Page) -> None:
         page.text(
             "Every run first learns what needs no order of words, and stays there for a while, at a "
             "perplexity of about 500, before attention tells places and words apart. How long a run waits "
-            f"there and where it ends after all tokens: {followed(waiting, values)}."
+            f"there and where it ends after all tokens: {plateau_correlation(waiting, values)}."
         )
         never = [
             f"{METHODS[key].title}, seed {seed}"
@@ -258,11 +258,11 @@ def gtd_correlation(results: Results, page: Page) -> None:
                 for statistic in ("gtd", CROSS_LAYER)
             )
             claim_correlation(page, f"GTD follows {score}", theirs["single"], within)
-            _claim_closer(page, score, theirs, within, across)
+            _claim_single_layer_closer(page, score, theirs, within, across)
     page.table(("score", "method", "paper, single", "ours, single", "paper, across", "ours, across"), rows)
 
 
-def _claim_closer(
+def _claim_single_layer_closer(
     page: Page,
     score: str,
     paper: dict[str, float],

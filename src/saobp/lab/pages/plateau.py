@@ -104,13 +104,13 @@ def _compare(page: Page, title: str, runs: Sequence[LoggedRun]) -> None:
         gain = paired_gain(waits[method], waits.get(base, {}), higher_is_better=False)
         if gain is not None:
             page.answer(f"{title}: {name} leaves the plateau in fewer steps than {other}", gain, 0)
-        apart = _apart(runs, method, base)
+        apart = _perplexity_difference(runs, method, base)
         if apart is not None:
             pairs = f"{apart.pairs} pair{'s' if apart.pairs > 1 else ''}"
             page.text(f"{title}: {name}'s perplexity is {gain_in_words(apart, 1)} from {other}'s ({pairs}).")
 
 
-def _apart(runs: Sequence[LoggedRun], method: str, base: str) -> Gain | None:
+def _perplexity_difference(runs: Sequence[LoggedRun], method: str, base: str) -> Gain | None:
     """Perplexity of a method less that of the base, at the last step that both runs of a seed have."""
     own = {run.seed: dict(run.points) for run in runs if run.method == method}
     other = {run.seed: dict(run.points) for run in runs if run.method == base}

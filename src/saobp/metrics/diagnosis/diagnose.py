@@ -42,8 +42,8 @@ from saobp.transformers.capture import AttentionCall, watch
 
 KIND_TEXTS, KIND_TOKENS = 8, 128
 """Texts and tokens of each on which the kinds of heads are found."""
-WORTH_TELLING = 3.0
-"""Seconds from which the expected time is told."""
+ANNOUNCED_FROM = 3.0
+"""Seconds from which the expected time is announced."""
 GROWTH = 1.5
 """Exponent by which the time of a text is taken to grow with its length: between products and maps."""
 
@@ -116,7 +116,7 @@ def diagnose(
     device = next(model.parameters()).device
     encoded = [one.to(device) for one in encoded]
     found = head_shares(model, tokenizer, encoded)
-    timed = _Announced(encoded, progress, note)
+    timed = _ProgressWithEstimate(encoded, progress, note)
     if unreachable(model) is None:
         health = _watched(model, tokenizer, encoded, statistics, method, batch_size, timed)
     elif method == "sampled":
@@ -156,20 +156,20 @@ def head_shares(
     repeating: dict[int, Tensor] = {}
     for ids in some:
 
-        def see(layer: int, rows: Tensor, ids: Tensor = ids) -> None:
+        def on_text(layer: int, rows: Tensor, ids: Tensor = ids) -> None:
             causal = _is_causal(rows)
             targets = text_targets(ids.cpu(), delimiters, causal=causal)
             in_text.setdefault(layer, []).append(shares(rows, targets, causal=causal)[0])
 
-        see_layers(model, ids[None], see)
+        for_each_layer(model, ids[None], on_text)
     sequences, repeated = repeated_tokens(model, tokenizer, longest_text(model))
     if repeated > 1:
         targets = repetition_targets(sequences.shape[1], repeated)
 
-        def see_again(layer: int, rows: Tensor) -> None:
+        def on_repeated(layer: int, rows: Tensor) -> None:
             repeating[layer] = shares(rows, targets, causal=_is_causal(rows)).mean(0)
 
-        see_layers(model, sequences.to(some[0].device), see_again)
+        for_each_layer(model, sequences.to(some[0].device), on_repeated)
     found = {}
     for layer, values in in_text.items():
         own = torch.stack(values).mean(0).cpu()
@@ -207,22 +207,22 @@ def _watched(
     return health
 
 
-class _Announced:
+class _ProgressWithEstimate:
     """Progress that tells the expected time after the first text, which is the longest."""
 
     def __init__(self, encoded: Sequence[Tensor], progress: Callable[[int], object], note: Note) -> None:
         self.lengths = [len(one) for one in encoded]
-        self.progress, self.note, self.start, self.told = progress, note, monotonic(), False
+        self.progress, self.note, self.start, self.announced = progress, note, monotonic(), False
 
     def __call__(self, more: int) -> None:
-        if not self.told and len(self.lengths) > 1:
+        if not self.announced and len(self.lengths) > 1:
             longest = self.lengths[0]
             rest = sum((length / longest) ** GROWTH for length in self.lengths[1:])
             seconds = rest * (monotonic() - self.start)
-            if seconds >= WORTH_TELLING:
+            if seconds >= ANNOUNCED_FROM:
                 count, tokens = len(self.lengths), sum(self.lengths)
                 self.note(f"measuring {count} texts, {tokens:,} tokens: about {_time(seconds)}")
-        self.told = True
+        self.announced = True
         self.progress(more)
 
 
@@ -230,7 +230,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-SeeLayer = Callable[[int, Tensor], object]
+OnLayer = Callable[[int, Tensor], object]
 """Called with the number of a layer and its maps ``[texts, heads, length, length]``."""
 
 
@@ -243,11 +243,11 @@ def unreachable(model: PreTrainedModel) -> str | None:
     return None
 
 
-def see_layers(model: PreTrainedModel, ids: Tensor, see: SeeLayer) -> None:
+def for_each_layer(model: PreTrainedModel, ids: Tensor, on_layer: OnLayer) -> None:
     """Run ``model`` on ids ``[texts, length]`` without padding and show the maps of each layer."""
     if unreachable(model) is not None:
         for layer, rows in enumerate(returned_maps(model, ids)):
-            see(layer, rows)
+            on_layer(layer, rows)
         return
     layer = 0
 
@@ -256,7 +256,7 @@ def see_layers(model: PreTrainedModel, ids: Tensor, see: SeeLayer) -> None:
         heads = inputs_of(call, linear=True)
         if heads is not None:
             every = slice(0, len(heads.query)), slice(0, heads.query.shape[1])
-            see(layer, heads.select(*every).maps().rows)
+            on_layer(layer, heads.select(*every).maps().rows)
             layer += 1
 
     with torch.no_grad(), watch(model, record):

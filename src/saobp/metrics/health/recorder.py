@@ -119,7 +119,7 @@ class Recorder:
                 beta=self.beta,
                 hops=self.hops,
                 sampling=self._sampling(),
-                see=averages.add if self.across else None,
+                on_maps=averages.add if self.across else None,
             )
             across = self._cross_layer_gtd(call.name, averages.maps) if self.across and not sampled else None
             self.health.add(layer_name(call.name, self._calls), found, self._uniform(heads), across)
