@@ -109,7 +109,7 @@ class AttentionInputs:
     def scores(self) -> tuple[Tensor, FactorGraph]:
         """Scores before any refinement, ``[batch, heads, length, length]``, and the factor graph."""
         precision = torch.promote_types(self.query.dtype, torch.float32)
-        scores = self.query.to(precision) @ self.key.to(precision).transpose(-1, -2) * self.scale
+        scores = (self.query.to(precision) @ self.key.to(precision).transpose(-1, -2)).mul_(self.scale)
         if self.bias is not None:
             scores = scores + self.bias
         length = scores.shape[-1]

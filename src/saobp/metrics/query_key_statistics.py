@@ -143,7 +143,7 @@ def _at_least_bfloat16_range(states: Tensor) -> Tensor:
 
 WORKING_BYTES = 384 * 2**20
 """Bytes for the heads processed together; at least one head is."""
-CPU_WORKING_BYTES = 32 * 2**20
+CPU_WORKING_BYTES = 8 * 2**20
 """The same on a CPU, where maps that stay in its cache are processed several times as fast."""
 MAPS_HELD = 8
 """Maps that one head needs at the peak, roughly."""

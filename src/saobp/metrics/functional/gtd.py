@@ -46,7 +46,7 @@ def indirect_paths(rows: Tensor, beta: float = BETA, hops: int = HOPS, *, triang
         powers = rows if degree % 2 else one_or_two  # X / beta
         for _ in range((degree - 1) // 2):
             powers = torch.add(one_or_two, product(square, powers), alpha=beta**2)
-        return torch.add(square, product(square, powers), alpha=beta).mul_(beta)
+        return product(square, powers).mul_(beta).add_(square).mul_(beta)
 
 
 def triangular_product(left: Tensor, right: Tensor) -> Tensor:
