@@ -23,7 +23,7 @@ from tally import Soak
 from test_random_kills import timeless
 
 from saobp.cli import app
-from saobp.commands.errors import in_words
+from saobp.commands.streams import in_words
 from saobp.data.tasks import load_task
 from saobp.lab.synthetic_tasks import write_tasks
 from saobp.testing.tiny_models import save_tiny_bert

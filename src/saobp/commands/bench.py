@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from saobp.commands.errors import fail
-from saobp.commands.streams import AsJson, notes, tell_json
+from saobp.commands.streams import AsJson, fail, print_json, stderr_console
 from saobp.progress import OccasionalLines
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _RESULTS = Path("benchmarks/results")
 
 def _show(tables: Sequence[BenchmarkTable], width: int, as_json: bool) -> None:
     if as_json:
-        tell_json([asdict(own) for own in tables])
+        print_json([asdict(own) for own in tables])
         return
     for own in tables:
         own.show(Console(width=width))
@@ -61,7 +60,7 @@ def attention(
         compiled=(8192,) if quick else COMPILED,
         turns=5 if quick else 9,
         budget=0.08 if quick else 0.2,
-        notify=OccasionalLines(notes()),
+        notify=OccasionalLines(stderr_console()),
         save=lambda table: table.write(out),
     )
     tables = [table]
@@ -92,7 +91,7 @@ def decoding(
         keys=keys,
         turns=5 if quick else 9,
         budget=0.08 if quick else 0.2,
-        notify=OccasionalLines(notes()),
+        notify=OccasionalLines(stderr_console()),
         save=lambda table: table.write(out),
     )
     _show([table], 180, as_json)
@@ -125,7 +124,7 @@ def model(
         turns=7 if quick else 15,
         budget=0.7 if quick else 3.0,
         limit=limit,
-        notify=OccasionalLines(notes()),
+        notify=OccasionalLines(stderr_console()),
         save=lambda table: table.write(out),
     )
     _show([table], 180, as_json)
@@ -170,7 +169,7 @@ def pretraining(
         seconds=seconds,
         limit=limit,
         traced=trace,
-        notify=OccasionalLines(notes()),
+        notify=OccasionalLines(stderr_console()),
         save=lambda table: table.write(out),
     )
     _show([table], 200, as_json)
@@ -194,7 +193,7 @@ def cpu(
         busy=busy,
         turns=5 if quick else 15,
         budget=1.0 if quick else 5.0,
-        notify=OccasionalLines(notes()),
+        notify=OccasionalLines(stderr_console()),
     )
     _show([table], 120, as_json)
     table.write(out)

@@ -9,9 +9,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
-from saobp.commands.streams import AsJson, note, results, tell, tell_json
+from saobp.commands.streams import AsJson, fail, print_json, print_note, print_result, stdout_console
 from saobp.progress import ProgressBar, ProgressBars
 from saobp.storage.model_folders import checked_folder
 
@@ -77,16 +76,16 @@ def evaluate(
     except (ValueError, OSError) as problem:
         fail(problem)
     if as_json:
-        tell_json(found | ({} if compared is None else {"blimp_difference": compared}))
+        print_json(found | ({} if compared is None else {"blimp_difference": compared}))
     else:
-        results().print(_table(found))
+        stdout_console().print(_table(found))
         if compared is not None:
             apart = f"{compared['difference']:+.2f} ± {compared['error']:.2f} %"
-            tell(f"blimp: {apart} over {compared['pairs']:,} pairs in common")
+            print_result(f"blimp: {apart} over {compared['pairs']:,} pairs in common")
         for words in found["notes"]:
-            tell(words)
+            print_result(words)
     if out is not None:
-        note(f"results are in {out}")
+        print_note(f"results are in {out}")
 
 
 def _compared(out: Path, base: Any) -> dict[str, Any]:

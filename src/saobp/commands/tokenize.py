@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saobp.commands.errors import check_data_dir, fail
-from saobp.commands.streams import tell
+from saobp.commands.streams import check_data_dir, fail, print_result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -44,7 +43,7 @@ def tokenize(
         fail(problem)
     for name, store in stores.items():
         facts = store.metadata
-        tell(f"{name}: {facts.documents:,} documents, {facts.tokens:,} tokens in {store.folder}")
+        print_result(f"{name}: {facts.documents:,} documents, {facts.tokens:,} tokens in {store.folder}")
 
 
 def obtain_tokenizer(
