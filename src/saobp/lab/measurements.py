@@ -125,11 +125,14 @@ def maps(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken
     encoded = tokenizer(text, truncation=True, max_length=min(MAP_TOKENS, length), return_tensors="pt")
     rows = last_layer(loaded, encoded["input_ids"])
     names = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist())
-    return {
-        "data": {"squad": split.checksum},
-        "tokens": names,
-        **{name: {"shape": list(one.shape), "float16": _packed(one)} for name, one in rows.items()},
+    packed = {
+        name: {
+            "shape": list(one.shape),
+            "float16": base64.b64encode(one.half().numpy().tobytes()).decode(),
+        }
+        for name, one in rows.items()
     }
+    return {"data": {"squad": split.checksum}, "tokens": names, **packed}
 
 
 def last_layer(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
@@ -180,10 +183,6 @@ def _forward(body: Callable[..., Any], ids: Tensor) -> Callable[[], object]:
             return body(input_ids=ids)
 
     return call
-
-
-def _packed(rows: Tensor) -> str:
-    return base64.b64encode(rows.half().numpy().tobytes()).decode()
 
 
 def unpacked(taken: Taken) -> np.ndarray:

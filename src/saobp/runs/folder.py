@@ -130,7 +130,7 @@ class RunFolder:
     def check_recipe(self, kind: str, recipe: Mapping[str, Any]) -> None:
         """Raise if the recipe differs from the one that the run was started with."""
         before = self.recipe
-        plain = _as_json({"kind": kind, **recipe})
+        plain = json.loads(json.dumps({"kind": kind, **recipe}))  # as it is read back: tuples are lists
         changed = sorted(name for name in {*before, *plain} if before.get(name) != plain.get(name))
         if changed:
             raise RunError(
@@ -307,8 +307,3 @@ def _is_foreign(path: Path) -> bool:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _as_json(content: Mapping[str, Any]) -> dict[str, Any]:
-    """As read back from JSON: tuples are lists, keys are strings."""
-    return json.loads(json.dumps(content))

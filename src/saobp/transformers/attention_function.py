@@ -151,9 +151,17 @@ def route_of(
     ``attention``: :func:`saobp.attention`, also within packed sequences; ``masked``: the kernels for masks;
     ``step``: those of a decoding step; ``map``: plain PyTorch with the whole map in memory.
     """
-    lengths = states[0].shape[-2], states[1].shape[-2]
-    why = why_rows_needed(lengths, messages, sink, wants_rows, varies(strength))
-    mask_why = why_mask_needs_map(mask, lengths[1], window)
+    queries, keys = states[0].shape[-2], states[1].shape[-2]
+    why = None
+    if wants_rows:
+        why = "the attention rows were asked for"
+    elif sink is not None:
+        why = f"{type(sink).__name__} changes the softmax"
+    elif strength.ndim > 1 and strength[0].numel() > strength.shape[2]:
+        why = "its strengths are not one per head and step"
+    elif queries != keys or (messages is not None and messages.past is not None):
+        why = f"{queries} queries see {keys} keys, earlier ones from a cache"
+    mask_why = why_mask_needs_map(mask, keys, window)
     if why is None and mask_why is None:
         return "attention", None, None
     if why is None and not causal:
@@ -166,26 +174,6 @@ def route_of(
     return "map", why or mask_why, None
 
 
-def why_rows_needed(
-    lengths: tuple[int, int],
-    messages: MessageCacheLayer | None,
-    sink: PlusOne | None,
-    wants_rows: bool,
-    strength_varies: bool,
-) -> str | None:
-    """Why a call of ``(queries, keys)`` computes its whole map under any mask; None if it does not."""
-    queries, keys = lengths
-    if wants_rows:
-        return "the attention rows were asked for"
-    if sink is not None:
-        return f"{type(sink).__name__} changes the softmax"
-    if strength_varies:
-        return "its strengths are not one per head and step"
-    if queries != keys or (messages is not None and messages.past is not None):
-        return f"{queries} queries see {keys} keys, earlier ones from a cache"
-    return None
-
-
 def why_mask_needs_map(mask: Tensor | None, keys: int, window: int | None) -> str | None:
     """Why the mask of a call does not go by :func:`saobp.attention`; None if it does."""
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
@@ -195,11 +183,6 @@ def why_mask_needs_map(mask: Tensor | None, keys: int, window: int | None) -> st
     if mask is not None and are_sequences(mask) and torch.compiler.is_compiling():
         return "a compiled call cannot read where packed sequences begin"
     return None
-
-
-def varies(strength: Tensor) -> bool:
-    """Whether strengths differ between sequences, rows or keys, not just between steps and heads."""
-    return strength.ndim > 1 and strength[0].numel() > strength.shape[2]
 
 
 def rows_wanted(kwargs: dict[str, Any]) -> bool:

@@ -206,8 +206,9 @@ def many_seeds(results: Results, page: Page) -> None:
         values, partial = scores(results, task), results.is_partial(task)
         if not any(values.values()):
             continue
-        theirs = {} if partial else _paper(task, results.plan.scale.size)
-        gap = _gap(_paper(task, results.plan.scale.size))
+        printed = _paper(task, results.plan.scale.size)
+        has_both = {"high", "original"} <= printed.keys()
+        gap = f"{printed['high'] - printed['original']:+.2f}" if has_both else ""
         for method, own in values.items():
             found = list(own.values())
             rows.append(
@@ -220,7 +221,7 @@ def many_seeds(results: Results, page: Page) -> None:
                     gap,
                 ]
             )
-        page.compare(task, values, theirs, partial=partial)
+        page.compare(task, values, {} if partial else printed, partial=partial)
         drawn[task] = values
     if not rows:
         page.text("Not run: no model of this experiment has been fine-tuned yet.")
@@ -252,8 +253,3 @@ def _paper(task: str, size: str) -> dict[str, float]:
     column = task.replace("-", "_")
     table = next(name for name in ("glue", "tasks") if column in paper_table(name)[0])
     return paper_values(table, column, size)
-
-
-def _gap(paper: dict[str, float]) -> str:
-    """The paper's High less its Original, empty where one of them is not printed."""
-    return f"{paper['high'] - paper['original']:+.2f}" if {"high", "original"} <= paper.keys() else ""

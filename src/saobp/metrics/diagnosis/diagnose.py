@@ -221,13 +221,10 @@ class _ProgressWithEstimate:
             seconds = rest * (monotonic() - self.start)
             if seconds >= ANNOUNCED_FROM:
                 count, tokens = len(self.lengths), sum(self.lengths)
-                self.note(f"measuring {count} texts, {tokens:,} tokens: about {_time(seconds)}")
+                time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+                self.note(f"measuring {count} texts, {tokens:,} tokens: about {time}")
         self.announced = True
         self.progress(more)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 OnLayer = Callable[[int, Tensor], object]

@@ -42,8 +42,10 @@ def verdict(
     """
     if not all(math.isfinite(value) for value in (gtd, entropy_share or 0.0, sink_mass or 0.0)):
         return "undefined"
-    if sink_mass is not None and uniform_sink < 1 and _beyond(sink_mass, uniform_sink) >= SINK_FROM:
-        return "sink"
+    if sink_mass is not None and uniform_sink < 1:
+        beyond_uniform = (sink_mass - uniform_sink) / (1 - uniform_sink)
+        if beyond_uniform >= SINK_FROM:
+            return "sink"
     if gtd < LOCALISED_BELOW or (entropy_share is not None and entropy_share < COLLAPSED_BELOW):
         return "localised"
     healthy_to, diffuse_above = upper_limits(uniform_gtd)
@@ -70,11 +72,6 @@ def upper_limits(uniform_gtd: float | None = None) -> tuple[float, float]:
 
 def _odds(share: float) -> float:
     return share / (1 - share)
-
-
-def _beyond(share: float, expected: float) -> float:
-    """How far a share lies on the way from the expected one to 1."""
-    return (share - expected) / (1 - expected)
 
 
 def is_untrained(model: nn.Module) -> bool:
