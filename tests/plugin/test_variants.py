@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 import saobp
 from saobp.refinement import STRENGTH_VARIANTS, VARIANTS, Refinement
 from saobp.testing.oracles import high, low, masked_softmax
-from saobp.testing.tiny_models import FAMILIES, VOCABULARY
+from saobp.testing.tiny_models import VOCABULARY, tiny_model
 from saobp.transformers import record_attention, strength_parameters
 from saobp.transformers.capture import AttentionCall, watch
 from saobp.transformers.layer_refinement import attached
@@ -35,8 +35,7 @@ OF_MESSAGES = [
 
 
 def tiny(family: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return FAMILIES[family]().double().eval()
+    return tiny_model(family).double()
 
 
 def batch() -> dict[str, Tensor]:
