@@ -13,8 +13,7 @@ from transformers import Trainer, TrainingArguments
 import saobp
 from saobp import metrics
 from saobp.metrics import HealthCallback, HealthLog
-from saobp.metrics.health.uniform_map import uniform_map
-from saobp.metrics.health.verdicts import verdict
+from saobp.metrics.health.verdicts import uniform_map, verdict
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 
 

@@ -8,7 +8,7 @@ from transformers import BartConfig, BartModel
 
 import saobp
 from saobp import metrics
-from saobp.metrics.health.uniform_map import UniformMap
+from saobp.metrics.health.verdicts import UniformMap
 from saobp.metrics.sampling import Sampling, exact_estimate
 from saobp.testing.tiny_models import DECODERS, tiny_batch, tiny_model
 from saobp.transformers import record_attention

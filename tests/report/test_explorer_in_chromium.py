@@ -15,7 +15,7 @@ from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
 from saobp.report import explorer_data, write_explorer, write_report
-from saobp.report.quantized_scores import decode_head
+from saobp.report.explorer import decode_head
 from saobp.testing.fake_runs import make_run
 from saobp.testing.tiny_models import tiny_model
 from saobp.transformers import apply

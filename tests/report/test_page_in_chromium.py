@@ -19,8 +19,7 @@ from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
 from saobp.report import explorer_data, read_runs, write_report
-from saobp.report.explorer import FORMAT
-from saobp.report.quantized_scores import decode_head, encode_head
+from saobp.report.explorer import FORMAT, decode_head, encode_head
 from saobp.report.server import make_server
 from saobp.testing.fake_runs import make_run
 from saobp.testing.tiny_models import tiny_model

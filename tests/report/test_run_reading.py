@@ -19,8 +19,7 @@ from saobp.lab.method_style import STYLES
 from saobp.lab.tabulate import write_reproduction
 from saobp.metrics.diagnosis.head_plots import heat_map
 from saobp.metrics.diagnosis.loading import example_model
-from saobp.metrics.health.uniform_map import uniform_map
-from saobp.metrics.health.verdicts import verdict
+from saobp.metrics.health.verdicts import uniform_map, verdict
 from saobp.report import PageTable, explorer_data, read_runs, write_explorer, write_report
 from saobp.report.page_assets import joined_script
 from saobp.report.run_view import refinement_words

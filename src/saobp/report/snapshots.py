@@ -11,8 +11,7 @@ import torch
 from saobp.metrics.diagnosis.diagnose import Diagnosis
 from saobp.metrics.diagnosis.head_kinds import KINDS
 from saobp.metrics.health.head_health import CROSS_LAYER, HeadHealth
-from saobp.metrics.health.uniform_map import UniformMap, uniform_map
-from saobp.metrics.health.verdicts import Verdict, verdict
+from saobp.metrics.health.verdicts import UniformMap, Verdict, uniform_map, verdict
 from saobp.runs.tolerant_reader import number
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)

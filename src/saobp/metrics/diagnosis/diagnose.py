@@ -33,8 +33,7 @@ from saobp.metrics.functional.gtd import BETA, HOPS, cross_layer_gtd
 from saobp.metrics.functional.maps import unchecked_maps
 from saobp.metrics.health.head_health import CROSS_LAYER, HeadHealth, Health
 from saobp.metrics.health.recorder import probe
-from saobp.metrics.health.uniform_map import uniform_map
-from saobp.metrics.health.verdicts import Verdict
+from saobp.metrics.health.verdicts import Verdict, uniform_map
 from saobp.metrics.query_key_statistics import checked_statistics, map_statistics
 from saobp.metrics.sampling import exact_estimate
 from saobp.transformers.apply import attention_modules

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.metrics.health.uniform_map import UniformMap
-from saobp.metrics.health.verdicts import Verdict, verdict
+from saobp.metrics.health.verdicts import UniformMap, Verdict, verdict
 from saobp.metrics.sampling import Estimate
 
 CROSS_LAYER = "cross_layer_gtd"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from saobp.metrics.attention_inputs import AttentionInputs, inputs_of
 from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_share
 from saobp.metrics.health.head_health import CROSS_LAYER, Health
-from saobp.metrics.health.uniform_map import UniformMap, uniform_map
+from saobp.metrics.health.verdicts import UniformMap, uniform_map
 from saobp.metrics.query_key_statistics import PLAIN, Method, checked_statistics, measure_heads
 from saobp.metrics.sampling import SAMPLED, Sampling, exact_estimate
 from saobp.propagation.beliefs import without_autocast
