@@ -158,11 +158,9 @@ def inputs_of(
     if call.sequences is None and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         padding = None if mask is None else mask[:texts, -length:].bool()
         applies = mask is not None or call.implementation != "eager"
-        window = call.sliding_window if "flash" in call.implementation or call.is_refined else None
-        window = None if window is None or window >= length else window
         causal = call.is_causal and applies
         return AttentionInputs(
-            query, key, strength.detach(), refinement, causal, call.scaling, padding, window
+            query, key, strength.detach(), refinement, causal, call.scaling, padding, call.window
         )
     graph, bias = call.graph()
     assert graph.visible is not None

@@ -74,6 +74,17 @@ class AttentionCall:
     def is_refined(self) -> bool:
         return self.implementation == IMPLEMENTATION
 
+    @property
+    def knows_window(self) -> bool:
+        """Whether the implementation applies the sliding window itself; others get it in their mask."""
+        return "flash" in self.implementation or self.is_refined
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window, where the implementation applies it and it hides a key."""
+        keys, window = self.key.shape[-2], self.sliding_window
+        return window if self.knows_window and window is not None and window < keys else None
+
     def refinement(self) -> tuple[Refinement, Tensor]:
         """How the rows are refined, with their strengths; factor ``none`` for other models."""
         refinement, strength, _ = self._own()

@@ -90,22 +90,19 @@ ROWS_AT_ONCE = 256
 def row_mask_of(call: AttentionCall) -> RowMask:
     """The mask of a call, whose meaning depends on the attention implementation."""
     queries, keys = call.query.shape[-2], call.key.shape[-2]
-    knows_window = "flash" in call.implementation or call.is_refined
-    window = call.sliding_window if knows_window else None
-    window = None if window is None or window >= keys else window
     if call.sequences is not None and (call.mask is None or _is_2d(call.mask)):
         starts, ends = sequence_limits(call.sequences)
-        return RowMask(call.is_causal, window, starts=starts, ends=ends)
+        return RowMask(call.is_causal, call.window, starts=starts, ends=ends)
     if call.mask is None:
         # A missing mask of eager attention hides nothing; sdpa then hides later keys itself.
         causal = call.is_causal and call.implementation != "eager" and queries > 1
-        if causal and queries != keys and not knows_window:
+        if causal and queries != keys and not call.knows_window:
             return RowMask(
                 entries=torch.ones(1, 1, queries, keys, dtype=torch.bool, device=call.query.device).tril()
             )
-        return RowMask(causal, window)
+        return RowMask(causal, call.window)
     if _is_2d(call.mask):
-        return padded_rows(call.mask[:, -keys:].bool(), queries, causal=call.is_causal, window=window)
+        return padded_rows(call.mask[:, -keys:].bool(), queries, causal=call.is_causal, window=call.window)
     read_mask(
         call.mask[..., :1, :] if isinstance(call.mask, Tensor) else call.mask, 1, keys
     )  # checks its form
