@@ -19,12 +19,9 @@ from transformers import (
 
 from saobp.data.tasks import TaskSpec
 from saobp.refinement import Refinement
-from saobp.storage.model_folders import checked_folder
+from saobp.storage.model_folders import check_tokenizer, checked_folder
 from saobp.transformers.apply import apply, remove
 from saobp.transformers.load_errors import clear_load_errors
-
-VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
-"""Files of which a tokenizer has at least one."""
 
 
 def config_of(folder: str | Path) -> Any:
@@ -37,9 +34,7 @@ def config_of(folder: str | Path) -> Any:
 def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved with a model."""
     name, config = checked_folder(folder), config_of(folder)
-    words = [file for pattern in VOCABULARIES for file in Path(name).glob(pattern)]
-    if Path(name).is_dir() and not words:  # Transformers would make an empty tokenizer
-        raise ValueError(f"{name!r} holds no tokenizer: copy the one that the model was trained with there")
+    check_tokenizer(name)
     with clear_load_errors(name, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(name, config=config)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

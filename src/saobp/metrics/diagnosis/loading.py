@@ -25,7 +25,7 @@ from transformers import (
 from saobp.refinement import Refinement
 from saobp.storage.atomic import first_line
 from saobp.storage.manifest import check_manifest
-from saobp.storage.model_folders import checked_folder
+from saobp.storage.model_folders import check_tokenizer, checked_folder
 from saobp.transformers import apply
 from saobp.transformers.load_errors import clear_load_errors
 
@@ -101,6 +101,7 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
     check_manifest(Path(place))
+    check_tokenizer(place)
     with clear_load_errors(place, "a model with its tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(place)
         model: Any = AutoModel.from_pretrained(place)
