@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -77,16 +77,18 @@ def cross_layer_gtd(
     if len(layers) < 2:
         raise ValueError(f"cross-layer GTD needs the maps of at least two layers, not {len(layers)}")
     rows = averaged_heads(layers, padding_mask)
-    values = []
-    for top in range(1, len(rows)):
-        path = rows[top]
-        paths = torch.zeros_like(path)
-        for hop in range(1, min(hops, top + 1)):
-            with without_autocast(path.device.type):
-                path = path @ rows[top - hop]
-            paths = paths + beta**hop * path
-        values.append(indirect_share(rows[top], paths))
-    return torch.stack(values)
+    below = [rows[max(0, top - hops + 1) : top][::-1] for top in range(len(rows))]
+    return torch.stack([share_through_layers(rows[top], below[top], beta) for top in range(1, len(rows))])
+
+
+def share_through_layers(rows: Tensor, below: Iterable[Tensor], beta: float) -> Tensor:
+    """Share of paths through the maps of the layers below a layer, the nearest first, against its own map."""
+    path, paths = rows, torch.zeros_like(rows)
+    for hop, other in enumerate(below, 1):
+        with without_autocast(rows.device.type):
+            path = path @ other
+        paths = paths + beta**hop * path
+    return indirect_share(rows, paths)
 
 
 def averaged_heads(layers: Sequence[Tensor], padding_mask: Tensor | None) -> list[Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from saobp.metrics.attention_inputs import AttentionInputs, inputs_of
-from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_share
+from saobp.metrics.functional.gtd import BETA, HOPS, check_path, share_through_layers
 from saobp.metrics.health.head_health import CROSS_LAYER, Health
 from saobp.metrics.health.verdicts import UniformMap, uniform_map
 from saobp.metrics.query_key_statistics import PLAIN, Method, checked_statistics, measure_heads
@@ -164,13 +164,10 @@ class Recorder:
         ):
             self._layers_below.clear()
         self._stack = stack
-        values = []
-        for place, rows in enumerate(averages):
-            path, paths = rows, torch.zeros_like(rows)
-            for hop, below in enumerate(self._layers_below, 1):
-                path = path @ below[place]
-                paths += self.beta**hop * path
-            values.append(indirect_share(rows, paths))
+        values = [
+            share_through_layers(rows, [below[place] for below in self._layers_below], self.beta)
+            for place, rows in enumerate(averages)
+        ]
         first = not self._layers_below
         self._layers_below.appendleft(averages)
         return None if first else torch.cat(values)
