@@ -8,6 +8,7 @@ hops end at the first ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -115,6 +116,26 @@ def verdict(
     if (entropy_share is not None and spread > EVEN_ABOVE) or (gtd > diffuse_above and spread >= SPREAD_FROM):
         return "diffuse"
     return "healthy" if HEALTHY_FROM <= gtd <= healthy_to else "borderline"
+
+
+def judged(
+    values: Mapping[str, float | None],
+    uniform_gtd: float | None = None,
+    largest_entropy: float | None = None,
+    uniform_sink: float = 0.0,
+) -> Verdict:
+    """:func:`verdict` of a head's statistics by name, beside the uniform map's; undefined without GTD."""
+    gtd, entropy = values.get("gtd"), values.get("attention_entropy")
+    if gtd is None:
+        return "undefined"
+    is_known = entropy is not None and largest_entropy is not None and largest_entropy > 0
+    return verdict(
+        gtd,
+        entropy_share=entropy / largest_entropy if is_known else None,  # type: ignore[operator]
+        sink_mass=values.get("sink_mass"),
+        uniform_gtd=uniform_gtd,
+        uniform_sink=uniform_sink,
+    )
 
 
 def upper_limits(uniform_gtd: float | None = None) -> tuple[float, float]:
