@@ -30,7 +30,7 @@ from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio
 from saobp.kernels import dispatch
 from saobp.propagation.graph import in_window
 from saobp.runs.machine import machine
-from saobp.timing import Call, clock_of, in_turn
+from saobp.timing import Call, added_memory, clock_of, in_turn
 
 HEADS, DIM, WINDOW = 12, 64, 65
 """ModernBERT-base: rows of its local layers see 64 tokens on either side."""
@@ -108,7 +108,7 @@ def operation(kind: str, length: int, options: argparse.Namespace) -> Iterator[d
             over = ratio(found["refined"], found.get(name))
             cells["again" if name == "again" else f"over {name}"] = over
         if cuda:
-            cells |= {f"{name} MiB": added_memory(calls[name]) for name in calls if name != "again"}
+            cells |= {f"{name} MiB": memory_of(calls[name]) for name in calls if name != "again"}
         yield cells
 
 
@@ -121,17 +121,12 @@ def with_gradient(attend: Attend, leaves: list[Tensor], gradient: Tensor) -> Non
     torch.autograd.grad(attend(*leaves), leaves, gradient)
 
 
-def added_memory(call: Call) -> Cell:
-    """MiB that a call adds to the peak."""
+def memory_of(call: Call) -> Cell:
+    """MiB that a call adds to the peak, or the name of its error."""
     try:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
+        return added_memory(call)
     except Exception as error:
         return type(error).__name__
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 @contextmanager
@@ -170,7 +165,7 @@ def model(length: int, options: argparse.Namespace) -> dict[str, Cell]:
     for name in ("again", "reference", "sdpa"):
         cells["again" if name == "again" else f"over {name}"] = ratio(found["refined"], found[name])
     if cuda:
-        cells |= {f"{name} MiB": added_memory(calls[name]) for name in ("refined", "reference", "sdpa")}
+        cells |= {f"{name} MiB": memory_of(calls[name]) for name in ("refined", "reference", "sdpa")}
     return cells
 
 

@@ -21,6 +21,7 @@ from saobp import Refinement
 from saobp.arguments import BoundedStrength
 from saobp.runs.machine import machine
 from saobp.storage.atomic import write_atomically
+from saobp.timing import added_memory
 
 HEADS, DIM, STRENGTH, TURNS = 8, 64, 0.2, 20
 
@@ -78,14 +79,7 @@ def measured(
     def both() -> None:
         torch.autograd.grad(forward(), leaves, grad)
 
-    added = 0.0
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        both()
-        torch.cuda.synchronize()
-        added = (torch.cuda.max_memory_allocated() - before) / 2**20
+    added = added_memory(both) if on_gpu else 0.0
     return only, milliseconds(both, on_gpu), added
 
 

@@ -127,6 +127,16 @@ def clock_of(device: str) -> Callable[[Call, int], float]:
     return cuda_clock if device == "cuda" else wall_clock
 
 
+def added_memory(call: Call) -> float:
+    """MiB that a call on a GPU adds to what is allocated, at its peak."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def captured(call: Call) -> Call:
     """The call as a CUDA graph, whose replay has no gaps between launches."""
     stream = torch.cuda.Stream()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,7 +19,7 @@ from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, 
 from saobp.functional import Backend, attention
 from saobp.refinement import Refinement
 from saobp.runs.machine import machine
-from saobp.timing import Call, Failure, Result, Timing, clock_of, in_turn
+from saobp.timing import Call, Failure, Result, Timing, added_memory, clock_of, in_turn
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPILED = (2048, 8192)
@@ -169,7 +170,8 @@ def training_memory(lengths: Sequence[int]) -> BenchmarkTable:
             calls["learned"] = learned_call(LEARNED["learned"], causal, states, "forward + backward")
             for name, call in calls.items():
                 try:
-                    peaks[name] = _peak(call)
+                    call()
+                    peaks[name] = added_memory(call)
                 except Exception as error:
                     peaks[name] = Failure.of(error).reason
             fused, sdpa = peaks["fused"], peaks["sdpa"]
@@ -195,22 +197,10 @@ def training_memory(lengths: Sequence[int]) -> BenchmarkTable:
 
 def growth(sizes: dict[int, float]) -> float | None:
     """Exponent of a power law fitted to positive sizes by least squares in logarithms."""
-    points = [(math.log(n), math.log(size)) for n, size in sizes.items() if size > 0]
-    if len(points) < 2:
+    fitted = {n: size for n, size in sizes.items() if size > 0}
+    if len(fitted) < 2:
         return None
-    x, y = (sum(axis) / len(points) for axis in zip(*points, strict=True))
-    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
-
-
-def _peak(call: Call) -> float:
-    """Peak MiB allocated by a call beyond the baseline; the second call is measured."""
-    call()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return float(np.polyfit(np.log(list(fitted)), np.log(list(fitted.values())), 1)[0])
 
 
 def attend_refined(
