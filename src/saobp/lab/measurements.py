@@ -36,7 +36,7 @@ COST_SHAPE = (32, 128)
 Taken = dict[str, Any]
 
 
-def take(measure: str, model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
+def take_measurement(measure: str, model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
     """One measurement of a saved model that was pretrained on texts of ``length`` tokens, as JSON."""
     began = time.monotonic()
     taken = MEASURES[measure](model, scale, length, data_dir)

@@ -15,7 +15,7 @@ import torch
 
 from saobp.data.tasks import Task, load_task
 from saobp.lab.experiment_plan import FinetuneRun, Measurement, PretrainRun, check_same
-from saobp.lab.measurements import take
+from saobp.lab.measurements import take_measurement
 from saobp.lab.scales import Scale
 from saobp.lab.work_queue import Notify, StageResult, WorkItem, work_through
 from saobp.runs.folder import RunFolder
@@ -144,7 +144,9 @@ def measure_all(
     def run(one: Measurement) -> None:
         model = RunFolder(one.model.folder(runs)).model
         try:
-            taken = take(one.measure, model, sources.scale, one.model.recipe.length, sources.data_dir)
+            taken = take_measurement(
+                one.measure, model, sources.scale, one.model.recipe.length, sources.data_dir
+            )
         finally:
             free_memory()
         record = {
