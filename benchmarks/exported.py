@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import BertForMaskedLM
 
-from saobp.benchmarking.bert_models import bert
+from saobp.benchmarking.model import bert
 from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio
-from saobp.export.comparison import pytorch
+from saobp.export.folder import pytorch
 from saobp.export.formats import Run, exported_program, write_onnx
 from saobp.export.token_model import TokenModel, load_token_model, token_model
 from saobp.refinement import Refinement

@@ -31,7 +31,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import saobp
 from saobp.metrics.diagnosis.diagnose import diagnose
 from saobp.metrics.diagnosis.loading import read_texts
-from saobp.metrics.health.uniform_map import uniform_map
+from saobp.metrics.health.verdicts import uniform_map
 
 ROOT = Path(__file__).parents[1]
 NUMBERS, IMAGES = ROOT / "benchmarks" / "results" / "gallery", ROOT / "docs" / "images"

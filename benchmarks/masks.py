@@ -30,7 +30,7 @@ from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio
 from saobp.kernels import dispatch
 from saobp.propagation.graph import in_window
 from saobp.runs.machine import machine
-from saobp.timing import Call, cuda_clock, in_turn, wall_clock
+from saobp.timing import Call, added_memory, clock_of, in_turn
 
 HEADS, DIM, WINDOW = 12, 64, 65
 """ModernBERT-base: rows of its local layers see 64 tokens on either side."""
@@ -93,7 +93,6 @@ def operation(kind: str, length: int, options: argparse.Namespace) -> Iterator[d
     )
     strength = torch.logspace(-1.3, 0.6, HEADS, device=device)
     ways = attentions(kind, length, device, strength, dtype, length in options.flex)
-    clock = cuda_clock if cuda else wall_clock
     for direction in ("forward", "forward + backward"):
         calls: dict[str, Call] = {}
         for name, attend in ways.items():
@@ -102,14 +101,14 @@ def operation(kind: str, length: int, options: argparse.Namespace) -> Iterator[d
             elif cuda or name != "flex":
                 leaves = [one.detach().requires_grad_() for one in (query, key, value)]
                 calls[name] = partial(with_gradient, attend, leaves, gradient)
-        found = in_turn(calls, turns=options.turns, budget=options.budget, clock=clock)
+        found = in_turn(calls, turns=options.turns, budget=options.budget, clock=clock_of(options.device))
         cells: dict[str, Cell] = {"what": kind, "tokens": f"{shape[0]} x {length}", "direction": direction}
         cells |= {f"{name} ms": milliseconds(one) for name, one in found.items() if name != "again"}
         for name in ("again", "reference", "sdpa", "flex"):
             over = ratio(found["refined"], found.get(name))
             cells["again" if name == "again" else f"over {name}"] = over
         if cuda:
-            cells |= {f"{name} MiB": added_memory(calls[name]) for name in calls if name != "again"}
+            cells |= {f"{name} MiB": memory_of(calls[name]) for name in calls if name != "again"}
         yield cells
 
 
@@ -122,17 +121,12 @@ def with_gradient(attend: Attend, leaves: list[Tensor], gradient: Tensor) -> Non
     torch.autograd.grad(attend(*leaves), leaves, gradient)
 
 
-def added_memory(call: Call) -> Cell:
-    """MiB that a call adds to the peak."""
+def memory_of(call: Call) -> Cell:
+    """MiB that a call adds to the peak, or the name of its error."""
     try:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
+        return added_memory(call)
     except Exception as error:
         return type(error).__name__
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 @contextmanager
@@ -164,16 +158,14 @@ def model(length: int, options: argparse.Namespace) -> dict[str, Cell]:
         made = made if name == "sdpa" else saobp.apply(made, REFINEMENT)
         calls[name] = partial(step, made, ids, whole=name == "reference")
     calls["again"] = calls["refined"]
-    found = in_turn(
-        calls, turns=options.turns, budget=options.budget, clock=cuda_clock if cuda else wall_clock
-    )
+    found = in_turn(calls, turns=options.turns, budget=options.budget, clock=clock_of(options.device))
     cells: dict[str, Cell] = {"what": "ModernBERT-base", "tokens": f"{len(ids)} x {length}"}
     cells |= {"direction": "forward + backward"}
     cells |= {f"{name} ms": milliseconds(one) for name, one in found.items() if name != "again"}
     for name in ("again", "reference", "sdpa"):
         cells["again" if name == "again" else f"over {name}"] = ratio(found["refined"], found[name])
     if cuda:
-        cells |= {f"{name} MiB": added_memory(calls[name]) for name in ("refined", "reference", "sdpa")}
+        cells |= {f"{name} MiB": memory_of(calls[name]) for name in ("refined", "reference", "sdpa")}
     return cells
 
 

@@ -36,7 +36,7 @@ from saobp.functional import Backend
 from saobp.runs.machine import machine
 from saobp.testing.error_budget import assert_within_budget, distance, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs
-from saobp.timing import Call, captured, cuda_clock, in_turn, wall_clock
+from saobp.timing import Call, clock_of, in_turn
 
 STRIDES = (1, 2, 4)
 
@@ -54,17 +54,11 @@ def time_of(length: int, direction: str, options: argparse.Namespace) -> dict[st
     calls: dict[str, Call] = {"cudnn": one_call(plain, states, direction)}
     for stride in STRIDES:
         calls[f"stride {stride}"] = learned_call(refinement_of(stride), False, states, direction)
-    if cuda and length <= REPLAYED:
-        try:
-            calls = {name: captured(call) for name, call in calls.items()}
-        except RuntimeError as error:
-            print(
-                f"{length} tokens, {direction}: launched from Python, since no CUDA graph was made: {error}"
-            )
     calls["again"] = calls["stride 4"]
     found = in_turn(
-        calls, turns=options.turns, budget=options.budget, clock=cuda_clock if cuda else wall_clock
-    )
+        calls, turns=options.turns, budget=options.budget, clock=clock_of(options.device),
+        replayed=cuda and length <= REPLAYED,
+    )  # fmt: skip
     cells: dict[str, Cell] = {"tokens": f"{shape[0]} x {length}", "pass": direction}
     cells |= {f"{name} ms": milliseconds(one) for name, one in found.items() if name != "again"}
     cells |= {f"{name} / cudnn": ratio(found[name], found["cudnn"]) for name in found if name != "cudnn"}

@@ -26,9 +26,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from saobp import Refinement, metrics
 from saobp.benchmarking.table import BenchmarkTable, Cell
-from saobp.metrics.sampling.estimators import SAMPLED
+from saobp.metrics.sampling import SAMPLED
 from saobp.runs.machine import machine
-from saobp.timing import Timing, cuda_clock, wall_clock
+from saobp.timing import Timing, added_memory, cuda_clock, wall_clock
 
 WAYS = ("attention", "sampled", "exact")
 
@@ -81,13 +81,8 @@ def on_gpu(case: Case, ways: list[str]) -> dict[str, Measured]:
     """All methods in one process; the allocator's peak is reset for each."""
     calls, found = case.calls(), {}
     for way in ways:
-        calls[way]()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
         error = error_of_gtd(calls[way]())
-        torch.cuda.synchronize()
-        memory = (torch.cuda.max_memory_allocated() - before) / 2**20
+        memory = added_memory(calls[way])
         turns = tuple(cuda_clock(calls[way], 1) for _ in range(case.turns))
         found[way] = Measured(Timing(turns), memory, error)
     return found

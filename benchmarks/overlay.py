@@ -20,8 +20,7 @@ import torch
 from saobp import Refinement
 from saobp.benchmarking.table import BenchmarkTable
 from saobp.kernels.dispatch import Backend, select
-from saobp.quickstart.pipeline import QuickstartTexts, prepare
-from saobp.quickstart.prose import read_prose
+from saobp.quickstart.pipeline import QuickstartTexts, prepare, read_prose
 from saobp.runs.machine import machine
 from saobp.training.batches import BatchShard
 from saobp.training.objectives import objective_of

@@ -9,7 +9,7 @@ bfloat16, 8 heads of 64, 262,144 rows, states laid out as in a model, strength 0
 from __future__ import annotations
 
 import argparse
-import time
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from saobp import Refinement
 from saobp.arguments import BoundedStrength
 from saobp.runs.machine import machine
 from saobp.storage.atomic import write_atomically
+from saobp.timing import added_memory, captured, cuda_clock, wall_clock
 
 HEADS, DIM, STRENGTH, TURNS = 8, 64, 0.2, 20
 
@@ -30,26 +31,9 @@ def milliseconds(call: Callable[[], object], on_gpu: bool) -> float:
     for _ in range(3):
         call()
     if not on_gpu:
-        begin = time.perf_counter()
-        call()
-        return 1000 * (time.perf_counter() - begin)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(TURNS + 3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times[3:])[TURNS // 2]
+        return wall_clock(call, 1)
+    replay = captured(call)
+    return statistics.median(cuda_clock(replay, 1) for _ in range(TURNS))
 
 
 def measured(
@@ -78,14 +62,7 @@ def measured(
     def both() -> None:
         torch.autograd.grad(forward(), leaves, grad)
 
-    added = 0.0
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        both()
-        torch.cuda.synchronize()
-        added = (torch.cuda.max_memory_allocated() - before) / 2**20
+    added = added_memory(both) if on_gpu else 0.0
     return only, milliseconds(both, on_gpu), added
 
 

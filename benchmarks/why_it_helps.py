@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
-import saobp
 from saobp.metrics.health.recorder import Recorder
 from saobp.training.batches import BatchShard, held_out_batches
 from saobp.training.dataset import PretrainingData, find_pretraining_data
@@ -62,9 +61,7 @@ def main() -> None:
     base: Tensor | None = None
     found: dict[str, Any] = {"base": given.runs[0].name, "runs": {}}
     for folder in given.runs:
-        is_plain = recipe_of(folder).refinement is None
-        load = AutoModelForMaskedLM.from_pretrained if is_plain else saobp.load
-        model = load(folder / "model", *([] if is_plain else [AutoModelForMaskedLM])).to(device).eval()
+        model = AutoModelForMaskedLM.from_pretrained(folder / "model").to(device).eval()
         losses = token_losses(model, objective, batches)
         base = losses if base is None else base
         found["runs"][folder.name] = {

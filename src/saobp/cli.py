@@ -10,7 +10,6 @@ from typer.core import TyperGroup
 from saobp.commands.arena import arena
 from saobp.commands.bench import bench
 from saobp.commands.diagnose import diagnose
-from saobp.commands.errors import fail
 from saobp.commands.evaluate import evaluate
 from saobp.commands.explore import explore
 from saobp.commands.export import export
@@ -19,6 +18,7 @@ from saobp.commands.pretrain import pretrain
 from saobp.commands.quickstart import quickstart
 from saobp.commands.report import report
 from saobp.commands.reproduce import reproduce
+from saobp.commands.streams import fail
 from saobp.commands.tokenize import tokenize
 from saobp.extras import MissingPackageError, named
 from saobp.runs.worker_processes import end_with_parent

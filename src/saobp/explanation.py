@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from saobp.arguments import BoundedStrength
-from saobp.functional import read_call
+from saobp.functional import checked_call
 from saobp.kernels.call_spec import CallSpec, CallTensors
 from saobp.kernels.dispatch import Path, numbers_of, select
 
@@ -68,16 +68,16 @@ def explain_model(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Model
 def _layer_path(call: AttentionCall) -> LayerPath:
     if not call.is_refined:
         return LayerPath(call.name, None, f"{call.implementation} attention: its rows are not refined")
-    why, by_mask_kernels = call.whole_map()
-    if why is not None and call.is_fused_step():
+    route, why, masked = call.route()
+    if route == "step":
         keys = call.key.shape[-2]
         return LayerPath(
             call.name, None, f"fused decoding kernels: one row against the {keys} keys of a cache"
         )
-    if why is not None:
+    if route == "map":
         return LayerPath(call.name, None, f"reference path with the whole map: because {why}")
-    if by_mask_kernels is not None:
-        return LayerPath(call.name, by_mask_kernels, by_mask_kernels.reason)
+    if masked is not None:
+        return LayerPath(call.name, masked, masked.reason)
     refinement, strength = call.refinement()
     path = explain_call(
         call.query, call.key, call.value, refinement, attention_mask=call.mask, is_causal=call.is_causal,
@@ -90,16 +90,16 @@ def _layer_path(call: AttentionCall) -> LayerPath:
 
 def explain_call(first: Tensor, *others: Any, **options: Any) -> Path:
     """The path of a call of :func:`saobp.attention` with these arguments, and why."""
-    read = read_call(first, *others, **options)
-    call, states = read.call, (read.query, read.key, read.value)
+    checked = checked_call(first, *others, **options)
+    call, states = checked.call, (checked.query, checked.key, checked.value)
     path = select(call)
-    if read.seen is not None:
-        read.graph()  # raises for a mask that the call itself would refuse
+    if checked.seen is not None:
+        checked.graph()  # raises for a mask that the call itself would refuse
     if path.family is None or path.family == "masked":
         return path
     from saobp.kernels.runtime.launcher import kernels_for
 
-    known = None if read.strength.requires_grad else call.strongest
+    known = None if checked.strength.requires_grad else call.strongest
     numbers = numbers_of(call.refinement, call.query[2], call.query[3], call.scale, call.dropout_p, known)
-    spec = CallSpec.of(CallTensors(*states, read.strength, read.padding_mask), numbers)
+    spec = CallSpec.of(CallTensors(*states, checked.strength, checked.padding_mask), numbers)
     return path._replace(kernels=kernels_for(path.family, spec, *states))

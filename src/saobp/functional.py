@@ -27,11 +27,9 @@ from saobp.arguments import (
     under_autocast,
 )
 from saobp.kernels.dispatch import Backend, Call, Path, select
-from saobp.propagation.beliefs import propagate
 from saobp.propagation.cpu_inference import cpu_attention, failed_to_mask, plain_attention
-from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph, in_window
-from saobp.propagation.reference import head_strength, reference_attention
+from saobp.propagation.reference import head_strength, reference_attention, refine_scores
 from saobp.refinement import Refinement
 
 LEAK_WARNING = (
@@ -89,7 +87,7 @@ def attention(
     count as real), or for causal ``none`` and the listing factors (the last query is aligned with the last
     key).
     """
-    given = read_call(
+    given = checked_call(
         query, key, value, refinement, attention_mask=attention_mask, attn_mask=attn_mask,
         is_causal=is_causal, dropout_p=dropout_p, scale=scale, backend=backend, strength=strength,
         padding_mask=padding_mask, sliding_window=sliding_window,
@@ -136,7 +134,7 @@ def attention(
 _nodes_of_masks = WeakTensorKeyDictionary()
 
 
-def nodes_of_mask(attn_mask: Tensor, given: ReadCall) -> Tensor:
+def nodes_of_mask(attn_mask: Tensor, given: CheckedCall) -> Tensor:
     """Tokens that are nodes under a caller's mask, bool ``[.., keys]``; raises if it is not symmetric."""
 
     def find() -> Tensor:
@@ -168,7 +166,7 @@ def attention_with_rows(
     query: Tensor, key: Tensor, value: Tensor, refinement: Refinement | str, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention` by the reference, and the refined rows ``[batch, heads, queries, keys]``."""
-    given = read_call(query, key, value, refinement, **options)
+    given = checked_call(query, key, value, refinement, **options)
     if given.call.is_causal and given.refinement.future == "paper":
         warn_of_leak()
     output, rows, _ = reference_attention(
@@ -178,7 +176,7 @@ def attention_with_rows(
     return output, rows
 
 
-class ReadCall(NamedTuple):
+class CheckedCall(NamedTuple):
     """The arguments of :func:`attention`, checked.
 
     query, key, value: cast under autocast
@@ -209,7 +207,7 @@ class ReadCall(NamedTuple):
         return graph
 
 
-def read_call(
+def checked_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -224,7 +222,7 @@ def read_call(
     strength: Tensor | BoundedStrength | None = None,
     padding_mask: Tensor | None = None,
     sliding_window: int | None = None,
-) -> ReadCall:
+) -> CheckedCall:
     """Check and normalise the arguments of :func:`attention`."""
     refinement = Refinement.of(refinement)
     check_no_variants(refinement)
@@ -244,7 +242,7 @@ def read_call(
         query, key, value, refinement, strengths, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
         backend=backend, strongest=strongest, has_attn_mask=seen is not None, bias=bias, window=window,
     )  # fmt: skip
-    return ReadCall(query, key, value, refinement, strengths, real, seen, bias, call)
+    return CheckedCall(query, key, value, refinement, strengths, real, seen, bias, call)
 
 
 def choose_path(call: Call) -> Path:
@@ -297,16 +295,8 @@ def refine(
     )
     scores = torch.where(seen, rows, 1.0).log()
     by_head = head_strength(strengths, scores)
-    refined = propagate(
-        scores,
-        get_factor(refinement.factor),
-        by_head if probabilities.ndim > 2 else by_head[0],
-        graph,
-        steps=refinement.steps,
-        damping=refinement.damping,
-        message_stride=refinement.message_stride,
-    ).rows
-    return refined.to(probabilities.dtype)
+    refined = refine_scores(scores, refinement, by_head if probabilities.ndim > 2 else by_head[0], graph)
+    return refined.rows.to(probabilities.dtype)
 
 
 def build_graph(

@@ -34,9 +34,9 @@ SINKS = ("sink", "softmax-plus-one")
 KEY_BIAS = ("high-key-bias", "low-key-bias")
 """Factors with one bias per key, the same for all rows, whose messages may come from a part of the rows."""
 NO_CAUSAL_STRIDE = "message_stride has no causal form, since causal rows would hear different shares of rows"
-OF_STRENGTHS = ("alternating", "by-distance", "later-steps", "message-gate")
+STRENGTH_VARIANTS = ("alternating", "by-distance", "later-steps", "message-gate")
 """Variants of learned strengths, in the order in which they apply."""
-VARIANTS = ("temperature", "qk-norm", "query-bias", "sigma-reparam", "gate", *SINKS, *OF_STRENGTHS)
+VARIANTS = ("temperature", "qk-norm", "query-bias", "sigma-reparam", "gate", *SINKS, *STRENGTH_VARIANTS)
 """Other changes to attention; :mod:`saobp.variants` defines them."""
 
 
@@ -106,7 +106,7 @@ class Refinement:
                 f"rows of {self.factor!r} leave out their own, so each must send one"
             )
         object.__setattr__(self, "variants", _checked_variants(self.variants, self.factor))
-        of_strengths = [name for name in self.variants if name in OF_STRENGTHS]
+        of_strengths = [name for name in self.variants if name in STRENGTH_VARIANTS]
         if of_strengths and not self.is_learned:
             raise ValueError(
                 f"{of_strengths[0]!r} goes with learned strengths alone, as in high:learned+{of_strengths[0]}"

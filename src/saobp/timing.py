@@ -57,17 +57,20 @@ def in_turn(
     budget: float,
     clock: Callable[[Call, int], float],
     warm_up: int = 2,
+    replayed: bool = False,
 ) -> dict[str, Result]:
     """Time every call ``turns`` times, one after the other in each turn; a failing one is left out.
 
     Turns start with different calls, because the preceding one affects clocks, caches and heat.
     ``budget`` is the number of seconds for one call over all turns. ``clock`` returns
-    milliseconds per call for a number of calls in a row.
+    milliseconds per call for a number of calls in a row. ``replayed`` times calls as CUDA graphs.
     """
     results: dict[str, Result] = {}
     repeats: dict[str, int] = {}
-    for name, call in calls.items():
+    ready: dict[str, Call] = {}
+    for name, given in calls.items():
         try:
+            call = ready[name] = captured(given) if replayed else given
             for _ in range(warm_up):
                 call()
             repeats[name] = max(1, min(1000, int(budget * 1000 / turns / max(clock(call, 1), 1e-4))))
@@ -79,7 +82,7 @@ def in_turn(
         first = turn % max(1, len(names))
         for name in names[first:] + names[:first]:
             try:
-                found[name].append(clock(calls[name], repeats[name]))
+                found[name].append(clock(ready[name], repeats[name]))
             except Exception as error:
                 results[name] = Failure.of(error)
                 del repeats[name]
@@ -117,6 +120,21 @@ def cuda_clock(call: Call, repeats: int) -> float:
     stop.record()
     torch.cuda.synchronize()
     return start.elapsed_time(stop) / repeats
+
+
+def clock_of(device: str) -> Callable[[Call, int], float]:
+    """The clock of ``cuda`` or ``cpu``."""
+    return cuda_clock if device == "cuda" else wall_clock
+
+
+def added_memory(call: Call) -> float:
+    """MiB that a call on a GPU adds to what is allocated, at its peak."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def captured(call: Call) -> Call:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from saobp.propagation.graph import FactorGraph
-from saobp.propagation.reference import share_heads
+from saobp.propagation.reference import scaled_scores, weighted_values
 
 States = tuple[Tensor, Tensor, Tensor]
 Weights = Callable[[], States]
@@ -33,6 +33,10 @@ class Variant(nn.Module):
     """Whether ``output`` or ``strength`` reads the inputs of the attention module."""
     reads_positions = False
     """Whether ``strength`` depends on the positions of queries and keys."""
+
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
+        """For so many heads of size ``dim`` on inputs of a width; parameters have the type of ``like``."""
+        super().__init__()
 
     def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:  # noqa: ARG002
         """Changed states ``[batch, heads, length, dim]``.
@@ -70,8 +74,8 @@ class SigmaReparam(Variant):
 
     directions: Tensor
 
-    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
-        super().__init__()
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:
+        super().__init__(heads, width, dim, like)
         self.gain_bias = nn.Parameter(like.new_empty(3))
         precision = torch.promote_types(like.dtype, torch.float32)
         self.register_buffer("directions", like.new_empty(3, width, dtype=precision))
@@ -100,8 +104,8 @@ class SigmaReparam(Variant):
 class PerHead(Variant):
     """A variant that learns one number per head, which starts at 0."""
 
-    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
-        super().__init__()
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:
+        super().__init__(heads, width, dim, like)
         self.head_bias = nn.Parameter(like.new_zeros(heads))
 
 
@@ -122,8 +126,8 @@ class QKNorm(PerHead):
 class QueryBias(Variant):
     """A learned vector w added to each head's queries (after rotary positions): key k gets a bias w . k."""
 
-    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
-        super().__init__()
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:
+        super().__init__(heads, width, dim, like)
         self.query_bias = nn.Parameter(like.new_zeros(heads, dim))
 
     def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:  # noqa: ARG002
@@ -135,8 +139,8 @@ class Gate(Variant):
 
     needs_inputs = True
 
-    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
-        super().__init__()
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:
+        super().__init__(heads, width, dim, like)
         self.gate_weight = nn.Parameter(like.new_zeros(heads, width))
         self.gate_bias = nn.Parameter(like.new_full((heads,), OPEN))
 
@@ -148,9 +152,6 @@ class Gate(Variant):
 
 class PlusOne(Variant):
     """Softmax with one more in the denominator: e^s_jk / (1 + sum_l e^s_jl). Rows may attend to nothing."""
-
-    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
-        super().__init__()
 
     def sink(self, scores: Tensor) -> Tensor:
         """Logit of attending to nothing, broadcastable to ``[batch, heads, queries]``."""
@@ -168,13 +169,10 @@ class PlusOne(Variant):
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Output and rows; arguments as in ``reference_attention``."""
-        key, value = share_heads(key, query.shape[1]), share_heads(value, query.shape[1])
-        scores = torch.matmul(query, key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        scores = graph.mask_scores(scores if bias is None else scores + bias)
+        scores = graph.mask_scores(scaled_scores(query, key, bias, scale))
         kept = torch.sigmoid(scores.logsumexp(-1) - self.sink(scores)).unsqueeze(-1)
         rows = graph.mask_rows(torch.softmax(scores, -1) * kept).to(query.dtype)
-        return torch.matmul(functional.dropout(rows, dropout_p) if dropout_p else rows, value), rows
+        return weighted_values(rows, value, dropout_p), rows
 
 
 class Sink(PlusOne):
@@ -191,9 +189,6 @@ class Sink(PlusOne):
 class Alternating(Variant):
     """Strength 1 + b in every other head and -1 + b in the rest, b learned: both signs from the start."""
 
-    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
-        super().__init__()
-
     def strength(self, strength: Tensor, lengths: tuple[int, int], inputs: Tensor | None) -> Tensor:  # noqa: ARG002
         heads = torch.arange(len(strength), device=strength.device)
         return strength + (1 - 2 * (heads % 2)).to(strength.dtype)
@@ -208,8 +203,8 @@ class ByDistance(Variant):
 
     reads_positions = True
 
-    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
-        super().__init__()
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:
+        super().__init__(heads, width, dim, like)
         self.head_bias = nn.Parameter(like.new_zeros(heads, len(EDGES) + 1))
 
     def strength(self, strength: Tensor, lengths: tuple[int, int], inputs: Tensor | None) -> Tensor:  # noqa: ARG002
@@ -234,8 +229,8 @@ class MessageGate(Variant):
 
     needs_inputs = True
 
-    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:  # noqa: ARG002
-        super().__init__()
+    def __init__(self, heads: int, width: int, dim: int, like: Tensor) -> None:
+        super().__init__(heads, width, dim, like)
         self.gate_weight = nn.Parameter(like.new_zeros(heads, width))
 
     def strength(self, strength: Tensor, lengths: tuple[int, int], inputs: Tensor | None) -> Tensor:  # noqa: ARG002

@@ -11,13 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 import saobp
-from saobp.benchmarking import bert_models as models
 from saobp.benchmarking import model as model_benchmark
-from saobp.benchmarking.attention import attention_speed
-from saobp.benchmarking.cpu import cpu_inference
+from saobp.benchmarking.attention import attention_speed, flash_versions
 from saobp.benchmarking.decoding import Shape, decoding_speed, make_step, step_call
-from saobp.benchmarking.model import masked_batch, model_speed
-from saobp.benchmarking.rivals import flash_versions
+from saobp.benchmarking.model import cpu_inference, masked_batch, model_speed
 from saobp.benchmarking.table import BenchmarkTable
 from saobp.cli import app
 from saobp.sizes import PAPER_SIZES, Size
@@ -128,7 +125,7 @@ def test_model_rows_and_ratios() -> None:
     kinds = [(row["stage"], row["size"]) for row in table.rows]
     assert kinds == [(stage, size) for stage in model_benchmark.STAGES for size in ("mini", "small")]
     for row in table.rows:
-        assert all(isinstance(row[version], float) for version in models.REFINEMENTS)
+        assert all(isinstance(row[version], float) for version in model_benchmark.REFINEMENTS)
         assert isinstance(row["high / original"], float)
         assert isinstance(row["again"], float)
 
@@ -160,7 +157,7 @@ def test_no_row_begins_after_the_limit() -> None:
 def test_masked_batch_counts_masked_places_alone() -> None:
     ids, labels = masked_batch((64, 32), 200, "cpu")
     counted = labels != -100
-    assert (ids[counted] == models.MASK).all()
+    assert (ids[counted] == model_benchmark.MASK).all()
     assert 0.1 < counted.float().mean() < 0.25
 
 
@@ -168,7 +165,8 @@ def test_versions_are_what_their_names_say() -> None:
     from transformers import BertModel
 
     original, high, learned = (
-        models.bert(BertModel, TINY, version, vocabulary=40) for version in models.REFINEMENTS
+        model_benchmark.bert(BertModel, TINY, version, vocabulary=40)
+        for version in model_benchmark.REFINEMENTS
     )
     assert original.config._attn_implementation == "sdpa"
     assert high.config.saobp["factor"] == "high"
@@ -219,7 +217,7 @@ def test_cpu_command_writes_page_data_and_picture(monkeypatch: pytest.MonkeyPatc
         table.rows.append({"batch": 1, "version": "high", "over original": 1.1})
         return table
 
-    monkeypatch.setattr("saobp.benchmarking.cpu.cpu_inference", tiny)
+    monkeypatch.setattr("saobp.benchmarking.model.cpu_inference", tiny)
     said = CliRunner().invoke(app, ["bench", "cpu", "--threads", "3", "--out", str(tmp_path)])
     assert said.exit_code == 0
     assert "3 threads" in said.stdout

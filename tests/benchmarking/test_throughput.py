@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from saobp.benchmarking import pretraining as throughput
-from saobp.benchmarking.gpu_idle import LONG, Trace, union
+from saobp.benchmarking.pretraining import LONG, Trace, union
 from saobp.benchmarking.table import BenchmarkTable
 from saobp.cli import app
 

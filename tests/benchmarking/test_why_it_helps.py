@@ -11,7 +11,7 @@ import torch
 
 import saobp
 from saobp.testing.scripts import ROOT, load_script
-from saobp.testing.tiny_models import FAMILIES, VOCABULARY
+from saobp.testing.tiny_models import VOCABULARY, tiny_model
 from saobp.training.objectives import MaskedLM, row_seeds
 from saobp.transformers.layer_refinement import attached
 
@@ -25,8 +25,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 
 def strong_model() -> Any:
-    torch.manual_seed(0)
-    model = saobp.apply(FAMILIES["modernbert"](), "high:learned+temperature").eval()
+    model = saobp.apply(tiny_model("modernbert"), "high:learned+temperature")
     for _, own in attached(model):
         own.strength_bias.data += torch.arange(len(own.strength_bias)) + 1.0
     return model

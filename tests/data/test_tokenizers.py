@@ -60,7 +60,7 @@ def test_bert_and_gpt2_from_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_learning_tells_how_far_it_is(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saobp.data.tokenizers.TOLD_AT_ONCE", 50)
+    monkeypatch.setattr("saobp.data.tokenizers.CHARACTERS_PER_UPDATE", 50)
     for number in range(20):
         (tmp_path / f"{number:02}.txt").write_text(TEXTS[number % 2])
     told: list[tuple[int, int]] = []

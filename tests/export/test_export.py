@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 import saobp
 from saobp.cli import app
 from saobp.export import folder as export_folder
-from saobp.export.comparison import Difference, difference
-from saobp.export.folder import export
+from saobp.export.folder import Difference, difference, export
 from saobp.export.formats import open_onnx
 from saobp.export.token_model import TokenModel, token_model
 from saobp.testing.tiny_models import tiny_model

@@ -14,14 +14,13 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab.arena import write_arena
-from saobp.lab.arena_records import method_of, recorded, settings_of, title_of
+from saobp.lab.arena_records import combinations, method_of, recorded, settings_of, title_of
 from saobp.lab.experiment_plan import FAMILIES, ExperimentPlan
 from saobp.lab.experiments import choose_experiments
 from saobp.lab.forest import forest
 from saobp.lab.scales import get_scale
 from saobp.lab.statistics import pairs_needed
 from saobp.lab.tabulate import tabulate
-from saobp.lab.two_by_two import combinations
 from saobp.sizes import FAMILY_NAMES
 from saobp.training.recipes import named_recipe
 

@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab import choose_experiments, get_scale, stages
-from saobp.lab.data_sources import DataSources
 from saobp.lab.experiment_plan import ExperimentPlan, check_same
-from saobp.lab.measurements import take
+from saobp.lab.measurements import take_measurement
 from saobp.lab.session import LabFolders, Session
-from saobp.lab.stages import finetune_all, measure_all, pretrain_all
+from saobp.lab.stages import DataSources, finetune_all, measure_all, pretrain_all
 from saobp.lab.synthetic_tasks import write_synthetic_data
 from saobp.runs.folder import RunError, RunFolder
 
@@ -124,7 +123,7 @@ def test_smoke_questions_may_have_answers_longer_than_rows_of_pretraining(
 ) -> None:
     """As real ones have, cut into the tokens of a vocabulary of 400."""
     model = RunFolder(trained / "gpt2-tiny-high-0.2-future-paper-seed42").model
-    taken = take("zero-shot", model, SMOKE, 2, folders[1].data_dir)
+    taken = take_measurement("zero-shot", model, SMOKE, 2, folders[1].data_dir)
     assert taken["wikitext"]["length"] == 2
     assert taken["race-middle"]["questions"] == SMOKE.rows
 
@@ -199,7 +198,7 @@ def test_what_failed_leaves_the_rest_going_and_an_exit_code(
 
     for name in ("bert-tiny-original-seed42", "bert-tiny-high-0.2-seed42"):
         shutil.copytree(trained / name, tmp_path / name)
-    monkeypatch.setattr("saobp.lab.stages.take", broken)
+    monkeypatch.setattr("saobp.lab.stages.take_measurement", broken)
     line = ["reproduce", "sparsity", "--seeds", "1", "--stage", "measure,tabulate", "--corpus", "made-up"]
     line += ["--runs", str(tmp_path), "--out", str(tmp_path / "out"), "--data-dir", str(folders[1].data_dir)]
     failed = CliRunner().invoke(app, line)

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaModel, MegatronBertConfig, MegatronBertModel
+from transformers import MambaConfig, MambaModel, MegatronBertConfig, MegatronBertModel, ViTConfig, ViTModel
 from typer.testing import CliRunner, Result
 
 import saobp
 from saobp import metrics
 from saobp.cli import app
 from saobp.metrics.diagnosis.diagnose import diagnose
-from saobp.metrics.diagnosis.example_model import example_model, planted_model
 from saobp.metrics.diagnosis.head_kinds import (
     IN_TEXT,
     ON_REPETITION,
@@ -28,10 +27,9 @@ from saobp.metrics.diagnosis.head_kinds import (
     shares,
     text_targets,
 )
-from saobp.metrics.diagnosis.loading import load_model
+from saobp.metrics.diagnosis.loading import example_model, load_model, planted_model
 from saobp.storage.manifest import write_manifest
-from saobp.testing.tiny_models import tiny_model
-from saobp.testing.tiny_tasks import save_tiny_bert
+from saobp.testing.tiny_models import save_tiny_bert, tiny_model
 
 PLANTED_VERDICTS = ("diffuse", "localised", "sink", "localised", "healthy")
 HOSTILE = '<script>alert("x")</script> & <b>words</b> that are [red]text[/red] only {{ 7 * 7 }}'
@@ -43,20 +41,27 @@ def run(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Saved models with a tokenizer: an encoder, the same refined, a decoder, NaN weights, no attention."""
+    """Saved models: an encoder, the same refined, a decoder; with NaN weights, no attention, no tokens."""
     root = tmp_path_factory.mktemp("models")
     broken = tiny_model("bert")
     torch.nn.init.constant_(broken.bert.encoder.layer[1].output.dense.weight, math.nan)
+    small = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8,
+        patch_size=4,
+    )  # fmt: skip
     models = {
         "bert": tiny_model("bert"),
         "refined": saobp.apply(tiny_model("bert"), "high,strength=learned"),
         "gpt2": tiny_model("gpt2"),
         "broken": broken,
         "mamba": MambaModel(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)),
+        "images": ViTModel(small),
+        "no tokenizer": tiny_model("bert"),
     }
     for name, model in models.items():
         model.save_pretrained(root / name)
-        example_model()[1].save_pretrained(root / name)
+        if name != "no tokenizer":
+            example_model()[1].save_pretrained(root / name)
     return {name: root / name for name in models}
 
 
@@ -192,6 +197,8 @@ def test_wrong_input_gets_one_clear_sentence(folders: dict[str, Path], text: Pat
     bert = folders["bert"]
     cases = [
         ((folders["mamba"], "--text", text), "attention registry"),
+        ((folders["images"], "--text", text), "reads no tokens: its inputs go to ViTPatchEmbeddings"),
+        ((folders["no tokenizer"], "--text", text), "holds no tokenizer: copy the one that the model was"),
         ((bert, "--text", empty), "holds no text"),
         ((bert, "--text", binary), "is not text in UTF-8"),
         ((bert, "--text", tmp_path / "none.txt"), "there is no file"),

@@ -13,8 +13,7 @@ from transformers import Trainer, TrainingArguments
 import saobp
 from saobp import metrics
 from saobp.metrics import HealthCallback, HealthLog
-from saobp.metrics.health.uniform_map import uniform_map
-from saobp.metrics.health.verdicts import verdict
+from saobp.metrics.health.verdicts import uniform_map, verdict
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 
 
@@ -216,7 +215,7 @@ def test_heads_of_an_untrained_model_are_warned_of_once_they_were_healthy(
     verdicts = iter(["diffuse", "localised", "healthy", "borderline", "localised", "localised", "undefined"])
     with caplog.at_level(logging.WARNING, "saobp"), torch.no_grad(), saobp.probe(model) as health:
         for step, word in enumerate(verdicts):
-            monkeypatch.setattr("saobp.metrics.health.head_health.verdict", lambda *_, word=word, **__: word)
+            monkeypatch.setattr("saobp.metrics.health.verdicts.verdict", lambda *_, word=word, **__: word)
             model(**batch)
             send(health, step)
     assert [record.message.split(":")[0][-1] for record in caplog.records] == ["4", "6"]

@@ -11,8 +11,8 @@ from transformers.modeling_utils import AttentionInterface
 
 import saobp
 from saobp import metrics
-from saobp.metrics.attention_calls import inputs_of
-from saobp.metrics.sampling.estimators import SAMPLED
+from saobp.metrics.attention_inputs import inputs_of
+from saobp.metrics.sampling import SAMPLED
 from saobp.testing.tiny_models import DECODERS, FAMILIES, tiny_batch, tiny_model
 from saobp.transformers import AttentionCall, record_attention
 

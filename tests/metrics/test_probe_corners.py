@@ -8,9 +8,8 @@ from transformers import BartConfig, BartModel
 
 import saobp
 from saobp import metrics
-from saobp.metrics.health.uniform_map import UniformMap
-from saobp.metrics.sampling.estimate import exact_estimate
-from saobp.metrics.sampling.estimators import Sampling
+from saobp.metrics.health.verdicts import UniformMap
+from saobp.metrics.sampling import Sampling, exact_estimate
 from saobp.testing.tiny_models import DECODERS, tiny_batch, tiny_model
 from saobp.transformers import record_attention
 

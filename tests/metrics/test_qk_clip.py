@@ -68,6 +68,16 @@ def test_one_clip_brings_the_first_layer_to_its_bound(family: str, tmp_path) -> 
     assert (before > bound).any()
 
 
+def test_further_clips_bring_all_layers_to_the_bound(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Clipped heads of a layer change what the layers above it read."""
+    model = tiny_model("llama", initializer_range=0.8)
+    bound = max(float(top.max()) for top in max_logits(model)) / 5
+    run = trainer_of(model, tmp_path, 8)
+    run.add_callback(QKClip(run, threshold=bound))
+    run.train()
+    assert max(float(top.max()) for top in max_logits(model)) <= bound * 1.001
+
+
 @pytest.mark.parametrize(("family", "accumulated"), [("llama", 1), ("gpt2", 2)])
 def test_training_stays_within_the_bound(family: str, accumulated: int, tmp_path) -> None:  # type: ignore[no-untyped-def]
     """At a rate that drives logits up, they pass the bound by no more than one step's change."""

@@ -7,8 +7,7 @@ import torch
 
 from saobp import Refinement
 from saobp.metrics.attention_inputs import AttentionInputs
-from saobp.metrics.operators.fused import FusedOperator, can_fuse
-from saobp.metrics.operators.select import operator_for
+from saobp.metrics.operators.fused import FusedOperator, can_fuse, operator_for
 from saobp.metrics.operators.tiled import Mask
 
 pytest.importorskip("triton")

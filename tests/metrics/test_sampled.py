@@ -10,12 +10,10 @@ import torch
 
 from saobp import Refinement, metrics
 from saobp.metrics.attention_inputs import AttentionInputs
-from saobp.metrics.exact_statistics import even_slices
+from saobp.metrics.operators.fused import operator_for
 from saobp.metrics.operators.plain import ROW_STEPS, PlainOperator
-from saobp.metrics.operators.select import operator_for
-from saobp.metrics.query_key_statistics import STATES_HELD, SUMS_HELD
-from saobp.metrics.sampling.estimate import balanced_signs, draw_rows, exact_estimate
-from saobp.metrics.sampling.estimators import SAMPLED, Sampling
+from saobp.metrics.query_key_statistics import STATES_HELD, SUMS_HELD, even_slices
+from saobp.metrics.sampling import SAMPLED, Sampling, balanced_signs, draw_rows, exact_estimate
 
 REFINEMENTS = {
     "plain": Refinement("none"),
@@ -234,7 +232,7 @@ def test_small_working_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     query, key = states(2, 4, 30, 8), states(2, 2, 30, 8, seed=1)
     whole = [metrics.measure(query, key, method=method) for method in ("exact", "sampled")]
     for name in ("WORKING_BYTES", "CPU_WORKING_BYTES"):
-        monkeypatch.setattr(f"saobp.metrics.exact_statistics.{name}", 1)
+        monkeypatch.setattr(f"saobp.metrics.query_key_statistics.{name}", 1)
     pieces = [metrics.measure(query, key, method=method) for method in ("exact", "sampled")]
     for one, other in zip(whole, pieces, strict=True):
         for name in one:

@@ -11,30 +11,15 @@ import torch
 from torch import Tensor
 
 import saobp
-from saobp.testing.error_budget import assert_within_budget, run
+from saobp.testing.error_budget import assert_within_budget, operation_of, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 FACTORS = ["none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def operation(refinement: saobp.Refinement, inputs: AttentionInputs, causal: bool):
-    def attend(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        return saobp.attention(
-            query,
-            key,
-            value,
-            refinement,
-            padding_mask=inputs.padding_mask,
-            is_causal=causal,
-            strength=strength,
-        )
-
-    return attend
-
-
 def assert_all_finite(refinement: saobp.Refinement, inputs: AttentionInputs, causal: bool) -> None:
-    for name, result in run(operation(refinement, inputs, causal), inputs).items():
+    for name, result in run(operation_of(refinement, inputs, is_causal=causal), inputs).items():
         assert torch.isfinite(result).all(), f"{name} is not finite"
 
 
@@ -87,7 +72,7 @@ def test_elemmul_gradient_does_not_overflow_for_nearly_disjoint_rows() -> None:
 def test_rows_with_no_visible_key_are_zero(factor: str, dtype: torch.dtype, causal: bool) -> None:
     inputs = attention_inputs(3, 2, 8, 4, padding="left", strength=1.0, dtype=dtype)
     with torch.autograd.detect_anomaly():  # no NaN on the way either
-        results = run(operation(saobp.Refinement(factor), inputs, causal), inputs)
+        results = run(operation_of(saobp.Refinement(factor), inputs, is_causal=causal), inputs)
     assert inputs.padding_mask is not None
     blind = ~inputs.padding_mask.any(-1)
     assert blind.any()
@@ -168,7 +153,7 @@ def test_strides_do_not_matter(dtype: torch.dtype, causal: bool) -> None:
     assert not inputs.query.is_contiguous()
 
     def contiguous(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        return operation(refinement, inputs, causal)(
+        return operation_of(refinement, inputs, is_causal=causal)(
             query.contiguous(), key.contiguous(), value.contiguous(), strength
         )
 
@@ -200,7 +185,7 @@ def test_shapes_are_known_without_numbers() -> None:
 def test_compiles_without_a_graph_break(factor: str) -> None:
     inputs = attention_inputs(2, 4, 6, 8, key_heads=2, padding="left", transposed=True)
     for options in ({"steps": 2, "damping": 0.25}, {"future": "paper"}):
-        attend = operation(saobp.Refinement(factor, **options), inputs, True)
+        attend = operation_of(saobp.Refinement(factor, **options), inputs, is_causal=True)
         expected = run(attend, inputs)
         torch.compiler.reset()
         found = run(torch.compile(attend, fullgraph=True, backend="aot_eager"), inputs)

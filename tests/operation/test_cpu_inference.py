@@ -11,7 +11,7 @@ from torch import Tensor
 import saobp
 from saobp.propagation import FactorGraph, cpu_inference
 from saobp.propagation.reference import reference_attention
-from saobp.testing.error_budget import assert_within_budget
+from saobp.testing.error_budget import assert_within_budget, operation_of
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 FACTORS = ["none", "high", "low", "high-listing", "low-listing", "elemmul", "elemmul-prior"]
@@ -21,19 +21,7 @@ REFINED = FACTORS[1:]
 def assert_right(factor: str, inputs: AttentionInputs, causal: bool = False, **options: float) -> None:
     refinement = saobp.Refinement(factor)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        with torch.no_grad():
-            return saobp.attention(
-                query,
-                key,
-                value,
-                refinement,
-                padding_mask=inputs.padding_mask,
-                is_causal=causal,
-                strength=strength,
-                **options,
-            )
-
+    attend = torch.no_grad()(operation_of(refinement, inputs, is_causal=causal, **options))
     assert_within_budget(attend, inputs, refinement, is_causal=causal, gradients=False, **options)
 
 

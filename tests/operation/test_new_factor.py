@@ -16,6 +16,7 @@ from saobp.propagation import FactorGraph, get_factor, propagate
 from saobp.propagation.factors import _FACTORS
 from saobp.refinement import _factor_names
 from saobp.testing import oracles
+from saobp.testing.error_budget import operation_of
 from saobp.testing.inputs import attention_inputs, collapsed_inputs
 
 PAGE = Path(__file__).parents[2] / "docs" / "factors.md"
@@ -129,18 +130,7 @@ def test_decoding_row_by_row_equals_the_whole_pass(steps: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_with_blind_rows(causal: bool) -> None:
     inputs = attention_inputs(3, 2, 4, 3, padding="left", strength=(0.8, -0.6), dtype=torch.float64)
-
-    def operation(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        return saobp.attention(
-            query,
-            key,
-            value,
-            saobp.Refinement(NAME, steps=2),
-            padding_mask=inputs.padding_mask,
-            is_causal=causal,
-            strength=strength,
-        )
-
+    operation = operation_of(saobp.Refinement(NAME, steps=2), inputs, is_causal=causal)
     torch.autograd.gradcheck(operation, inputs.leaves(), fast_mode=True)
 
 
@@ -165,17 +155,7 @@ def test_it_compiles_without_a_graph_break(causal: bool) -> None:
     inputs = attention_inputs(2, 2, 6, 4, padding="left")
     refinement = saobp.Refinement(NAME, steps=2, damping=0.25)
 
-    def operation(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        return saobp.attention(
-            query,
-            key,
-            value,
-            refinement,
-            padding_mask=inputs.padding_mask,
-            is_causal=causal,
-            strength=strength,
-        )
-
+    operation = operation_of(refinement, inputs, is_causal=causal)
     compiled = torch.compile(operation, fullgraph=True, backend="aot_eager")
     leaves = inputs.leaves()
     eager, traced = operation(*leaves), compiled(*leaves)

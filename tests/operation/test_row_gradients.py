@@ -12,6 +12,7 @@ from torch import Tensor
 
 import saobp
 from saobp.propagation.factors import SelfProduct, floored
+from saobp.testing.error_budget import operation_of
 from saobp.testing.inputs import attention_inputs
 
 FACTORS = ["none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior", "high-key-bias"]
@@ -34,18 +35,7 @@ def test_gradients_of_scores_values_and_strengths(
         damping=0.3 if steps > 1 else 0.0,
         future="paper" if order == "paper" else "strict",
     )
-
-    def operation(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        return saobp.attention(
-            query,
-            key,
-            value,
-            refinement,
-            padding_mask=inputs.padding_mask,
-            is_causal=order != "bidirectional",
-            strength=strength,
-        )
-
+    operation = operation_of(refinement, inputs, is_causal=order != "bidirectional")
     torch.autograd.gradcheck(operation, inputs.leaves(), fast_mode=True)
 
 

@@ -16,8 +16,8 @@ from transformers import MPNetConfig, MPNetForMaskedLM, MPNetForSequenceClassifi
 import saobp
 from saobp.transformers import mpnet as mpnet_attention
 from saobp.transformers.apply import attention_modules
-from saobp.transformers.head_scaling import HeadParts
 from saobp.transformers.layer_refinement import strength_parameters
+from saobp.transformers.projections import HeadParts
 
 HEADS = 4
 

@@ -5,7 +5,7 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import saobp
-from saobp.metrics.attention_calls import inputs_of
+from saobp.metrics.attention_inputs import inputs_of
 from saobp.propagation.reference import reference_attention
 from saobp.testing.tiny_models import DECODERS, FAMILIES, VOCABULARY, tiny_batch, tiny_model
 from saobp.transformers import record_attention, strength_parameters, watch

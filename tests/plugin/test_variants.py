@@ -14,9 +14,9 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
 import saobp
-from saobp.refinement import OF_STRENGTHS, VARIANTS, Refinement
+from saobp.refinement import STRENGTH_VARIANTS, VARIANTS, Refinement
 from saobp.testing.oracles import high, low, masked_softmax
-from saobp.testing.tiny_models import FAMILIES, VOCABULARY
+from saobp.testing.tiny_models import VOCABULARY, tiny_model
 from saobp.transformers import record_attention, strength_parameters
 from saobp.transformers.capture import AttentionCall, watch
 from saobp.transformers.layer_refinement import attached
@@ -24,7 +24,7 @@ from saobp.transformers.projections import projection_weights
 from saobp.variants import KINDS
 
 LENGTH = 6
-ON_PLAIN = [name for name in VARIANTS if name not in OF_STRENGTHS]
+ON_PLAIN = [name for name in VARIANTS if name not in STRENGTH_VARIANTS]
 OF_MESSAGES = [
     "high:learned+alternating",
     "high-key-bias:learned+by-distance",
@@ -35,8 +35,7 @@ OF_MESSAGES = [
 
 
 def tiny(family: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return FAMILIES[family]().double().eval()
+    return tiny_model(family).double()
 
 
 def batch() -> dict[str, Tensor]:

@@ -14,8 +14,7 @@ from saobp.data.tasks import load_task
 from saobp.lab.synthetic_tasks import write_tasks
 from saobp.portable.run_facts import facts_of, share_interval
 from saobp.storage.manifest import check_manifest
-from saobp.testing.tiny_models import tiny_model
-from saobp.testing.tiny_tasks import save_tiny_bert, save_tiny_gpt2
+from saobp.testing.tiny_models import save_tiny_bert, save_tiny_gpt2, tiny_model
 from saobp.testing.tiny_training import small_recipe, train_small
 from saobp.training.finetune import finetune
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from browser import HOSTILE, NO_CHROMIUM, Opened, chromium_path
 
-from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.diagnosis.loading import example_model
 from saobp.report import explorer_data, write_explorer, write_report
 from saobp.testing.fake_runs import make_finetune, make_run
 from saobp.testing.tiny_models import tiny_model

@@ -10,7 +10,7 @@ import numpy
 from browser import Opened
 
 from saobp.metrics.diagnosis.diagnose import diagnose
-from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.diagnosis.loading import example_model
 from saobp.report import write_report
 from saobp.report.diagnosis_page import write_diagnosis, write_diagnosis_page
 from saobp.testing.fake_runs import make_run

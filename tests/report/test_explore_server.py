@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 
 import saobp.report.server
 from saobp.cli import app
-from saobp.metrics.diagnosis.example_model import example_model
-from saobp.report.explorer import explorer_data, is_explorer
-from saobp.report.quantized_scores import decode_head
+from saobp.metrics.diagnosis.loading import example_model
+from saobp.report.explorer import decode_head, explorer_data, is_explorer
 from saobp.report.server import BODY_BYTES, WORKERS, make_server
 from saobp.testing.tiny_models import tiny_model
 

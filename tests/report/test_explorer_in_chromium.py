@@ -10,12 +10,12 @@ import pytest
 import torch
 from browser import NO_NODE, Opened, node_path, run_node
 
-from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.diagnosis.loading import example_model
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
 from saobp.report import explorer_data, write_explorer, write_report
-from saobp.report.quantized_scores import decode_head
+from saobp.report.explorer import decode_head
 from saobp.testing.fake_runs import make_run
 from saobp.testing.tiny_models import tiny_model
 from saobp.transformers import apply

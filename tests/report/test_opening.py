@@ -8,9 +8,9 @@ import pytest
 
 from saobp.report import Run, read_runs
 from saobp.report.charts import head_figures, strength_title
-from saobp.report.glossary import TERMS
 from saobp.report.opening import opening
 from saobp.report.snapshots import VERDICTS
+from saobp.report.summaries import TERMS
 from saobp.testing.fake_runs import make_run
 
 HIGH = {"factor": "high", "strength": 0.2, "steps": 1, "damping": 0.0, "future": "strict"}

@@ -9,14 +9,13 @@ from browser import NO_NODE, PAGE_FOLDER, node_path, run_node
 
 import saobp
 from saobp import metrics
-from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.diagnosis.loading import example_model
 from saobp.metrics.health.verdicts import verdict
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
-from saobp.report.explorer import explorer_data
+from saobp.report.explorer import decode_head, encode_head, explorer_data
 from saobp.report.page import LIMITS
-from saobp.report.quantized_scores import decode_head, encode_head
 from saobp.testing.tiny_models import tiny_model
 
 needs_node = pytest.mark.skipif(node_path() is None, reason=NO_NODE)

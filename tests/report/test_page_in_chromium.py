@@ -13,14 +13,13 @@ import torch
 from browser import HOSTILE, Opened
 
 from saobp import metrics
-from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.diagnosis.loading import example_model
 from saobp.metrics.health.verdicts import HEALTHY_FROM, HEALTHY_TO
 from saobp.propagation.beliefs import propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
 from saobp.report import explorer_data, read_runs, write_report
-from saobp.report.explorer import FORMAT
-from saobp.report.quantized_scores import decode_head, encode_head
+from saobp.report.explorer import FORMAT, decode_head, encode_head
 from saobp.report.server import make_server
 from saobp.testing.fake_runs import make_run
 from saobp.testing.tiny_models import tiny_model

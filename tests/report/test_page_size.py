@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from written_page import figure, page_of, words_of
 
-from saobp.metrics.diagnosis.example_model import example_model
+from saobp.metrics.diagnosis.loading import example_model
 from saobp.report import PAGE_BYTES, explorer_data, read_runs, write_explorer, write_report
 from saobp.report.curves import read_curves
-from saobp.report.page_size import POINTS, SNAPSHOTS, fitted, thinned
+from saobp.report.page import POINTS, SNAPSHOTS, fitted, thinned
 from saobp.testing.fake_runs import make_run
 from saobp.testing.tiny_models import tiny_model
 

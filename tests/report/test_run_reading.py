@@ -16,14 +16,13 @@ from written_page import figure, page_of, words_of
 
 from saobp.cli import app
 from saobp.lab.method_style import STYLES
-from saobp.lab.reproduction_page import write_reproduction
-from saobp.metrics.diagnosis.example_model import example_model
+from saobp.lab.tabulate import write_reproduction
 from saobp.metrics.diagnosis.head_plots import heat_map
-from saobp.metrics.health.uniform_map import uniform_map
-from saobp.metrics.health.verdicts import verdict
+from saobp.metrics.diagnosis.loading import example_model
+from saobp.metrics.health.verdicts import uniform_map, verdict
 from saobp.report import PageTable, explorer_data, read_runs, write_explorer, write_report
+from saobp.report.page_assets import joined_script
 from saobp.report.run_view import refinement_words
-from saobp.report.script import joined_script
 from saobp.report.summaries import NONE, shown, summary
 from saobp.testing.fake_runs import make_finetune, make_run, write_json
 from saobp.testing.tiny_models import tiny_model

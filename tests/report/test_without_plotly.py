@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab.session import Session
-from saobp.report.plotly_bundle import MissingPlotlyError, plotly_library
+from saobp.report.page_assets import MissingPlotlyError, plotly_library
 from saobp.testing.fake_runs import make_run
 
 SAID = "the page needs plotly, which is not installed here"

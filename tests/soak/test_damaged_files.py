@@ -23,10 +23,10 @@ from tally import Soak
 from test_random_kills import timeless
 
 from saobp.cli import app
-from saobp.commands.errors import in_words
+from saobp.commands.streams import in_words
 from saobp.data.tasks import load_task
 from saobp.lab.synthetic_tasks import write_tasks
-from saobp.testing.tiny_tasks import save_tiny_bert
+from saobp.testing.tiny_models import save_tiny_bert
 from saobp.testing.tiny_training import forked, prose, small_recipe, train_small
 from saobp.training import trainer
 from saobp.training.dataset import find_pretraining_data

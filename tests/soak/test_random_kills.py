@@ -25,7 +25,7 @@ from saobp.cli import app
 from saobp.data.tasks import load_task
 from saobp.lab.synthetic_tasks import write_tasks
 from saobp.runs.folder import FinishedRunError
-from saobp.testing.tiny_tasks import save_tiny_bert
+from saobp.testing.tiny_models import save_tiny_bert
 from saobp.testing.tiny_training import forked, small_recipe, train_small
 from saobp.training.finetune import finetune, recipe_for
 

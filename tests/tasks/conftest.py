@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from saobp.lab.synthetic_tasks import write_tasks
-from saobp.testing.tiny_tasks import save_tiny_bert, save_tiny_gpt2
+from saobp.testing.tiny_models import save_tiny_bert, save_tiny_gpt2
 
 
 @pytest.fixture(scope="session")

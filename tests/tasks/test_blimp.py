@@ -18,7 +18,6 @@ import saobp
 from saobp.cli import app
 from saobp.data.tasks.checks import WrongRowsError
 from saobp.training.checkpoints import load_tokenizer_of
-from saobp.training.evaluation import evaluate
 from saobp.training.evaluation.blimp import (
     accuracies,
     difference,
@@ -28,6 +27,7 @@ from saobp.training.evaluation.blimp import (
     read_items,
 )
 from saobp.training.evaluation.harness import harness_accuracy, has_harness
+from saobp.training.evaluation.run import evaluate
 
 PAIRS = [
     ("The cats walk near the river.", "The cats walks near the river.", "syntax", "agreement"),

@@ -13,20 +13,23 @@ import saobp
 from saobp.cli import app
 from saobp.data.tasks import TASKS, load_split
 from saobp.runs.folder import RunFolder
-from saobp.testing.tiny_tasks import save_tiny_bert
+from saobp.testing.tiny_models import save_tiny_bert
 from saobp.training.checkpoints import load_tokenizer_of
-from saobp.training.evaluation import (
-    accuracy,
-    boolq_questions,
+from saobp.training.evaluation.harness import harness_accuracy, has_harness
+from saobp.training.evaluation.perplexity import (
     causal_perplexity,
-    evaluate,
     masked_perplexity,
     pseudo_perplexity,
+    read_wikitext,
+)
+from saobp.training.evaluation.run import evaluate
+from saobp.training.evaluation.zero_shot import (
+    Question,
+    accuracy,
+    boolq_questions,
+    log_likelihoods,
     race_questions,
 )
-from saobp.training.evaluation.harness import harness_accuracy, has_harness
-from saobp.training.evaluation.wikitext import read_wikitext
-from saobp.training.evaluation.zero_shot import Question, log_likelihoods
 
 
 @pytest.fixture(scope="module")

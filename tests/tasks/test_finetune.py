@@ -15,11 +15,10 @@ from saobp.cli import app
 from saobp.data.tasks import ALL, load_task
 from saobp.lab.synthetic_tasks import write_tasks
 from saobp.runs.folder import RunError, RunFolder
-from saobp.testing.tiny_tasks import save_tiny_bert
-from saobp.training.checkpoints import checked_folder, load_tokenizer_of, model_checksum
+from saobp.testing.tiny_models import save_tiny_bert
+from saobp.training.checkpoints import checked_folder, load_tokenizer_of, load_with_head, model_checksum
 from saobp.training.finetune import finetune, recipe_for
 from saobp.training.finetune.run import encode_task, outcome
-from saobp.training.finetune.task_head import load_with_head
 from saobp.training.finetune.trainer import TaskTrainer
 from saobp.transformers import strength_parameters
 

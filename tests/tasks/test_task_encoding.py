@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saobp.data.tasks import load_task
-from saobp.testing.tiny_tasks import tiny_tokenizer
+from saobp.testing.tiny_models import tiny_tokenizer
 from saobp.training.finetune.encoding import BUCKETS, Layout, bucket_length, pair_lengths
 from saobp.training.finetune.examples import LengthBatches, choice_texts, encode_examples
 from saobp.training.finetune.recipe import recipe_for

@@ -11,7 +11,7 @@ import pytest
 
 import saobp.data.tasks
 from saobp.data.tasks import GLUE, TASKS, choose_tasks, get_task, load_split, load_task
-from saobp.data.tasks.hub import clean_hellaswag
+from saobp.data.tasks.load import clean_hellaswag
 from saobp.lab.synthetic_tasks import task_rows, write_rows
 
 

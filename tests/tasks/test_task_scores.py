@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from saobp.training.finetune.scores import plain, score, span_scores, token_f1
+from saobp.training.finetune.predict import plain, score, span_scores, token_f1
 
 
 def test_class_metrics():

@@ -20,10 +20,10 @@ from saobp.training.compiled_step import loss_as_forward
 from saobp.training.objectives import (
     CausalLM,
     MaskedLM,
+    hashed,
     head_of,
     objective_of,
     row_seeds,
-    scrambled,
 )
 
 SPECIAL = (0, 1, 2, 3, 4)
@@ -85,12 +85,12 @@ def test_a_row_is_masked_alike_wherever_it_is_computed() -> None:
 
 def test_numbers_are_mixed_well_and_alike_in_both_libraries() -> None:
     numbers = np.arange(10_000, dtype=np.int64)
-    mixed = scrambled(numbers)
-    assert np.array_equal(scrambled(torch.from_numpy(numbers)).numpy(), mixed)
+    mixed = hashed(numbers)
+    assert np.array_equal(hashed(torch.from_numpy(numbers)).numpy(), mixed)
     assert len(set(mixed.tolist())) == 10_000
     assert mixed.min() >= 0
     assert mixed.max() < 2**32
-    flipped = np.unpackbits((scrambled(numbers ^ 1) ^ mixed).astype(np.uint32).view(np.uint8))
+    flipped = np.unpackbits((hashed(numbers ^ 1) ^ mixed).astype(np.uint32).view(np.uint8))
     assert flipped.mean() == pytest.approx(0.5, abs=0.01)
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from saobp.arguments import BoundedStrength
-from saobp.benchmarking.rivals import FLASH, flash_versions
 from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, spread
 from saobp.functional import Backend, attention
 from saobp.refinement import Refinement
 from saobp.runs.machine import machine
-from saobp.timing import Call, Failure, Result, Timing, captured, cuda_clock, in_turn, wall_clock
+from saobp.timing import Call, Failure, Result, Timing, added_memory, clock_of, in_turn
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPILED = (2048, 8192)
@@ -37,7 +39,7 @@ REFINEMENT = Refinement("high", STRENGTH)
 LEARNED = {"learned": Refinement("high", "learned"), "key bias": Refinement("high-key-bias", "learned")}
 """Refinements with learned strengths, from 0.05 to 4 over the heads, which nothing is known of beforehand."""
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 
 def attention_speed(
@@ -103,22 +105,12 @@ def _time_all(
                 partial(attend_refined, "reference", causal, strength), dynamic=False
             )
     states = states_and_gradient(shape, dtype, device)
-    ready = {name: one_call(attend, states, direction) for name, attend in versions.items()}
+    calls = {name: one_call(attend, states, direction) for name, attend in versions.items()}
     for name, refinement in LEARNED.items():
         if not (causal and name == "key bias"):
-            ready[name] = learned_call(refinement, causal, states, direction)
-    calls: dict[str, Call] = {}
-    failed: dict[str, Result] = {}
-    for name, call in ready.items():
-        try:
-            replayed = device == "cuda" and shape[2] <= REPLAYED
-            calls[name] = captured(call) if replayed else call
-        except Exception as error:
-            failed[name] = Failure.of(error)
-            if device == "cuda":
-                torch.cuda.synchronize()
-    clock = cuda_clock if device == "cuda" else wall_clock
-    return {**in_turn(calls, turns=turns, budget=budget, clock=clock), **failed}
+            calls[name] = learned_call(refinement, causal, states, direction)
+    replayed = device == "cuda" and shape[2] <= REPLAYED
+    return in_turn(calls, turns=turns, budget=budget, clock=clock_of(device), replayed=replayed)
 
 
 def _row(shape: tuple[int, ...], causal: bool, direction: str, found: dict[str, Result]) -> dict[str, Cell]:
@@ -178,7 +170,8 @@ def training_memory(lengths: Sequence[int]) -> BenchmarkTable:
             calls["learned"] = learned_call(LEARNED["learned"], causal, states, "forward + backward")
             for name, call in calls.items():
                 try:
-                    peaks[name] = _peak(call)
+                    call()
+                    peaks[name] = added_memory(call)
                 except Exception as error:
                     peaks[name] = Failure.of(error).reason
             fused, sdpa = peaks["fused"], peaks["sdpa"]
@@ -204,22 +197,10 @@ def training_memory(lengths: Sequence[int]) -> BenchmarkTable:
 
 def growth(sizes: dict[int, float]) -> float | None:
     """Exponent of a power law fitted to positive sizes by least squares in logarithms."""
-    points = [(math.log(n), math.log(size)) for n, size in sizes.items() if size > 0]
-    if len(points) < 2:
+    fitted = {n: size for n, size in sizes.items() if size > 0}
+    if len(fitted) < 2:
         return None
-    x, y = (sum(axis) / len(points) for axis in zip(*points, strict=True))
-    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
-
-
-def _peak(call: Call) -> float:
-    """Peak MiB allocated by a call beyond the baseline; the second call is measured."""
-    call()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return float(np.polyfit(np.log(list(fitted)), np.log(list(fitted.values())), 1)[0])
 
 
 def attend_refined(
@@ -231,21 +212,12 @@ def attend_refined(
 
 def learned_call(refinement: Refinement, causal: bool, states: list[Tensor], direction: str) -> Call:
     """A call with strengths that learn, whose gradient is part of the backward pass."""
-    *inputs, gradient = states
-    strengths = torch.linspace(0.05, 4.0, inputs[0].shape[1], device=inputs[0].device)
+    strengths = torch.linspace(0.05, 4.0, states[0].shape[1], device=states[0].device)
 
     def attend(strength: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, refinement, is_causal=causal, backend="fused", strength=strength)
 
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend(strengths, *inputs)
-
-    def both() -> tuple[Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in (strengths, *inputs)]
-        return torch.autograd.grad(attend(*leaves), leaves, gradient)
-
-    return forward if direction == "forward" else both
+    return one_call(attend, [strengths, *states], direction)
 
 
 def attend_plain(backend: SDPBackend | None, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -264,6 +236,7 @@ def states_and_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: str)
 
 
 def one_call(attend: Attend, states: list[Tensor], direction: str) -> Call:
+    """``attend`` on all states but the last, which is the gradient of its output."""
     *inputs, gradient = states
 
     def forward() -> Tensor:
@@ -283,3 +256,27 @@ def _fits(shape: tuple[int, ...], direction: str, device: str) -> bool:
         return True
     torch.cuda.empty_cache()
     return math.prod(shape[:2]) * shape[2] ** 2 * 4 * _MAPS[direction] < 0.8 * torch.cuda.mem_get_info()[0]
+
+
+FLASH = {"flash 3": "flash_attn_interface", "flash 4": "flash_attn.cute"}
+"""Column of a table to the module that has its ``flash_attn_func``."""
+
+
+def flash_versions(causal: bool) -> dict[str, Attend]:
+    """Plain attention by each version of FlashAttention that can be imported."""
+    found: dict[str, Attend] = {}
+    for name, module in FLASH.items():
+        try:
+            function = importlib.import_module(module).flash_attn_func
+        except (ImportError, AttributeError):
+            continue
+        found[name] = partial(attend_flash, function, causal)
+    return found
+
+
+def attend_flash(function: Callable[..., Any], causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """States ``[batch, heads, length, dim]``; the function takes ``[batch, length, heads, dim]``."""
+    states = (x.transpose(1, 2) for x in (q, k, v))
+    out = function(*states, causal=causal)
+    output: Tensor = out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp too
+    return output.transpose(1, 2)

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, spread
 from saobp.refinement import Refinement
 from saobp.runs.machine import machine
-from saobp.timing import Call, Failure, Result, captured, cuda_clock, in_turn, wall_clock
+from saobp.timing import Call, Result, clock_of, in_turn
 from saobp.transformers.attention_function import saobp_attention
 from saobp.transformers.cache import MessageDynamicLayer
 from saobp.transformers.layer_refinement import ATTACHED, LayerRefinement
@@ -79,24 +79,10 @@ def decoding_speed(
             calls["again"] = calls["sdpa"]
             for replayed in (False, True) if device == "cuda" else (False,):
                 notify(f"batch {batch}, {part}, {'CUDA graph' if replayed else 'launched from Python'} ...")
-                found = _time(calls, replayed, device, turns, budget)
+                found = in_turn(calls, turns=turns, budget=budget, clock=clock_of(device), replayed=replayed)
                 table.rows.append(_row(batch, part, replayed, found))
                 save(table)
     return table
-
-
-def _time(
-    calls: dict[str, Call], replayed: bool, device: str, turns: int, budget: float
-) -> dict[str, Result]:
-    ready: dict[str, Call] = {}
-    failed: dict[str, Result] = {}
-    for name, call in calls.items():
-        try:
-            ready[name] = captured(call) if replayed else call
-        except Exception as error:
-            failed[name] = Failure.of(error)
-    clock = cuda_clock if device == "cuda" else wall_clock
-    return {**in_turn(ready, turns=turns, budget=budget, clock=clock), **failed}
 
 
 def _row(batch: int, part: str, replayed: bool, found: dict[str, Result]) -> dict[str, Cell]:

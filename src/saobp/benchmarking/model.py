@@ -1,19 +1,48 @@
-"""BERT of the paper's sizes on a GPU: a training step and inference, refined against original."""
+"""BERT of the paper's sizes with random weights, refined against original.
+
+On a GPU a training step and inference, on a CPU inference of BERT-mini.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import BertForMaskedLM, BertModel, PreTrainedModel
+from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedModel
 
-from saobp.benchmarking.bert_models import MASK, VOCABULARY, bert
 from saobp.benchmarking.table import BenchmarkTable, Cell, milliseconds, ratio, spread
 from saobp.runs.machine import machine
-from saobp.sizes import PAPER_SIZES
-from saobp.timing import Call, Failure, Result, captured, cuda_clock, in_turn, wall_clock
+from saobp.sizes import PAPER_SIZES, Size
+from saobp.timing import Call, Failure, Result, captured, clock_of, in_turn, processor_clock, wall_clock
+from saobp.transformers.apply import apply
+
+VOCABULARY, MASK = 30522, 103
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+REFINEMENTS = {"original": None, "high": "high", "learned": "high,strength=learned"}
+"""Version of a model to the refinement applied to it; ``original`` is Transformers' own SDPA attention."""
+
+
+def bert(kind: type[Model], size: Size, version: str, *, vocabulary: int = VOCABULARY) -> Model:
+    """A BERT of a kind (a Transformers class) in evaluation mode, refined as its version says."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        intermediate_size=size.ffn,
+    )
+    model = kind(config).eval()
+    model.set_attn_implementation("sdpa")
+    refinement = REFINEMENTS[version]
+    return model if refinement is None else apply(model, refinement)
+
 
 STAGES = ("training step", "inference")
 
@@ -56,8 +85,7 @@ def model_speed(
             torch._dynamo.reset()
             shape = training if stage == "training step" else inference
             calls, failed = _calls(stage, size, versions, shape, vocabulary, device, compiled, notify)
-            clock = cuda_clock if device == "cuda" else wall_clock
-            found = {**in_turn(calls, turns=turns, budget=budget, clock=clock), **failed}
+            found = {**in_turn(calls, turns=turns, budget=budget, clock=clock_of(device)), **failed}
             for replayed in (False, True):
                 mine = {n: r for n, r in found.items() if n.endswith(" replayed") == replayed}
                 if mine:
@@ -152,5 +180,65 @@ def forward_pass(model: PreTrainedModel, ids: Tensor, device: str, compiled: boo
     def call() -> object:
         with torch.no_grad():
             return forward(input_ids=ids)
+
+    return call
+
+
+def cpu_inference(
+    *,
+    batches: Sequence[int] = (1, 32),
+    length: int = 128,
+    threads: int = 2,
+    turns: int = 15,
+    budget: float = 5.0,
+    busy: bool = False,
+    vocabulary: int = VOCABULARY,
+    notify: Callable[[str], None] = print,
+) -> BenchmarkTable:
+    """Milliseconds of a forward pass in single precision, versions in turn, the original twice.
+
+    ``busy`` is for a machine that others use: processor time on one thread, whatever ``threads`` says.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if busy else threads)
+    try:
+        title = f"BERT-mini inference on a CPU, {length} tokens, float32, no gradient"
+        table = BenchmarkTable("cpu-busy" if busy else "cpu", title, machine("cpu"))
+        models = {v: bert(BertModel, PAPER_SIZES["mini"], v, vocabulary=vocabulary) for v in REFINEMENTS}
+        for batch in batches:
+            notify(f"batch {batch} x {length} ...")
+            ids = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
+            mask = torch.ones_like(ids)
+            calls = {name: _forward(model, ids, mask) for name, model in models.items()}
+            calls["original again"] = calls["original"]
+            clock = processor_clock if busy else wall_clock
+            found = in_turn(calls, turns=turns, budget=budget, clock=clock)
+            base = found["original"]
+            for name, result in found.items():
+                table.rows.append(
+                    {
+                        "batch": batch,
+                        "version": name,
+                        "ms": milliseconds(result),
+                        "spread %": spread(result),
+                        "over original": ratio(result, base),
+                    }
+                )
+    finally:
+        torch.set_num_threads(before)
+    if busy:
+        table.notes.append("Processor time on one thread, because others were using the machine.")
+    table.notes.append(
+        f"Medians of {turns} turns, each version once per turn; a ratio is the median over turns of "
+        "neighbours in time, the spread half the distance between quartiles. 'original again' is the noise "
+        "of a ratio."
+    )
+    return table
+
+
+def _forward(model: BertModel, ids: torch.Tensor, mask: torch.Tensor) -> Callable[[], object]:
+    def call() -> object:
+        with torch.inference_mode():
+            return model(input_ids=ids, attention_mask=mask)
 
     return call

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from saobp.benchmarking.gpu_idle import LONG, Trace
 from saobp.benchmarking.table import BenchmarkTable, Cell
 from saobp.data.blocks import Blocks
 from saobp.data.token_store import DOCUMENTS, FORMAT, TOKENS, StoreMetadata, TokenStore
@@ -39,6 +39,47 @@ from saobp.training.objectives import objective_of
 from saobp.training.pretrain import new_model
 from saobp.training.recipes import PretrainRecipe, fast, paper, tiny
 from saobp.training.trainer import PretrainTrainer, arguments
+
+LONG = 5.0
+"""Microseconds; in a longer gap between kernels the GPU is idle."""
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Kernels, copies and fills of some steps: their number and milliseconds a step, and long gaps."""
+
+    kernels: float
+    milliseconds: float
+    waiting: float
+    """Share of the traced time in gaps longer than ``LONG``."""
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], steps: int) -> Trace:
+        """From spans in microseconds."""
+        merged = union(spans)
+        busy = sum(end - start for start, end in merged)
+        gaps = [later[0] - earlier[1] for earlier, later in pairwise(merged)]
+        whole = merged[-1][1] - merged[0][0] if merged else 0.0
+        long = sum(gap for gap in gaps if gap > LONG)
+        return cls(len(spans) / steps, busy / 1000 / steps, long / whole if whole else 0.0)
+
+    def idle_share(self, milliseconds: float) -> float:
+        """Share of an untraced step of so many milliseconds in which no kernel runs."""
+        return max(0.0, 1 - self.milliseconds / milliseconds)
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Sorted spans, overlapping or adjacent ones merged."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
 
 VERSIONS = ("transformers", "transformers-0", "plain", "high", "plain-0.1", "high-0.1")
 """``transformers`` has its config's dropout of 0.1, ``-0`` none; ours have none unless ``-0.1``."""
@@ -136,7 +177,7 @@ class Stopwatch(TrainerCallback):
 
 
 @dataclass
-class Contestant:
+class TimedTrainer:
     """A trainer that can be run repeatedly for some steps."""
 
     trainer: Trainer
@@ -165,7 +206,9 @@ class Contestant:
 
 
 @contextmanager
-def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: bool) -> Iterator[Contestant]:
+def timed_trainer(
+    version: str, recipe: PretrainRecipe, vocabulary: int, compiled: bool
+) -> Iterator[TimedTrainer]:
     """A trainer of a version, ready to run; ours has a temporary run folder."""
     tokenizer = made_up_tokenizer(vocabulary)
     watch = Stopwatch()
@@ -176,7 +219,7 @@ def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: 
             rows = RandomBlocks(64 * recipe.batch_size, recipe.length, vocabulary)
             trainer = _their_trainer(recipe, tokenizer, rows, Path(folder), compiled)
             trainer.add_callback(watch)
-            yield Contestant(trainer, watch)
+            yield TimedTrainer(trainer, watch)
             return
         recipe = replace(
             recipe,
@@ -201,7 +244,7 @@ def contestant(version: str, recipe: PretrainRecipe, vocabulary: int, compiled: 
             notify=print,
         )
         with loss_as_forward(model, objective, precision=recipe.precision, compiled=compiled):
-            yield Contestant(own, watch)
+            yield TimedTrainer(own, watch)
 
 
 def _their_trainer(
@@ -308,14 +351,14 @@ def _row(
     )
     torch._dynamo.reset()
     with ExitStack() as stack:
-        ready: dict[str, Contestant] = {}
+        ready: dict[str, TimedTrainer] = {}
         failed: dict[str, Failure] = {}
         steps: dict[str, int] = {}
         for version in versions:
             began = time.monotonic()
             try:
                 vocabulary = 300 if small else VOCABULARIES[family]
-                entered = stack.enter_context(contestant(version, recipe, vocabulary, compiled))
+                entered = stack.enter_context(timed_trainer(version, recipe, vocabulary, compiled))
                 entered.milliseconds(2)
                 steps[version] = max(2, round(seconds * 1000 / entered.milliseconds(5)))
                 ready[version] = entered

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from saobp.commands.errors import fail
-from saobp.commands.streams import tell
+from saobp.commands.streams import fail, print_result
 
 
 def arena(
@@ -36,4 +35,4 @@ def arena(
     except (ValueError, OSError) as problem:
         fail(problem)
     for path in written:
-        tell(f"wrote {path}")
+        print_result(f"wrote {path}")

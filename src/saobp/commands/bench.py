@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from saobp.commands.errors import fail
-from saobp.commands.streams import AsJson, notes, tell_json
+from saobp.commands.streams import AsJson, fail, print_json, stderr_console
 from saobp.progress import OccasionalLines
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _RESULTS = Path("benchmarks/results")
 
 def _show(tables: Sequence[BenchmarkTable], width: int, as_json: bool) -> None:
     if as_json:
-        tell_json([asdict(own) for own in tables])
+        print_json([asdict(own) for own in tables])
         return
     for own in tables:
         own.show(Console(width=width))
@@ -61,10 +60,9 @@ def attention(
         compiled=(8192,) if quick else COMPILED,
         turns=5 if quick else 9,
         budget=0.08 if quick else 0.2,
-        notify=OccasionalLines(notes()),
+        notify=OccasionalLines(stderr_console()),
         save=lambda table: table.write(out),
     )
-    table.write(out)
     tables = [table]
     series = ["fused / sdpa", "learned / sdpa", "eager / fused", "compiled / fused"]
     table.draw(out / "attention.png", "length", series, ["attention", "pass"], "times as long")
@@ -93,7 +91,7 @@ def decoding(
         keys=keys,
         turns=5 if quick else 9,
         budget=0.08 if quick else 0.2,
-        notify=OccasionalLines(notes()),
+        notify=OccasionalLines(stderr_console()),
         save=lambda table: table.write(out),
     )
     _show([table], 180, as_json)
@@ -110,8 +108,7 @@ def model(
     as_json: AsJson = False,
 ) -> None:
     """BERT training steps and inference on a GPU, refined against original."""
-    from saobp.benchmarking.bert_models import REFINEMENTS
-    from saobp.benchmarking.model import STAGES, model_speed
+    from saobp.benchmarking.model import REFINEMENTS, STAGES, model_speed
     from saobp.sizes import PAPER_SIZES
 
     _require_cuda()
@@ -127,7 +124,7 @@ def model(
         turns=7 if quick else 15,
         budget=0.7 if quick else 3.0,
         limit=limit,
-        notify=OccasionalLines(notes()),
+        notify=OccasionalLines(stderr_console()),
         save=lambda table: table.write(out),
     )
     _show([table], 180, as_json)
@@ -172,10 +169,9 @@ def pretraining(
         seconds=seconds,
         limit=limit,
         traced=trace,
-        notify=OccasionalLines(notes()),
+        notify=OccasionalLines(stderr_console()),
         save=lambda table: table.write(out),
     )
-    table.write(out)
     _show([table], 200, as_json)
 
 
@@ -190,14 +186,14 @@ def cpu(
     as_json: AsJson = False,
 ) -> None:
     """BERT-mini inference on a CPU, refined against original."""
-    from saobp.benchmarking.cpu import cpu_inference
+    from saobp.benchmarking.model import cpu_inference
 
     table = cpu_inference(
         threads=threads,
         busy=busy,
         turns=5 if quick else 15,
         budget=1.0 if quick else 5.0,
-        notify=OccasionalLines(notes()),
+        notify=OccasionalLines(stderr_console()),
     )
     _show([table], 120, as_json)
     table.write(out)

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
-from saobp.commands.streams import AsJson, note, notes, results, tell_json
+from saobp.commands.streams import AsJson, fail, print_json, print_note, stderr_console, stdout_console
 from saobp.progress import ProgressBar, ProgressBars
 from saobp.runs.layout import DIAGNOSIS
 from saobp.storage.model_folders import checked_folder
@@ -77,7 +76,7 @@ def diagnose(
 ) -> None:
     """Measure every attention head of a model and say which collapse."""
     if model is None and not example:
-        results().print(EXPLANATION)
+        stdout_console().print(EXPLANATION)
         return
     try:
         if text is not None and not text.is_file():
@@ -102,12 +101,12 @@ def diagnose(
         else:
             raise ValueError("there is nothing to read: give texts by --text FILE or --dataset NAME")
         subjects = _subjects(EXAMPLE if model is None else model, compare)
-        diagnoses, explorer = _diagnoses(notes(), subjects, texts, length, batch_size, method, full)
+        diagnoses, explorer = _diagnoses(stderr_console(), subjects, texts, length, batch_size, method, full)
         if as_json:
-            tell_json([diagnosis.to_dict() for diagnosis in diagnoses])
+            print_json([diagnosis.to_dict() for diagnosis in diagnoses])
         else:
-            show(results(), diagnoses)
-        _write(notes() if as_json else results(), diagnoses, out, texts[0], explorer)
+            show(stdout_console(), diagnoses)
+        _write(stderr_console() if as_json else stdout_console(), diagnoses, out, texts[0], explorer)
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)
 
@@ -139,7 +138,7 @@ def _diagnoses(
     from saobp.metrics.diagnosis.loading import load_model
     from saobp.metrics.health.head_health import CROSS_LAYER
     from saobp.metrics.query_key_statistics import STATISTICS
-    from saobp.metrics.sampling.estimators import SAMPLED
+    from saobp.metrics.sampling import SAMPLED
     from saobp.refinement import Refinement
 
     found: list[Diagnosis] = []
@@ -161,7 +160,7 @@ def _diagnoses(
                     length=length,
                     batch_size=batch_size,
                     progress=advance,
-                    note=note,
+                    note=print_note,
                 )
             )
             if len(found) == 1:
@@ -269,5 +268,5 @@ def _write(
         written += write_diagnosis_figures(diagnoses, out)
         written.append(write_diagnosis_page(diagnoses, out, sample))
     except MissingPackageError as problem:
-        note(str(problem))
+        print_note(str(problem))
     console.print(Text(f"wrote {', '.join(path.name for path in written)} to {out}"), soft_wrap=True)

@@ -9,9 +9,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
-from saobp.commands.streams import AsJson, note, results, tell, tell_json
+from saobp.commands.streams import AsJson, fail, print_json, print_note, print_result, stdout_console
 from saobp.progress import ProgressBar, ProgressBars
 from saobp.storage.model_folders import checked_folder
 
@@ -73,20 +72,20 @@ def evaluate(
                 model, chosen, data_dir=data_dir, folder=out, refinement=refinement, harness=harness,
                 positions=positions or None, length=length, limit=limit, advance=advance,
             )  # fmt: skip
-        told = _compared(out, base) if against is not None and out is not None else None
+        compared = _compared(out, base) if against is not None and out is not None else None
     except (ValueError, OSError) as problem:
         fail(problem)
     if as_json:
-        tell_json(found | ({} if told is None else {"blimp_difference": told}))
+        print_json(found | ({} if compared is None else {"blimp_difference": compared}))
     else:
-        results().print(_table(found))
-        if told is not None:
-            apart = f"{told['difference']:+.2f} ± {told['error']:.2f} %"
-            tell(f"blimp: {apart} over {told['pairs']:,} pairs in common")
+        stdout_console().print(_table(found))
+        if compared is not None:
+            apart = f"{compared['difference']:+.2f} ± {compared['error']:.2f} %"
+            print_result(f"blimp: {apart} over {compared['pairs']:,} pairs in common")
         for words in found["notes"]:
-            tell(words)
+            print_result(words)
     if out is not None:
-        note(f"results are in {out}")
+        print_note(f"results are in {out}")
 
 
 def _compared(out: Path, base: Any) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
-from saobp.commands.streams import note, tell
+from saobp.commands.streams import fail, print_note, print_result
 from saobp.extras import MissingPackageError
 from saobp.storage.model_folders import checked_folder
 
@@ -55,11 +54,11 @@ def explore(
     except (ValueError, TypeError, OSError, MissingPackageError) as problem:
         fail(problem)
     address = f"http://127.0.0.1:{server.server_address[1]}/"
-    tell(f"{subject}: {address} (this machine only; Ctrl-C ends it)")
+    print_result(f"{subject}: {address} (this machine only; Ctrl-C ends it)")
     if browser:
         webbrowser.open(address)
     with server:
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            note("ended")
+            print_note("ended")

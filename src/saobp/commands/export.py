@@ -10,9 +10,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
-from saobp.commands.streams import AsJson, note, results, tell, tell_json
+from saobp.commands.streams import AsJson, fail, print_json, print_note, print_result, stdout_console
 
 if TYPE_CHECKING:
     from saobp.export.folder import Export
@@ -59,10 +58,10 @@ def export(
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)
     if as_json:
-        tell_json(record(loaded, to.value, int8, result))
+        print_json(record(loaded, to.value, int8, result))
     else:
         show(result, to.value)
-    note(f"wrote {result.file}, {result.megabytes:.1f} MB")
+    print_note(f"wrote {result.file}, {result.megabytes:.1f} MB")
 
 
 def show(result: Export, form: str) -> None:
@@ -75,6 +74,8 @@ def show(result: Export, form: str) -> None:
     for one in result.speeds:
         shape = f"{one.batch} x {one.length}"
         table.add_row(shape, f"{one.pytorch:.2f}", f"{one.exported:.2f}", f"{one.ratio:.2f}")
-    results().print(table)
+    stdout_console().print(table)
     apart = result.difference
-    tell(f"largest difference from PyTorch {apart.absolute:.1e}, of numbers up to {apart.largest:.3g}")
+    print_result(
+        f"largest difference from PyTorch {apart.absolute:.1e}, of numbers up to {apart.largest:.3g}"
+    )

@@ -11,9 +11,16 @@ import typer
 from rich import box
 from rich.table import Table
 
-from saobp.commands.errors import check_data_dir, fail, in_words, print_error
 from saobp.commands.own_code import Imports, import_own
-from saobp.commands.streams import note, results, tell
+from saobp.commands.streams import (
+    check_data_dir,
+    fail,
+    in_words,
+    print_error,
+    print_note,
+    print_result,
+    stdout_console,
+)
 from saobp.progress import ProgressBar, ProgressBars
 from saobp.storage.model_folders import checked_folder
 
@@ -83,8 +90,8 @@ def finetune(
     except (ValueError, OSError) as problem:
         fail(problem)
     if found:
-        results().print(results_table(found))
-        tell(f"results are in {out}")
+        stdout_console().print(results_table(found))
+        print_result(f"results are in {out}")
     if len(found) < len(specs):
         raise typer.Exit(1)
 
@@ -121,12 +128,12 @@ def _in_turn(
             try:
                 rows = load_task(spec, data_dir, limit=limit)
                 for words in rows.notes:
-                    note(f"{spec.name}: {words}")
+                    print_note(f"{spec.name}: {words}")
                 found.append(
                     run(
                         model, rows, out / spec.name, seeds=seeds, recipe=recipes[spec.name],
                         refinement=refinement, keep_model=keep_model, portable=portable, progress=progress,
-                        notify=note,
+                        notify=print_note,
                     )
                 )  # fmt: skip
             except (ValueError, OSError) as problem:

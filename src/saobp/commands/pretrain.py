@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
-from saobp.commands.streams import note, results, tell
+from saobp.commands.streams import fail, print_note, print_result, stdout_console
 from saobp.runs.layout import RECIPE, RESULT
 
 if TYPE_CHECKING:
@@ -62,13 +61,13 @@ def pretrain(
 ) -> None:
     """Train a model from nothing, with or without a refinement."""
     if out is None and not dry_run:
-        results().print(EXPLANATION)
+        stdout_console().print(EXPLANATION)
         return
     try:
         import_own(imports)
         resolved = _recipe(recipe, family, size, steps, set_ or [], seed, refinement, regularizer, corpus)
         if dry_run:
-            results().print_json(json.dumps(resolved.to_dict()))
+            stdout_console().print_json(json.dumps(resolved.to_dict()))
             return
         assert out is not None
         from saobp.runs.folder import RunFolder
@@ -76,7 +75,7 @@ def pretrain(
         if resume and RunFolder(out).is_finished:
             RunFolder(out).check_recipe("pretrain", resolved.to_dict())
             RunFolder(out).clean_up()
-            tell(f"The run in {out} is finished already; its result is in {out / RESULT}.")
+            print_result(f"The run in {out} is finished already; its result is in {out / RESULT}.")
             return
         RunFolder(out).check_free(resume)
         from saobp.progress import ProgressBars
@@ -101,11 +100,11 @@ def pretrain(
             )
         parts = ", ".join(f"{name}: {rows:,}" for name, rows in texts.train.composition.items())
         epochs = resolved.steps * resolved.batch_size / len(texts.train)
-        note(
+        print_note(
             f"{len(texts.train):,} rows of {resolved.length} tokens an epoch ({parts}); "
             f"{resolved.steps:,} steps of {resolved.batch_size} rows are {epochs:.2f} epochs."
         )
-        with plain_sentences(note):
+        with plain_sentences(print_note):
             result = train(
                 resolved,
                 out,
@@ -115,16 +114,18 @@ def pretrain(
                 resume=resume,
                 portable=portable,
                 report_to=report_to,
-                notify=note,
+                notify=print_note,
             )
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)
     except KeyboardInterrupt:
         if out is not None and (out / RECIPE).exists():
-            note(f"Stopped. The same command with --resume goes on with the run in {out}.")
+            print_note(f"Stopped. The same command with --resume goes on with the run in {out}.")
         raise
     held = "" if result.eval_perplexity is None else f", held-out perplexity {result.eval_perplexity:.2f}"
-    tell(f"Loss {result.loss:.4f}{held} after {result.tokens:,} tokens in {result.seconds:.0f} s: {out}")
+    print_result(
+        f"Loss {result.loss:.4f}{held} after {result.tokens:,} tokens in {result.seconds:.0f} s: {out}"
+    )
 
 
 def _recipe(

@@ -15,9 +15,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
-from saobp.commands.streams import note, results, tell
+from saobp.commands.streams import fail, print_note, print_result, stdout_console
 from saobp.progress import ProgressBars
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def quickstart(
     except (ValueError, OSError) as problem:
         fail(problem)
     if page is not None:
-        tell(f"the page: {page.resolve()}")
+        print_result(f"the page: {page.resolve()}")
 
 
 def run(
@@ -67,9 +66,9 @@ def run(
 ) -> Path | None:
     """Read, tokenise, train twice, diagnose and write; returns the page, or None where plotly is missing."""
     from saobp.commands.diagnose import show as show_heads
-    from saobp.quickstart import pipeline, prose
+    from saobp.quickstart import pipeline
     from saobp.refinement import Refinement
-    from saobp.report.plotly_bundle import MissingPlotlyError
+    from saobp.report.page_assets import MissingPlotlyError
     from saobp.training.pretrain import pretrain
 
     asked = Refinement.parse(refinement)
@@ -84,7 +83,7 @@ def run(
             raise ValueError(f"{out / name} is there and of no quickstart: name another folder by --out")
     with staged(out) as new:
         with ProgressBars() as bars:
-            paragraphs = prose.read_prose(bars.add("reading Python's documentation"))
+            paragraphs = pipeline.read_prose(bars.add("reading Python's documentation"))
             recipe = pipeline.recipe_of(steps)
             bar = bars.add("learning a vocabulary, tokenising")
             texts = pipeline.prepare(paragraphs, new / "text", recipe.length, bar)
@@ -96,7 +95,7 @@ def run(
         runs = {name: new / name for name in recipes}
         ended: dict[str, Result] = {}
         for name, own in recipes.items():
-            note(f"training {name}: {own.steps:,} steps of {own.batch_size} x {own.length} tokens")
+            print_note(f"training {name}: {own.steps:,} steps of {own.batch_size} x {own.length} tokens")
             ended[name] = pretrain(
                 own,
                 runs[name],
@@ -104,7 +103,7 @@ def run(
                 validation=texts.validation,
                 tokenizer=texts.tokenizer,
                 portable=portable and own.refinement is not None,
-                notify=note,
+                notify=print_note,
             )
         with ProgressBars() as bars:
             diagnoses = pipeline.diagnose_runs(runs, sentences, bars.add("looking at both"))
@@ -113,11 +112,11 @@ def run(
             pipeline.write_page(runs, ended, diagnoses, texts, asked, sentences[0], new / "index.html")
         except MissingPlotlyError as problem:
             has_page = False
-            note(str(problem))
+            print_note(str(problem))
         (new / HELD_OUT).write_text("\n\n".join(texts.held_out) + "\n", encoding="utf-8")
-    show_heads(results(), diagnoses)
+    show_heads(stdout_console(), diagnoses)
     show_numbers(ended, diagnoses)
-    tell(f"next: saobp explore {out / asked.factor / 'model'}")
+    print_result(f"next: saobp explore {out / asked.factor / 'model'}")
     return out / "index.html" if has_page else None
 
 
@@ -148,4 +147,4 @@ def show_numbers(ended: dict[str, Result], diagnoses: Sequence[Diagnosis]) -> No
         table.add_column(Text(name), justify="right")
     for name, values in numbers(ended, diagnoses):
         table.add_row(name, *(f"{value:.3f}" for value in values))
-    results().print(table)
+    stdout_console().print(table)

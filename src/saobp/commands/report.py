@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from saobp.commands.errors import fail
 from saobp.commands.own_code import Imports, import_own
-from saobp.commands.streams import tell
+from saobp.commands.streams import fail, print_result
 from saobp.extras import MissingPackageError
 
 
@@ -67,7 +66,7 @@ def report(
     except (ValueError, OSError, MissingPackageError) as problem:
         fail(problem)
     for path in written:
-        tell(f"wrote {path}")
+        print_result(f"wrote {path}")
 
 
 def _explore(runs: list[Path], sentences: list[str]) -> None:

@@ -13,8 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.errors import check_data_dir, fail
-from saobp.commands.streams import note, notes, results, tell
+from saobp.commands.streams import (
+    check_data_dir,
+    fail,
+    print_note,
+    print_result,
+    stderr_console,
+    stdout_console,
+)
 from saobp.progress import OccasionalLines
 
 if TYPE_CHECKING:
@@ -62,7 +68,7 @@ def reproduce(
     jobs: Annotated[int, typer.Option(help="Processes that share the work of a stage.", min=1)] = 1,
 ) -> None:
     """Rerun the paper's tables and figures, and set them beside ours."""
-    console = results()
+    console = stdout_console()
     if target is None and not list_:
         console.print(EXPLANATION)
         return
@@ -93,25 +99,27 @@ def reproduce(
         quiet_transformers()
         own_stage = worker_stage()
         if own_stage is None:
-            _show_plan(console if plan else notes(), chosen, folders, stages)
+            _show_plan(console if plan else stderr_console(), chosen, folders, stages)
             if plan:
                 return
-        say = once(note)
+        say = once(print_note)
         with only_errors(), plain_sentences(say):
-            session = Session(chosen, folders, say, OccasionalLines(notes()))
+            session = Session(chosen, folders, say, OccasionalLines(stderr_console()))
             if own_stage is not None:
                 session.work_on(own_stage)
             else:
                 for one in stages:
                     session.run(one, jobs)
         if own_stage is None and "tabulate" in stages:
-            tell(f"results are in {folders.out}")
+            print_result(f"results are in {folders.out}")
         if session.has_failed:  # reported when it happened
             raise typer.Exit(1)
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)
     except KeyboardInterrupt:
-        note("Interrupted. The same command goes on: what is finished stays, a run from its last checkpoint.")
+        print_note(
+            "Interrupted. The same command goes on: what is finished stays, a run from its last checkpoint."
+        )
         raise typer.Exit(130) from None
 
 
@@ -141,7 +149,7 @@ def _show_plan(console: Console, plan: ExperimentPlan, folders: LabFolders, stag
     from saobp.lab import choose_experiments
     from saobp.lab.stages import is_finetuned, is_measured
     from saobp.runs.folder import RunFolder
-    from saobp.runs.provenance import environment
+    from saobp.runs.machine import environment
 
     models, runs = plan.pretrain_runs(), folders.runs
     table = Table(box=box.SIMPLE_HEAD)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -13,28 +15,54 @@ from rich.text import Text
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON on stdout, nothing else.")]
 
 
-def results() -> Console:
+def stdout_console() -> Console:
     """Stdout; silent in all processes but the first."""
     return Console(quiet=os.environ.get("RANK", "0") != "0")
 
 
-def notes() -> Console:
+def stderr_console() -> Console:
     """Stderr; silent in all processes but the first."""
     return Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
 
 
-def tell(sentence: str) -> None:
+def print_result(sentence: str) -> None:
     """A result in one line."""
-    results().print(Text(sentence), soft_wrap=True)
+    stdout_console().print(Text(sentence), soft_wrap=True)
 
 
-def note(sentence: str) -> None:
+def print_note(sentence: str) -> None:
     """What a reader may want to know meanwhile."""
-    notes().print(Text(sentence), soft_wrap=True)
+    stderr_console().print(Text(sentence), soft_wrap=True)
 
 
-def tell_json(values: Any) -> None:
+def print_json(values: Any) -> None:
     """Results as JSON; numbers that are not finite become null."""
     from saobp.storage.json_files import finite
 
     print(json.dumps(finite(values), indent=1, allow_nan=False))
+
+
+def print_error(sentence: str) -> None:
+    """To stderr, in red on a terminal; only on rank 0."""
+    stderr_console().print(Text(sentence, style="red"), soft_wrap=True)
+
+
+def fail(problem: BaseException | str) -> NoReturn:
+    """Print the error and end the command with exit code 1."""
+    print_error(problem if isinstance(problem, str) else in_words(problem))
+    raise typer.Exit(1) from None
+
+
+def in_words(problem: BaseException) -> str:
+    """An error as one sentence; of an OSError the system's message and the file, without its number."""
+    if not isinstance(problem, OSError) or problem.strerror is None or problem.filename is None:
+        return str(problem)
+    if problem.errno in (errno.EEXIST, errno.ENOTDIR):
+        return f"{str(problem.filename)!r} cannot be a folder: it is a file, or lies below one"
+    return f"{problem.strerror}: {str(problem.filename)!r}"
+
+
+def check_data_dir(folder: Path | None) -> None:
+    """Fail early on a missing folder, not once per run or after a hub lookup."""
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"the data folder {folder} does not exist: check --data-dir")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saobp.commands.errors import check_data_dir, fail
-from saobp.commands.streams import tell
+from saobp.commands.streams import check_data_dir, fail, print_result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -43,8 +42,8 @@ def tokenize(
     except (ValueError, TypeError, OSError) as problem:
         fail(problem)
     for name, store in stores.items():
-        said = store.metadata
-        tell(f"{name}: {said.documents:,} documents, {said.tokens:,} tokens in {store.folder}")
+        facts = store.metadata
+        print_result(f"{name}: {facts.documents:,} documents, {facts.tokens:,} tokens in {store.folder}")
 
 
 def obtain_tokenizer(

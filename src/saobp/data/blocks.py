@@ -208,13 +208,13 @@ class _Stream:
         span = np.searchsorted(self.firsts, starts, side="right") - 1
         last = np.searchsorted(self.firsts, starts + (length - 1), side="right") - 1
         begins = starts + self.shifts[span]
-        torn = span != last
-        begins[torn] = 0
+        crosses = span != last
+        begins[crosses] = 0
         rows = np.lib.stride_tricks.sliding_window_view(self.store.tokens, length)[begins]
-        if torn.any():
-            positions = starts[torn, None] + np.arange(length)
+        if crosses.any():
+            positions = starts[crosses, None] + np.arange(length)
             positions += self.shifts[np.searchsorted(self.firsts, positions, side="right") - 1]
-            rows[torn] = self.store.tokens[positions]
+            rows[crosses] = self.store.tokens[positions]
         return rows
 
 

@@ -85,16 +85,16 @@ class TokenStore:
 
     def verify(self) -> None:
         """Compare the files with the recorded checksums."""
-        for name, said in (
+        for name, expected in (
             (TOKENS, self.metadata.tokens_checksum),
             (DOCUMENTS, self.metadata.documents_checksum),
         ):
             with (self.folder / name).open("rb") as contents:
                 found = hashlib.file_digest(contents, "sha256").hexdigest()
-            if found != said:
+            if found != expected:
                 raise ValueError(
                     f"{self.folder / name} has changed since it was written: its SHA-256 is {found[:12]}..., "
-                    f"{METADATA} says {said[:12]}...; delete {self.folder} and prepare it again"
+                    f"{METADATA} says {expected[:12]}...; delete {self.folder} and prepare it again"
                 )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -112,11 +112,11 @@ class TokenStore:
         )
 
     def _check_sizes(self) -> None:
-        said = self.metadata
+        expected = self.metadata
         for name in (TOKENS, DOCUMENTS):
             if not (self.folder / name).is_file():
                 raise ValueError(f"{self.folder} is not complete: it has no {name}")
-        size, due = (self.folder / TOKENS).stat().st_size, said.tokens * np.dtype(said.dtype).itemsize
+        size, due = (self.folder / TOKENS).stat().st_size, expected.tokens * np.dtype(expected.dtype).itemsize
         if size != due:
             raise ValueError(
                 f"{self.folder / TOKENS} is {'truncated' if size < due else 'too long'}: "
@@ -129,11 +129,11 @@ class TokenStore:
                 f"{self.folder / DOCUMENTS} cannot be read ({first_line(problem)}); delete {self.folder} and "
                 "prepare it again"
             ) from None
-        fits = starts.dtype == np.int64 and starts.shape == (said.documents + 1,)
-        if not fits or starts[0] != 0 or starts[-1] != said.tokens or np.any(np.diff(starts) < 1):
+        fits = starts.dtype == np.int64 and starts.shape == (expected.documents + 1,)
+        if not fits or starts[0] != 0 or starts[-1] != expected.tokens or np.any(np.diff(starts) < 1):
             raise ValueError(
-                f"{self.folder / DOCUMENTS} does not hold {said.documents} rising starts that end at "
-                f"{said.tokens}; delete {self.folder} and prepare it again"
+                f"{self.folder / DOCUMENTS} does not hold {expected.documents} rising starts that end at "
+                f"{expected.tokens}; delete {self.folder} and prepare it again"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,8 +215,8 @@ def _matching(folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast) 
             raise ValueError(f"{folder} holds other files and no {METADATA}: name an empty or a new folder")
         return None
     try:
-        said = _read_metadata(folder)
-        if (said.corpus_checksum, said.tokenizer_checksum) != (
+        expected = _read_metadata(folder)
+        if (expected.corpus_checksum, expected.tokenizer_checksum) != (
             corpus.checksum,
             tokenizer_checksum(tokenizer),
         ):

@@ -23,7 +23,7 @@ LONGEST = {"bert": 512, "gpt2": 1024}
 KINDS = ("wordpiece", "bpe")
 ALPHABET = 1000
 """Size limit of a learned WordPiece alphabet, most frequent characters first."""
-TOLD_AT_ONCE = 2**18
+CHARACTERS_PER_UPDATE = 2**18
 """Characters between two progress updates."""
 
 
@@ -68,7 +68,6 @@ def train_vocabulary(
     size: int,
     kind: str = "wordpiece",
     *,
-    length: int = 512,
     progress: Callable[[int, int], object] | None = None,
 ) -> PreTrainedTokenizerFast:
     """Train a tokenizer of ``size`` tokens: lower-case WordPiece as BERT's, or GPT-2's BPE.
@@ -93,7 +92,7 @@ def train_vocabulary(
         )
         tokenizer.train_from_iterator(counted, trainer)
         counted.check()
-        return _byte_level(tokenizer, length)
+        return _byte_level(tokenizer, LONGEST["bert"])
     if iter(texts) is texts:
         texts = list(texts)  # they are read twice
     counted = _Counted(texts, 2, progress)
@@ -109,7 +108,7 @@ def train_vocabulary(
     tokenizer.train_from_iterator(counted, trainer)
     counted.check()
     learned = sorted(set(tokenizer.get_vocab()) - set(SPECIAL))
-    return _word_piece([*SPECIAL, *learned], length)
+    return _word_piece([*SPECIAL, *learned])
 
 
 def _letters(texts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
@@ -183,7 +182,7 @@ class _Counted:
                 raise TypeError(f"text {number} is of type {type(text).__name__}, not str")
             self.found = self.found or bool(text.strip())
             waiting += len(text)
-            if waiting >= TOLD_AT_ONCE:
+            if waiting >= CHARACTERS_PER_UPDATE:
                 self.done, waiting = self.done + waiting, 0
                 self.report(min(self.done, self.all), self.total)
             yield text
@@ -202,10 +201,10 @@ def _bert(file: Path) -> PreTrainedTokenizerFast:
         raise ValueError(f"{file} is not a BERT vocabulary: it has no line {', '.join(missing)}")
     if len(set(tokens)) < len(tokens):
         raise ValueError(f"{file} is not a BERT vocabulary: it names {len(tokens) - len(set(tokens))} twice")
-    return _word_piece(tokens, LONGEST["bert"])
+    return _word_piece(tokens)
 
 
-def _word_piece(tokens: list[str], length: int) -> PreTrainedTokenizerFast:
+def _word_piece(tokens: list[str]) -> PreTrainedTokenizerFast:
     ids = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -218,7 +217,7 @@ def _word_piece(tokens: list[str], length: int) -> PreTrainedTokenizerFast:
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        model_max_length=length,
+        model_max_length=LONGEST["bert"],
         pad_token=PADDING,
         unk_token=UNKNOWN,
         cls_token=START,

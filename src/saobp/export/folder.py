@@ -1,18 +1,20 @@
-"""Writes the folder of an exported model: the program, its tokenizer, and what was checked."""
+"""Writes the folder of an exported model, whose numbers and times are compared with PyTorch's."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from saobp.export.comparison import TOLERANCE, Difference, Speed, difference, shapes_to_compare, speeds
 from saobp.export.formats import (
     FILES,
     ROWS,
+    Run,
     check_packages,
     exported_program,
     write_executorch,
@@ -21,7 +23,80 @@ from saobp.export.formats import (
 )
 from saobp.export.token_model import TokenModel
 from saobp.storage.atomic import replacing, write_atomically
+from saobp.timing import Timing, in_turn, wall_clock
 from saobp.version import __version__
+
+TOLERANCE = 1e-5
+"""Largest difference allowed, as a share of the largest number where that is above 1."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """absolute: largest difference at real tokens; largest: the largest number among PyTorch's."""
+
+    absolute: float
+    largest: float
+
+    @property
+    def is_within_tolerance(self) -> bool:
+        return self.absolute <= TOLERANCE * max(1.0, self.largest)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians in milliseconds of one call."""
+
+    batch: int
+    length: int
+    pytorch: float
+    exported: float
+    ratio: float
+    """Median over turns of PyTorch's time over the export's: above 1 the export is faster."""
+
+
+def difference(model: TokenModel, run: Run, shapes: Sequence[tuple[int, int]]) -> Difference:
+    """Compare on batches of random tokens with padding; ``shapes`` are rows and lengths."""
+    absolute = largest = 0.0
+    for rows, length in shapes:
+        batch = model.batch(rows, length)
+        real = batch[model.inputs.index("attention_mask")].bool()
+        for found, expected in zip(run(*batch), pytorch(model)(*batch), strict=True):
+            if expected.shape[:2] == real.shape:
+                found, expected = found[real], expected[real]
+            apart = (found - expected).abs().max()
+            absolute = max(absolute, float(apart.nan_to_num(nan=float("inf"))))
+            largest = max(largest, float(expected.abs().max()))
+    return Difference(absolute, largest)
+
+
+def speeds(model: TokenModel, run: Run, shapes: Sequence[tuple[int, int]]) -> list[Speed]:
+    """Median times without padding, both in turn."""
+    found = []
+    for rows, length in shapes:
+        batch = model.batch(rows, length, padding=False)
+        calls: dict[str, Any] = {
+            "pytorch": lambda batch=batch: pytorch(model)(*batch),
+            "exported": lambda batch=batch: run(*batch),
+        }
+        timed = in_turn(calls, turns=9, budget=1.5, clock=wall_clock)
+        ours, theirs = timed["pytorch"], timed["exported"]
+        assert isinstance(ours, Timing)
+        assert isinstance(theirs, Timing)
+        found.append(Speed(rows, length, ours.median, theirs.median, ours.over(theirs)))
+    return found
+
+
+def pytorch(model: TokenModel) -> Run:
+    """The model as it is, with its refinement."""
+    forward = model.forward
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        with torch.inference_mode():
+            found: tuple[Tensor, ...] = forward(*tensors)
+        return found
+
+    return run
+
 
 RECORD = "export.json"
 
@@ -75,7 +150,9 @@ def export(
             run = write_executorch(program, file)
         else:
             run = write_exported(program, file)
-        found = difference(model, run, shapes_to_compare(model))
+        # A single token, a sentence, and a padded batch at another length than the traced one.
+        shapes = [(1, 1), (1, min(16, model.longest)), (4, min(40, model.longest))]
+        found = difference(model, run, shapes)
         if not int8 and not found.is_within_tolerance:
             raise ValueError(
                 f"the export's numbers are apart from PyTorch's by {found.absolute:.2g}, more than "

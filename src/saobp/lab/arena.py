@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from saobp.lab import two_by_two
-from saobp.lab.arena_records import ORIGINAL, Setting, in_per_cent, recorded, settings_of, title_of
+from saobp.lab.arena_records import (
+    ORIGINAL,
+    Setting,
+    combinations,
+    in_per_cent,
+    recorded,
+    settings_of,
+    title_of,
+    two_by_two,
+)
 from saobp.lab.figures import save_figure
 from saobp.lab.forest import forest
 from saobp.lab.result_page import gain_in_words, in_words, made_on, markdown_table, verdict_in_words
 from saobp.lab.statistics import Gain, paired_gain, pairs_needed, spread
-from saobp.lab.step_times import StepTimes
 from saobp.lab.tuning import tuning_tables
 from saobp.storage.atomic import write_atomically
-from saobp.storage.json_files import read_json, write_json
+from saobp.storage.json_files import read_json, read_object, write_json
 
 EFFECT = 0.5
 """Effect of the power analysis, in per cent of perplexity."""
@@ -89,13 +98,14 @@ def _page(settings: Sequence[Setting], times: StepTimes | None) -> Iterable[str]
         both = list(_together(setting))
         if both:
             yield "Does a method still gain beside another?"
-            yield markdown_table(two_by_two.HEADERS, both)
+            yield markdown_table(TOGETHER, both)
         if setting.blimp:
             yield _blimp(setting)
         yield power(setting)
         yield f"Recipe: `{json.dumps(setting.recipe)}`."
 
 
+TOGETHER = ("method", "beside", "alone", "beside it", "difference of the two [95 % interval]", "together")
 HEADERS = (
     "method",
     "perplexity",
@@ -150,9 +160,9 @@ def _against_each_other(setting: Setting) -> str:
 
 def _together(setting: Setting) -> Iterable[list[str]]:
     """Each method of a combination alone and beside the other, on the seeds that all have."""
-    for first, second, both in two_by_two.combinations(setting.losses, ORIGINAL):
+    for first, second, both in combinations(setting.losses, ORIGINAL):
         for one, other in ((first, second), (second, first)):
-            gains = two_by_two.two_by_two(setting.losses, ORIGINAL, (one, other, both))
+            gains = two_by_two(setting.losses, ORIGINAL, (one, other, both))
             cells = ["" if gain is None else per_cent(in_per_cent(gain)) for gain in gains]
             yield [title_of(one), title_of(other), *cells]
 
@@ -187,3 +197,50 @@ def power(setting: Setting) -> str:
         f"Paired differences have a standard deviation of {typical:.2f} % (median of the methods), so an "
         f"effect of {EFFECT} % needs {needed} pairs to be seen with a probability of 80 %."
     )
+
+
+SHARED = ("family", "size", "batch_size", "length")
+LATER: dict[str, Any] = {"optimizer": "adamw", "masked_share": 0.15}
+"""Fields in which a recipe must agree with the measured one; the later ones with what they were before."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step by method, one number per round; rounds are comparable across methods."""
+
+    setting: Mapping[str, Any]
+    seconds: Mapping[str, list[float]]
+    environment: Mapping[str, str]
+    command: str
+
+    @classmethod
+    def read(cls, path: Path) -> StepTimes | None:
+        """The file's times, None if there is no file."""
+        if not path.exists():
+            return None
+        found = read_object(path)
+        setting = {name: found[name] for name in SHARED} | {n: found.get(n, was) for n, was in LATER.items()}
+        return cls(setting, found["seconds"], found["environment"], found["command"])
+
+    def fits(self, recipe: Mapping[str, Any]) -> bool:
+        return all(recipe.get(name, LATER.get(name)) == value for name, value in self.setting.items())
+
+    def ratio(self, method: str, original: str) -> str:
+        """``1.03 [1.02, 1.04]``: time relative to Original of the same round, with a 95 % interval."""
+        pairs = zip(self.seconds.get(method, []), self.seconds.get(original, []), strict=False)
+        more = {number: own / plain - 1 for number, (own, plain) in enumerate(pairs)}
+        gain = paired_gain(more, dict.fromkeys(more, 0.0), higher_is_better=False)
+        if gain is None or method == original:
+            return ""
+        interval = (
+            "" if gain.low is None or gain.high is None else f" [{1 + gain.low:.2f}, {1 + gain.high:.2f}]"
+        )
+        return f"{1 + gain.difference:.2f}{interval}"
+
+    def in_words(self, original: str) -> str:
+        plain = self.seconds[original]
+        gpu = self.environment.get("GPU", self.environment["CPU"]).partition(",")[0]
+        return (
+            f"Times of a training step are relative to Original's {1e3 * sum(plain) / len(plain):.2f} ms, "
+            f"alone on a quiet {gpu}, in turns, {len(plain)} rounds ([time.json](time.json))."
+        )

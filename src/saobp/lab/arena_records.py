@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,35 @@ def _absent(recipe: Mapping[str, Any]) -> dict[str, Any]:
         for one in fields(PretrainRecipe)
         if one.name not in recipe and one.default is not MISSING
     }
+
+
+Losses = Mapping[str, Mapping[int, float]]
+
+
+def combinations(losses: Losses, original: str) -> Iterator[tuple[str, str, str]]:
+    """``(first, second, both)``: methods trained alone and together, as in ``a``, ``b``, ``a+b``.
+
+    A sum of three is divided at either plus sign.
+    """
+    for both in losses:
+        parts = both.split("+")
+        for count in range(1, len(parts)):
+            first, second = "+".join(parts[:count]), "+".join(parts[count:])
+            if first in losses and second in losses and original in losses:
+                yield first, second, both
+
+
+def two_by_two(
+    losses: Losses, original: str, names: tuple[str, str, str]
+) -> tuple[Gain | None, Gain | None, Gain | None, Gain | None]:
+    """Gains of the first method alone and beside the second, their difference, and that of both together.
+
+    Only seeds that all four methods have, so that the four numbers fit together.
+    """
+    found = [losses[name] for name in (*names, original)]
+    seeds = [seed for seed in found[2] if all(seed in own for own in found)]
+    first, second, both, plain = ({seed: own[seed] for seed in seeds} for own in found)
+    alone = {seed: first[seed] - plain[seed] for seed in seeds}
+    beside = {seed: both[seed] - second[seed] for seed in seeds}
+    gain = partial(paired_gain, higher_is_better=False)
+    return gain(first, plain), gain(both, second), gain(beside, alone), gain(both, plain)

@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from saobp.lab.axes import far_beyond, fit, logarithmic
 from saobp.lab.method_style import STYLES
 from saobp.lab.methods import METHODS
+from saobp.metrics.diagnosis.head_plots import panels
 
 DOTS_PER_INCH = 130
 PANEL = (3.3, 2.7)
@@ -44,19 +45,6 @@ def save_figure(figure: Figure, path: Path) -> list[Path]:
     return [svg, png]
 
 
-def panels(count: int, columns: int = 4, size: tuple[float, float] = PANEL) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels, unused axes hidden."""
-    columns = min(columns, count)
-    rows = -(-count // columns)
-    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-    axes = list(np.atleast_1d(figure.subplots(rows, columns)).flatten())
-    for axis in axes[count:]:
-        axis.set_visible(False)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes[:count]
-
-
 def dots(
     measures: Mapping[str, Mapping[str, Mapping[int, float]]],
     paper: Mapping[str, Mapping[str, float]] | None = None,
@@ -68,7 +56,7 @@ def dots(
     measures = {measure: methods for measure, methods in measures.items() if any(methods.values())}
     keys = _all_of(measures)
     columns = 2 if len(measures) in (2, 4) else 3
-    figure, axes = panels(len(measures), columns, size=(3.9, max(1.7, 0.3 * len(keys) + 0.9)))
+    figure, axes = panels(len(measures), columns, (3.9, max(1.7, 0.3 * len(keys) + 0.9)))
     for index, (axis, (measure, methods)) in enumerate(zip(axes, measures.items(), strict=True)):
         crosses = (paper or {}).get(measure, {})
         rows = [methods.get(key, {}) for key in keys]
@@ -104,9 +92,9 @@ def _row(axis: Axes, row: int, key: str, values: Sequence[float], paper: float |
         axis.plot([mean, mean], [row - 0.3, row + 0.3], color=colour, lw=2)
     if paper is not None:
         axis.plot([paper], [row], "x", color="#444444", ms=6)
-    said, shade = (brief(mean), "#222222") if values else ("no number", "#777777")
+    label, shade = (brief(mean), "#222222") if values else ("no number", "#777777")
     beside = axis.get_yaxis_transform()
-    axis.text(1.01, row, said, transform=beside, fontsize=8, va="center", color=shade)
+    axis.text(1.01, row, label, transform=beside, fontsize=8, va="center", color=shade)
 
 
 def brief(value: float) -> str:
@@ -120,7 +108,7 @@ def curves(
     measures: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], labels: Mapping[str, str]
 ) -> Figure:
     """A panel per measure: a line per method over layers or heads, mean over seeds, with their range."""
-    figure, axes = panels(len(measures))
+    figure, axes = panels(len(measures), 4, PANEL)
     for axis, (measure, methods) in zip(axes, measures.items(), strict=True):
         longest, shade = 1, 0.15 if len(methods) <= 4 else 0.06
         for key, seeds in methods.items():
@@ -142,7 +130,7 @@ def curves(
 
 def progress(methods: Mapping[str, Mapping[int, Points]]) -> Figure:
     """Perplexity over tokens, a line per run; and the later half as paired differences from the first."""
-    figure, (whole, end) = panels(2, size=(5.0, 4.0))
+    figure, (whole, end) = panels(2, 2, (5.0, 4.0))
     for key, runs in methods.items():
         for points in runs.values():
             whole.plot(*zip(*points, strict=True), color=STYLES[key].colour, lw=1.0, alpha=0.7)
@@ -150,7 +138,7 @@ def progress(methods: Mapping[str, Mapping[int, Points]]) -> Figure:
     whole.set_title("every run", fontsize=9)
     whole.set_ylabel("held-out perplexity", fontsize=8)
     (base, base_runs), *others = methods.items()
-    apart = {key: found for key, runs in others if (found := _less(runs, base_runs))}
+    apart = {key: found for key, runs in others if (found := _mean_paired_difference(runs, base_runs))}
     beyond = far_beyond([[y for _, y in points] for points in apart.values()])
     left_out = None if beyond is None else list(apart)[beyond]
     for key, points in apart.items():
@@ -204,7 +192,7 @@ def plateau(panels_of: Mapping[str, Sequence[LoggedRun]], level: float) -> Figur
     return figure
 
 
-def _less(runs: Mapping[int, Points], base: Mapping[int, Points]) -> Points:
+def _mean_paired_difference(runs: Mapping[int, Points], base: Mapping[int, Points]) -> Points:
     """Mean paired difference by seed, where all runs have a value, in the later half."""
     pairs = [(dict(points), dict(base[seed])) for seed, points in runs.items() if seed in base]
     shared = set.intersection(*(own.keys() & other.keys() for own, other in pairs)) if pairs else set()
@@ -212,9 +200,9 @@ def _less(runs: Mapping[int, Points], base: Mapping[int, Points]) -> Points:
     return [(x, float(np.mean([own[x] - other[x] for own, other in pairs]))) for x in late]
 
 
-def _all_of(panels: Mapping[str, Mapping[str, object]]) -> list[str]:
+def _all_of(parts: Mapping[str, Mapping[str, object]]) -> list[str]:
     """Methods of any panel, in the order in which they first appear."""
-    return list(dict.fromkeys(key for methods in panels.values() for key in methods))
+    return list(dict.fromkeys(key for methods in parts.values() for key in methods))
 
 
 def _legend_below(figure: Figure, keys: Sequence[str], line: str = "-") -> None:
@@ -272,7 +260,7 @@ def correlations(
     series: Mapping[str, Mapping[str, Points]], x_label: str, notes: Mapping[str, str]
 ) -> Figure:
     """A panel per score: a dot per checkpoint, by method."""
-    figure, axes = panels(len(series))
+    figure, axes = panels(len(series), 4, PANEL)
     for axis, (measure, methods) in zip(axes, series.items(), strict=True):
         for key, points in methods.items():
             if points:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import base64
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.data.tasks import TASKS, Split, load_split
-from saobp.lab.head_statistics import measure_texts
 from saobp.lab.scales import Scale
-from saobp.metrics.attention_calls import inputs_of
-from saobp.timing import captured, cuda_clock, wall_clock
+from saobp.metrics.attention_inputs import inputs_of
+from saobp.metrics.diagnosis.diagnose import check_weights
+from saobp.metrics.functional.gtd import BETA, HOPS
+from saobp.metrics.health.head_health import CROSS_LAYER
+from saobp.metrics.health.recorder import Recorder
+from saobp.metrics.query_key_statistics import STATISTICS, measure_heads
+from saobp.timing import captured, clock_of
 from saobp.training.checkpoints import model_checksum
-from saobp.training.evaluation.perplexity import causal_perplexity
+from saobp.training.evaluation.perplexity import causal_perplexity, read_wikitext
 from saobp.training.evaluation.run import evaluate, load_language_model
-from saobp.training.evaluation.wikitext import read_wikitext
 from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, race_questions
 from saobp.transformers.capture import AttentionCall, watch
 
@@ -33,7 +36,7 @@ COST_SHAPE = (32, 128)
 Taken = dict[str, Any]
 
 
-def take(measure: str, model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
+def take_measurement(measure: str, model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken:
     """One measurement of a saved model that was pretrained on texts of ``length`` tokens, as JSON."""
     began = time.monotonic()
     taken = MEASURES[measure](model, scale, length, data_dir)
@@ -122,11 +125,14 @@ def maps(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken
     encoded = tokenizer(text, truncation=True, max_length=min(MAP_TOKENS, length), return_tensors="pt")
     rows = last_layer(loaded, encoded["input_ids"])
     names = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist())
-    return {
-        "data": {"squad": split.checksum},
-        "tokens": names,
-        **{name: {"shape": list(one.shape), "float16": _packed(one)} for name, one in rows.items()},
+    packed = {
+        name: {
+            "shape": list(one.shape),
+            "float16": base64.b64encode(one.half().numpy().tobytes()).decode(),
+        }
+        for name, one in rows.items()
     }
+    return {"data": {"squad": split.checksum}, "tokens": names, **packed}
 
 
 def last_layer(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
@@ -159,7 +165,7 @@ def cost(model: Path, scale: Scale, length: int, data_dir: Path | None) -> Taken
     call = _forward(torch.compile(body, dynamic=False) if cuda else body, ids)
     for _ in range(3):
         call()
-    clock = cuda_clock if cuda else wall_clock
+    clock = clock_of("cuda" if cuda else "cpu")
     turns = 3 if scale.name == "smoke" else 101
     taken: Taken = {
         "shape": list(shape),
@@ -177,10 +183,6 @@ def _forward(body: Callable[..., Any], ids: Tensor) -> Callable[[], object]:
             return body(input_ids=ids)
 
     return call
-
-
-def _packed(rows: Tensor) -> str:
-    return base64.b64encode(rows.half().numpy().tobytes()).decode()
 
 
 def unpacked(taken: Taken) -> np.ndarray:
@@ -201,3 +203,74 @@ MEASURES: dict[str, Callable[[Path, Scale, int, Path | None], Taken]] = {
     "maps": maps,
     "cost": cost,
 }
+
+
+TEXTS_AT_ONCE = 32
+POINTS = 1500
+"""(text, head) pairs saved for scatter plots, evenly sampled."""
+POINT_STATISTICS = ("gtd", "clustering", "betweenness")
+
+
+def measure_texts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, length: int
+) -> dict[str, Any]:
+    """Statistics of every head on texts cut to ``length`` tokens, JSON-serialisable.
+
+    ``layers`` has for each statistic and layer the mean of each head, ``points`` (text, head) pairs.
+    """
+    check_weights(model, "the model")
+    device = next(model.parameters()).device
+    found: dict[str, list[dict[str, Tensor]]] = {}
+    recorder = Recorder(model, ("gtd", CROSS_LAYER))
+    tokens = 0
+
+    def keep(call: AttentionCall) -> None:
+        heads = inputs_of(call)
+        assert heads is not None
+        measured = measure_heads(heads, "exact", STATISTICS, beta=BETA, hops=HOPS)
+        own = {name: estimate.value.double().cpu() for name, estimate in measured.items()}
+        found.setdefault(call.name, []).append(own)
+
+    model.eval()
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
+        batch = _encoded(tokenizer, texts[start : start + TEXTS_AT_ONCE], length)
+        tokens += int(batch["attention_mask"].sum())
+        with torch.no_grad(), watch(model, keep):
+            model(**{name: part.to(device) for name, part in batch.items()})
+        with torch.no_grad(), recorder.measuring():
+            model(**{name: part.to(device) for name, part in batch.items()})
+    joined = [
+        {name: torch.cat([part[name] for part in parts]) for name in STATISTICS} for parts in found.values()
+    ]
+    return {
+        "texts": len(texts),
+        "tokens": tokens,
+        "length": length,
+        "names": list(found),
+        "layers": {name: [layer[name].mean(0).tolist() for layer in joined] for name in STATISTICS},
+        CROSS_LAYER: list(recorder.health.cross_layer_gtd().values()),
+        "points": _points(joined),
+    }
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> dict[str, Tensor]:
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    encoded = tokenizer(list(texts), truncation=True, max_length=length, padding=True, return_tensors="pt")
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def _points(layers: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """Pairs spread evenly over layers, heads and texts, with their layer."""
+    grids = {name: torch.stack([layer[name] for layer in layers]) for name in POINT_STATISTICS}
+    shape = grids["gtd"].shape
+    total = grids["gtd"].numel()
+    chosen = torch.randperm(total, generator=torch.Generator().manual_seed(0))[:POINTS].sort().values
+    per_layer = shape[1] * shape[2]
+    return [
+        {
+            "layer": int(place) // per_layer,
+            **{name: round(float(grid.flatten()[place]), 5) for name, grid in grids.items()},
+        }
+        for place in chosen
+    ]

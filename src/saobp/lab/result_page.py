@@ -33,7 +33,7 @@ HEADERS = (
     "ours, method - base [95 % interval]",
     "verdict",
 )
-PAPER_S = (2, 4, 5)
+PAPER_COLUMNS = (2, 4, 5)
 """Columns dropped where the paper has no numbers."""
 LISTED = 12
 """Missing runs listed by name; the rest are counted."""
@@ -89,8 +89,8 @@ class Page:
     ) -> None:
         """A dot plot of every seed by measure and method, if any; its alt text has the means."""
         if any(any(methods.values()) for methods in measures.values()):
-            said = f"{caption} Means: {means_in_words(measures)}."
-            self.figure(name, dots(measures, paper), caption, said)
+            alternative = f"{caption} Means: {means_in_words(measures)}."
+            self.figure(name, dots(measures, paper), caption, alternative)
 
     def compare(
         self,
@@ -163,8 +163,8 @@ class Page:
             )
         else:
             marked = ""
-        empty = not any(line[column] for line in self.lines for column in PAPER_S)
-        kept = [place for place in range(len(HEADERS)) if not (empty and place in PAPER_S)]
+        empty = not any(line[column] for line in self.lines for column in PAPER_COLUMNS)
+        kept = [place for place in range(len(HEADERS)) if not (empty and place in PAPER_COLUMNS)]
         self.table([HEADERS[place] for place in kept], [[line[p] for p in kept] for line in self.lines])
         self.lines = []
         if marked:

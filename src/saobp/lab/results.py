@@ -19,7 +19,7 @@ from saobp.lab.experiment_plan import (
 from saobp.lab.experiments import Experiment
 from saobp.runs.folder import RunFolder
 from saobp.runs.layout import RESULT, seed_folder
-from saobp.runs.provenance import without_folders
+from saobp.runs.machine import without_folders
 from saobp.storage.json_files import read_json, read_object
 
 Values = dict[str, dict[int, float]]
@@ -112,6 +112,17 @@ class Results:
         path = Measurement(model, measure).file(self.runs)
         return Fields(path, read_object(path)) if path.exists() else None
 
+    def measured_values(
+        self, measure: str, of: Callable[[dict[str, Any]], float | None], family: str = "bert"
+    ) -> Values:
+        """One number of each measurement that was taken."""
+
+        def value(model: PretrainRun) -> float | None:
+            taken = self.measured(model, measure)
+            return None if taken is None else of(taken)
+
+        return self.values(value, family)
+
     def tuned(self, model: PretrainRun, task: str) -> dict[str, Any] | None:
         run = RunFolder(self.tuning(model, task).folder(self.runs))
         return Fields(run.file(RESULT), run.result) if run.is_finished else None
@@ -123,6 +134,10 @@ class Results:
         """Of the last epoch, in percent."""
         found = self.tuned(model, task)
         return None if found is None else found[EPOCH]["mean"]
+
+    def scores(self, task: str) -> Values:
+        """Of the last epoch of each model, in percent."""
+        return self.values(lambda model: self.score(model, task))
 
     def tasks_done(self, tasks: Iterable[str]) -> list[str]:
         """Tasks on which any model was fine-tuned."""

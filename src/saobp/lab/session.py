@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from saobp.lab.data_sources import DataSources
 from saobp.lab.experiment_plan import ExperimentPlan, Measurement
 from saobp.lab.measurements import TIMED_ALONE
 from saobp.lab.results import RESTORED
 from saobp.lab.scales import Scale
-from saobp.lab.stages import finetune_all, is_finetuned, is_measured, measure_all, pretrain_all
+from saobp.lab.stages import DataSources, finetune_all, is_finetuned, is_measured, measure_all, pretrain_all
 from saobp.lab.synthetic_tasks import write_synthetic_data
 from saobp.lab.work_queue import Notify, StageResult
 from saobp.runs.folder import RunFolder
@@ -163,8 +162,8 @@ class Session:
 
     def _write_html(self) -> None:
         """An HTML page for each family: the claims, and curves and heads of runs that have logs."""
-        from saobp.lab.reproduction_page import write_reproduction
-        from saobp.report.plotly_bundle import MissingPlotlyError
+        from saobp.lab.tabulate import write_reproduction
+        from saobp.report.page_assets import MissingPlotlyError
 
         runs, scale = self.folders.runs, self.plan.scale.name
         known = [(model, RunFolder(model.folder(runs))) for model in self.plan.pretrain_runs()]

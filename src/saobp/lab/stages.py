@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
@@ -12,16 +14,47 @@ from typing import TypeVar
 import torch
 
 from saobp.data.tasks import Task, load_task
-from saobp.lab.data_sources import DataSources
 from saobp.lab.experiment_plan import FinetuneRun, Measurement, PretrainRun, check_same
-from saobp.lab.measurements import take
+from saobp.lab.measurements import take_measurement
+from saobp.lab.scales import Scale
 from saobp.lab.work_queue import Notify, StageResult, WorkItem, work_through
 from saobp.runs.folder import RunFolder
-from saobp.runs.machine import commit
-from saobp.runs.provenance import command_line, environment
+from saobp.runs.machine import command_line, commit, environment
 from saobp.storage.json_files import write_json
+from saobp.training.dataset import PretrainingData, find_pretraining_data
 from saobp.training.finetune import finetune, recipe_for
 from saobp.training.pretrain import pretrain
+from saobp.training.recipes import PretrainRecipe
+
+
+@dataclass(frozen=True)
+class DataSources:
+    """The folders of an invocation."""
+
+    scale: Scale
+    tokens: Path
+    data_dir: Path | None = None
+
+    def texts(self, recipe: PretrainRecipe) -> PretrainingData:
+        """Rows for one run; runs of one family and corpus share them, each in the order of its seed."""
+        found = _texts(self, recipe.family, recipe.corpus, recipe.length)
+        return replace(found, train=found.train.with_seed(recipe.seed))
+
+
+@functools.lru_cache(maxsize=4)
+def _texts(sources: DataSources, family: str, corpus: str, length: int) -> PretrainingData:
+    """Cached for all seeds, since verifying a token store reads every token."""
+    return find_pretraining_data(
+        family,
+        corpus,
+        length=length,
+        seed=0,
+        tokens=sources.tokens,
+        data_dir=sources.data_dir,
+        vocabulary=sources.scale.vocabulary,
+        held_out=0.01 if sources.scale.vocabulary is None else 0.1,
+    )
+
 
 Work = TypeVar("Work", FinetuneRun, Measurement)
 NAMED = 3
@@ -111,7 +144,9 @@ def measure_all(
     def run(one: Measurement) -> None:
         model = RunFolder(one.model.folder(runs)).model
         try:
-            taken = take(one.measure, model, sources.scale, one.model.recipe.length, sources.data_dir)
+            taken = take_measurement(
+                one.measure, model, sources.scale, one.model.recipe.length, sources.data_dir
+            )
         finally:
             free_memory()
         record = {

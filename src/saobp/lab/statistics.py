@@ -12,6 +12,7 @@ import numpy as np
 from scipy import stats
 
 CONFIDENCE = 0.95
+POWER = 0.8
 LEAST_PAIRS = 3
 """With fewer, a comparison is inconclusive."""
 
@@ -79,8 +80,8 @@ def _verdict(low: float, high: float, pairs: int, higher_is_better: bool) -> Ver
     return "gain" if (low > 0) == higher_is_better else "loss"
 
 
-def pairs_needed(deviation: float, effect: float, power: float = 0.8) -> int:
-    """Sample size of a paired t test at 5 % for an effect at the given power.
+def pairs_needed(deviation: float, effect: float) -> int:
+    """Sample size of a paired t test at 5 % for an effect, at a power of 80 %.
 
     deviation: standard deviation of the paired differences, in the unit of the effect
     """
@@ -89,7 +90,7 @@ def pairs_needed(deviation: float, effect: float, power: float = 0.8) -> int:
     ratio = min(abs(effect) / deviation, 30.0)  # two pairs are enough, and the distribution overflows
     for pairs in range(2, 10_000):
         beyond = float(stats.t.ppf(0.5 + CONFIDENCE / 2, pairs - 1))
-        if stats.nct.sf(beyond, pairs - 1, ratio * math.sqrt(pairs)) >= power:
+        if stats.nct.sf(beyond, pairs - 1, ratio * math.sqrt(pairs)) >= POWER:
             return max(pairs, LEAST_PAIRS)
     raise ValueError(f"an effect of {effect} needs more than 10,000 pairs at a spread of {deviation}")
 

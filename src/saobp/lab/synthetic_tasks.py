@@ -136,12 +136,12 @@ def _hellaswag(draw: random.Random, place: int, seed: int) -> Row:
 
 def _race(draw: random.Random, place: int, seed: int) -> Row:
     article = place // 2
-    told = random.Random(f"article {seed} {article}")
+    story = random.Random(f"article {seed} {article}")
     label = draw.randrange(4)
     questions = ("What is it like?", "One can say that it is   _  .")
     return {
         "example_id": f"middle{seed}{article}.txt",
-        "article": f"Story {seed} {article}. {sentence(told)} {sentence(told)}",
+        "article": f"Story {seed} {article}. {sentence(story)} {sentence(story)}",
         "question": questions[place % 2],
         "options": [SIGNS[1] if number == label else f"{SIGNS[0]} {COLOURS[number]}" for number in range(4)],
         "answer": "ABCD"[label],

@@ -1,19 +1,23 @@
-"""The tabulate stage: a page for each experiment, and the overview of all pages."""
+"""The tabulate stage: a page for each experiment, the overview of all pages, and an HTML page of runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from saobp.lab.experiment_plan import ExperimentPlan
 from saobp.lab.experiments import EXPERIMENTS, Experiment
+from saobp.lab.method_style import STYLES
 from saobp.lab.pages import PAGES
 from saobp.lab.result_page import ANSWERS, Page, markdown_table
 from saobp.lab.results import RESTORED, Results, recorded_runs
 from saobp.lab.scales import SCALES
 from saobp.lab.statistics import UNDECIDED, Status
 from saobp.lab.work_queue import Notify
+from saobp.report.page import write_report
+from saobp.report.tables import PageTable
+from saobp.sizes import FAMILY_NAMES
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_object
 
@@ -84,8 +88,8 @@ def write_overview(out: Path) -> Path:
     outcomes.sort(key=lambda one: (list(EXPERIMENTS).index(one["target"]), list(SCALES).index(one["scale"])))
     path = out / "README.md"
     story = out / STORY
-    told = [story.read_text(encoding="utf-8").strip()] if story.exists() else []
-    write_atomically(path, "\n\n".join(["# Results", *told, *_overview(outcomes)]) + "\n")
+    introduction = [story.read_text(encoding="utf-8").strip()] if story.exists() else []
+    write_atomically(path, "\n\n".join(["# Results", *introduction, *_overview(outcomes)]) + "\n")
     return path
 
 
@@ -170,3 +174,59 @@ def _not_run(outcomes: list[dict[str, Any]]) -> str:
 
 def _link(outcome: dict[str, Any]) -> str:
     return f"[{outcome['title']} ({outcome['scale']})]({outcome['target']}/{outcome['scale']}.md)"
+
+
+MOST_RUNS = 8
+"""Most runs that colours can distinguish on one page."""
+
+
+def write_reproduction(
+    runs: Mapping[Path, str], results: Path, targets: Sequence[str], scale: str, family: str
+) -> Path:
+    """``report-SCALE-FAMILY.html`` in the results folder: outcomes of some targets, first runs of a family.
+
+    Inconclusive targets come last. Each family has a page, since masked and causal perplexities do not
+    compare.
+    runs: folders with their methods, whose colours are those of the lab's figures
+    """
+    decided: list[PageTable] = []
+    undecided: list[PageTable] = []
+    for target in targets:
+        file = results / target / f"{scale}.json"
+        if not file.exists():
+            continue
+        outcome = read_object(file)
+        claims = [claim for claim in outcome["claims"] if claim["status"] != "not run"]
+        left_out = len(outcome["claims"]) - len(claims)
+        notes = [f"{outcome['runs']} runs behind it, {len(outcome['missing'])} missing."]
+        if left_out:
+            notes.append(f"{left_out} further claims were not run.")
+        is_question = outcome["kind"] == "question"
+        answers = ANSWERS if is_question else {}
+        rows = [
+            [claim["words"], answers.get(claim["status"], claim["status"]), claim["detail"]]
+            for claim in claims
+        ]
+        if scale == "smoke":
+            notes.append("A smoke run only shows that the code runs; its numbers say nothing.")
+        if rows:
+            first = ("is it so?", "answer") if is_question else ("claim", "here")
+            columns = (*first, "our difference [95 % interval]")
+            is_open = all(claim["status"] == UNDECIDED for claim in claims)
+            tables = undecided if is_open else decided
+            tables.append(PageTable(outcome["title"], columns, rows, " ".join(notes)))
+    shown = list(runs)[:MOST_RUNS]
+    title = f"Reproduction, {scale} scale, {FAMILY_NAMES[family]}"
+    if len(runs) > MOST_RUNS:
+        title += f": the first {MOST_RUNS} of {len(runs)} runs"
+    styles = _styles([runs[run] for run in shown])
+    page = results / f"report-{scale}-{family}.html"
+    return write_report(shown, page, title=title, tables=[*decided, *undecided], styles=styles)
+
+
+def _styles(methods: Sequence[str]) -> list[tuple[str, str, int]]:
+    """Colours of each method; further runs of one, as of another seed, are dashed."""
+    return [
+        (STYLES[key].colour, STYLES[key].on_dark, methods[:place].count(key))
+        for place, key in enumerate(methods)
+    ]

@@ -1,8 +1,9 @@
-"""Inputs of attention: queries, keys, masks and the refinement of some heads."""
+"""Inputs of attention: queries, keys, masks and the refinement of some heads, as captured from a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +11,13 @@ from torch import Tensor
 from saobp.functional import build_graph
 from saobp.metrics.functional.maps import Maps, unchecked_maps
 from saobp.metrics.operators.tiled import Mask
-from saobp.propagation.beliefs import propagate
-from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
-from saobp.propagation.reference import head_strength
+from saobp.propagation.reference import head_strength, refine_scores
 from saobp.refinement import Refinement
+from saobp.transformers.attention_function import unknown_argument
+from saobp.transformers.capture import AttentionCall
+
+ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -47,18 +50,30 @@ class AttentionInputs:
             self.causal if self.causal_messages is None else self.causal_messages
         )
 
+    def texts(self, items: slice | Tensor) -> AttentionInputs:
+        """The given texts, with all heads."""
+        return replace(
+            self,
+            query=self.query[items],
+            key=self.key[items],
+            strength=self.strength if self.strength.ndim == 1 else _part(self.strength, 1, items),
+            padding_mask=None if self.padding_mask is None else self.padding_mask[items],
+            visible=_part(self.visible, 0, items),
+            bias=_part(self.bias, 0, items),
+        )
+
     def select(self, items: slice, heads: slice) -> AttentionInputs:
         """The given texts and heads, with shared keys repeated for their query heads."""
+        own = self.texts(items)
         groups = self.query.shape[1] // self.key.shape[1]
         positions = torch.arange(heads.start, heads.stop, device=self.key.device) // groups
         return replace(
-            self,
-            query=self.query[items, heads],
-            key=self.key[items][:, positions] if groups > 1 else self.key[items, heads],
-            strength=_strength_slice(self.strength, items, heads),
-            padding_mask=None if self.padding_mask is None else self.padding_mask[items],
-            visible=_mask_slice(self.visible, items, heads),
-            bias=_mask_slice(self.bias, items, heads),
+            own,
+            query=own.query[:, heads],
+            key=own.key[:, positions] if groups > 1 else own.key[:, heads],
+            strength=own.strength[heads] if own.strength.ndim == 1 else own.strength[:, :, heads],
+            visible=_part(own.visible, 1, heads),
+            bias=_part(own.bias, 1, heads),
         )
 
     def without_empty_texts(self) -> AttentionInputs:
@@ -66,40 +81,23 @@ class AttentionInputs:
         if self.padding_mask is None:
             return self
         kept = self.padding_mask.any(-1).nonzero()[:, 0]
-        if len(kept) == len(self.padding_mask):
-            return self
-        return replace(
-            self,
-            query=self.query[kept],
-            key=self.key[kept],
-            strength=_strength_slice(self.strength, kept, slice(None)),
-            padding_mask=self.padding_mask[kept],
-            visible=self.visible if self.visible is None or len(self.visible) == 1 else self.visible[kept],
-            bias=self.bias if self.bias is None or len(self.bias) == 1 else self.bias[kept],
-        )
+        return self if len(kept) == len(self.padding_mask) else self.texts(kept)
 
     def unpadded_text(self, item: int) -> AttentionInputs:
         """One text without its padding; grouped keys stay grouped."""
-        items, heads = slice(item, item + 1), slice(0, self.query.shape[1])
-        one = replace(
-            self,
-            query=self.query[items],
-            key=self.key[items],
-            strength=_strength_slice(self.strength, items, heads),
-            visible=_mask_slice(self.visible, items, heads),
-            bias=_mask_slice(self.bias, items, heads),
-        )
+        own = self.texts(slice(item, item + 1))
         if self.padding_mask is None:
-            return one
+            return own
         real = self.padding_mask[item].nonzero()[:, 0]
+        strength = own.strength
         return replace(
-            one,
-            query=one.query[:, :, real],
-            key=one.key[:, :, real],
-            strength=_strength_between(one.strength, real),
+            own,
+            query=own.query[:, :, real],
+            key=own.key[:, :, real],
+            strength=strength if strength.ndim == 1 else _part(_part(strength, 3, real), 4, real),
             padding_mask=None,
-            visible=None if one.visible is None else one.visible[..., real, :][..., real],
-            bias=None if one.bias is None else one.bias[..., real, :][..., real],
+            visible=_part(_part(own.visible, 2, real), 3, real),
+            bias=_part(_part(own.bias, 2, real), 3, real),
         )
 
     def mask(self) -> Mask:
@@ -111,15 +109,17 @@ class AttentionInputs:
     def scores(self) -> tuple[Tensor, FactorGraph]:
         """Scores before any refinement, ``[batch, heads, length, length]``, and the factor graph."""
         precision = torch.promote_types(self.query.dtype, torch.float32)
-        scores = self.query.to(precision) @ self.key.to(precision).transpose(-1, -2) * self.scale
+        scores = (self.query.to(precision) @ self.key.to(precision).transpose(-1, -2)).mul_(self.scale)
         if self.bias is not None:
             scores = scores + self.bias
         length = scores.shape[-1]
-        graph = build_graph(length, length, self.refinement, self.padding_mask, self.causal, scores.device)
+        graph = build_graph(
+            length, length, self.refinement, self.padding_mask, self.causal, scores.device, window=self.window
+        )
         graph = replace(graph, causal=self.has_causal_messages())
-        for seen in (self.visible, self._within_window(length)):
-            if seen is not None:
-                graph = replace(graph, visible=seen if graph.visible is None else seen & graph.visible)
+        if self.visible is not None:
+            visible = self.visible if graph.visible is None else self.visible & graph.visible
+            graph = replace(graph, visible=visible)
         return scores, graph
 
     def maps(self) -> Maps:
@@ -127,42 +127,96 @@ class AttentionInputs:
         scores, graph = self.scores()
         if self.refinement.factor == "none":
             return unchecked_maps(graph.mask_rows(graph.mask_scores(scores).softmax(-1)), self.padding_mask)
-        rows = propagate(
-            scores,
-            get_factor(self.refinement.factor),
-            head_strength(self.strength, scores),
-            graph,
-            steps=self.refinement.steps,
-            damping=self.refinement.damping,
-            message_stride=self.refinement.message_stride,
-        ).rows
-        return unchecked_maps(rows, self.padding_mask)
-
-    def _within_window(self, length: int) -> Tensor | None:
-        if self.window is None:
-            return None
-        positions = torch.arange(length, device=self.query.device)
-        return (positions[:, None] - positions).abs() < self.window
+        found = refine_scores(scores, self.refinement, head_strength(self.strength, scores), graph)
+        return unchecked_maps(found.rows, self.padding_mask)
 
 
-def _strength_slice(strength: Tensor, items: slice | Tensor, heads: slice) -> Tensor:
-    """Strengths of the given texts and heads."""
-    if strength.ndim == 1:
-        return strength[heads]
-    return (strength[:, items] if strength.shape[1] > 1 else strength)[:, :, heads]
+def _part(values: Tensor | None, dimension: int, chosen: slice | Tensor) -> Any:
+    """Some entries along a dimension, unless it has one entry for all."""
+    if values is None or values.shape[dimension] == 1:
+        return values
+    return values[(*[slice(None)] * dimension, chosen)]
 
 
-def _strength_between(strength: Tensor, real: Tensor) -> Tensor:
-    """Strengths between the given tokens alone."""
-    if strength.ndim > 1 and strength.shape[-2] > 1:
-        strength = strength[..., real, :]
-    if strength.ndim > 1 and strength.shape[-1] > 1:
-        strength = strength[..., real]
-    return strength
+def inputs_of(
+    call: AttentionCall, texts: int | None = None, *, linear: bool = False
+) -> AttentionInputs | None:
+    """Inputs of one call for its first ``texts`` texts; None for cross-attention and cached decoding.
 
-
-def _mask_slice(mask: Tensor | None, items: slice, heads: slice) -> Tensor | None:
-    if mask is None:
+    ``linear`` detects a causal or full mask in a 4-D one, so that the sampled method can use fused kernels.
+    """
+    length = call.query.shape[-2]
+    if length != call.key.shape[-2] or is_cross_attention(call):
         return None
-    mask = mask[items] if mask.shape[0] > 1 else mask
-    return mask[:, heads] if mask.shape[1] > 1 else mask
+    check_options(call)
+    refinement, strength = call.refinement()
+    query, key = call.query.detach()[:texts], call.key.detach()[:texts]
+    if strength.ndim > 1 and strength.shape[1] > 1:
+        strength = strength[:, :texts]
+    mask = call.mask
+    padding: Tensor | None = None
+    if call.sequences is None and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+        padding = None if mask is None else mask[:texts, -length:].bool()
+        applies = mask is not None or call.implementation != "eager"
+        causal = call.is_causal and applies
+        return AttentionInputs(
+            query, key, strength.detach(), refinement, causal, call.scaling, padding, call.window
+        )
+    graph, bias = call.graph()
+    assert graph.visible is not None
+    visible = graph.visible[:texts].expand(-1, -1, length, length)
+    real = visible.any(-1) if graph.senders is None else visible.any(-1) & graph.senders[:texts, ..., 0]
+    bias = None if bias is None or not bool(bias.any()) else bias[:texts].expand(-1, -1, length, length)
+    if not bool(real.all()):
+        padding = real.any(1).expand(len(query), -1)
+    causal = False
+    kind = _mask_kind(visible, padding) if linear and bias is None else None
+    if kind is not None:
+        causal = kind == "causal"
+    return AttentionInputs(
+        query,
+        key,
+        strength.detach(),
+        refinement,
+        causal,
+        call.scaling,
+        padding,
+        visible=visible if kind is None else None,
+        bias=bias,
+        causal_messages=call.is_causal,
+    )
+
+
+def _mask_kind(visible: Tensor, padding: Tensor | None) -> str | None:
+    """``causal`` or ``full`` if the mask equals that, up to padding, in all real rows."""
+    length = visible.shape[-1]
+    keys = torch.arange(length, device=visible.device)
+    fits = {"full": True, "causal": True}
+    for positions in keys.split(ROWS_AT_ONCE):
+        seen = visible[:, :, positions]
+        for kind in fits:
+            expected = (keys <= positions[:, None])[None, None] if kind == "causal" else torch.ones_like(seen)
+            if padding is not None:
+                expected = expected & padding[:, None, None, :]
+            differs = seen != expected
+            if padding is not None:
+                differs = differs & padding[:, None, positions, None]
+            fits[kind] = fits[kind] and not bool(differs.any())
+    return next((kind for kind, fit in fits.items() if fit), None)
+
+
+def is_cross_attention(call: AttentionCall) -> bool:
+    """Whether keys come from another sequence; equal lengths do not rule that out."""
+    own = call.name.rpartition(".")[2].lower()
+    named = any(word in own for word in ("cross", "encoder_attn", "encdecattention"))
+    return named or ".crossattention" in call.name or bool(getattr(call.module, "is_cross_attention", False))
+
+
+def check_options(call: AttentionCall) -> None:
+    """Raises for options that change the rows."""
+    name = unknown_argument(call.options)
+    if name is not None:
+        raise ValueError(
+            f"{type(call.module).__name__} passes {name!r} to its attention, which changes the rows in a way "
+            "that saobp's statistics do not know"
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -10,11 +11,17 @@ from torch import Tensor
 
 from saobp.arguments import check_lengths, check_states, read_padding, read_strength
 from saobp.metrics.attention_inputs import AttentionInputs
-from saobp.metrics.exact_statistics import STATISTICS, SeeMaps, blocks, exact_statistics
-from saobp.metrics.functional.gtd import BETA, HOPS, check_path
-from saobp.metrics.operators.select import operator_for
-from saobp.metrics.sampling.estimate import Estimate
-from saobp.metrics.sampling.estimators import SAMPLED, Draws, Sampling, estimate, observe
+from saobp.metrics.functional.entropy import (
+    attention_entropy,
+    normalised_entropy,
+    sink_mass,
+    sparsity,
+)
+from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_paths, indirect_share
+from saobp.metrics.functional.maps import Maps
+from saobp.metrics.functional.token_graph import betweenness, clustering
+from saobp.metrics.operators.fused import operator_for
+from saobp.metrics.sampling import SAMPLED, Draws, Estimate, Sampling, estimate, exact_estimate, observe
 from saobp.propagation.beliefs import without_autocast
 from saobp.refinement import Refinement
 
@@ -85,14 +92,14 @@ def measure_heads(
     beta: float = BETA,
     hops: int = HOPS,
     sampling: Sampling | None = None,
-    see: SeeMaps | None = None,
+    on_maps: OnMaps | None = None,
 ) -> dict[str, Estimate]:
-    """``measure`` without checks; the exact method shows its maps to ``see``."""
+    """``measure`` without checks; the exact method shows its maps to ``on_maps``."""
     wanted = checked_statistics(method, statistics)
     with torch.no_grad(), without_autocast(heads.query.device.type):
         if method == "sampled":
             return _sampled(heads, wanted, beta, hops, sampling or Sampling())
-        return exact_statistics(heads, wanted, beta, hops, see)
+        return exact_statistics(heads, wanted, beta, hops, on_maps)
 
 
 def checked_statistics(method: str, statistics: Collection[str] | None) -> tuple[str, ...]:
@@ -132,3 +139,88 @@ def _sampled(
 def _at_least_bfloat16_range(states: Tensor) -> Tensor:
     """States in a type with the range of single precision: half precision would lose small weights."""
     return states.float() if states.dtype == torch.float16 else states
+
+
+WORKING_BYTES = 384 * 2**20
+"""Bytes for the heads processed together; at least one head is."""
+CPU_WORKING_BYTES = 8 * 2**20
+"""The same on a CPU, where maps that stay in its cache are processed several times as fast."""
+MAPS_HELD = 8
+"""Maps that one head needs at the peak, roughly."""
+
+WITHOUT_PATHS: dict[str, Callable[[Maps], Tensor]] = {
+    "attention_entropy": attention_entropy,
+    "sparsity": sparsity,
+    "sink_mass": sink_mass,
+    "clustering": clustering,
+    "betweenness": betweenness,
+}
+STATISTICS = ("gtd", "indirect_entropy", *WITHOUT_PATHS)
+
+OnMaps = Callable[[slice, Tensor], object]
+"""Called with a slice of the texts and some of their maps, ``[texts, heads, length, length]``."""
+
+
+def exact_statistics(
+    heads: AttentionInputs, wanted: tuple[str, ...], beta: float, hops: int, on_maps: OnMaps | None = None
+) -> dict[str, Estimate]:
+    """Each statistic of every head, ``[batch, heads]``; ``on_maps`` is called with all maps, block by block.
+
+    On a CPU texts are freed of their padding and measured one by one.
+    """
+    batch, count = heads.query.shape[:2]
+    precision = torch.promote_types(heads.query.dtype, torch.float32)
+    values = {name: heads.query.new_empty(batch, count, dtype=precision) for name in wanted}
+    on_cpu = heads.query.device.type == "cpu"
+    working = CPU_WORKING_BYTES if on_cpu else WORKING_BYTES
+    for texts, own in _without_padding(heads):
+        length = own.query.shape[-2]
+        for items, some in blocks(len(own.query), count, MAPS_HELD * 4 * length**2, working):
+            maps = own.select(items, some).maps()
+            place = slice(texts.start + items.start, texts.start + items.stop)
+            found = map_statistics(maps, wanted, beta, hops, triangular=on_cpu and own.causal)
+            for name, value in found.items():
+                values[name][place, some] = value
+            if on_maps is not None:
+                on_maps(place, maps.rows)
+    return {name: exact_estimate(value) for name, value in values.items()}
+
+
+def map_statistics(
+    maps: Maps, wanted: tuple[str, ...], beta: float, hops: int, *, triangular: bool
+) -> dict[str, Tensor]:
+    """Each statistic of some maps; ``triangular`` says that all are causal."""
+    found = {name: WITHOUT_PATHS[name](maps) for name in wanted if name in WITHOUT_PATHS}
+    if len(found) < len(wanted):
+        paths = indirect_paths(maps.rows, beta, hops, triangular=triangular)
+        if "gtd" in wanted:
+            found["gtd"] = indirect_share(maps.rows, paths)
+        if "indirect_entropy" in wanted:
+            found["indirect_entropy"] = maps.mean_over_rows(normalised_entropy(paths))
+    return found
+
+
+def _without_padding(heads: AttentionInputs) -> Iterator[tuple[slice, AttentionInputs]]:
+    """Texts to measure together, with their place in the batch."""
+    if heads.padding_mask is None or heads.query.device.type != "cpu":
+        yield slice(0, len(heads.query)), heads
+        return
+    for text in range(len(heads.query)):
+        yield slice(text, text + 1), heads.unpadded_text(text)
+
+
+def blocks(
+    batch: int, heads: int, bytes_per_head: int, working: int | None = None
+) -> Iterator[tuple[slice, slice]]:
+    """Texts and heads that fit into the working memory together, in blocks of nearly one size."""
+    room = max(1, (WORKING_BYTES if working is None else working) // max(bytes_per_head, 1))
+    for items in even_slices(batch, max(1, room // heads)):
+        for some in even_slices(heads, room):
+            yield items, some
+
+
+def even_slices(count: int, largest: int) -> list[slice]:
+    """As few parts of ``count`` things as ``largest`` allows, whose sizes differ by at most one."""
+    parts = -(-count // largest)
+    edges = [count * part // max(parts, 1) for part in range(parts + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]

@@ -137,7 +137,7 @@ def cpu_attention(
             message = message if sends is None else message * sends
     output = query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
     for part in _parts(batch, heads, queries * key.shape[-2]):
-        q, k, v = [_chunk(x, part, arithmetic) for x in (query, key, value)]
+        q, k, v = [_at(x, part).to(arithmetic).flatten(0, 1) for x in (query, key, value)]
         scores, rows = _two_maps(q.shape[0], queries, k.shape[1], arithmetic)
         hidden = None if bias is None else _spread(bias, part, batch, heads)
         if hidden is None:
@@ -239,11 +239,6 @@ def _two_maps(chunk: int, queries: int, keys: int, arithmetic: torch.dtype) -> t
         both = _scratch.buffer[:, :entries]
     first, second = both.view(2, chunk, queries, keys).unbind()
     return first, second
-
-
-def _chunk(states: Tensor, part: Slices, arithmetic: torch.dtype) -> Tensor:
-    """``[chunk, length, dim]`` in the precision of the arithmetic, from ``[batch, heads, length, dim]``."""
-    return _at(states, part).to(arithmetic).flatten(0, 1)
 
 
 def _at(values: Tensor, part: Slices) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from saobp.propagation.beliefs import propagate
+from saobp.propagation.beliefs import Beliefs, propagate
 from saobp.propagation.factors import get_factor
 from saobp.propagation.graph import FactorGraph
 from saobp.refinement import MAX_STRENGTH, Refinement
@@ -41,26 +41,41 @@ def reference_attention(
     strength ``[heads]``, or of rows and keys as in ``head_strength``; ``bias`` is added to the scores. Scores
     use the inputs' precision, softmax and messages at least float32, as in Transformers' eager attention.
     """
-    key, value = share_heads(key, query.shape[1]), share_heads(value, query.shape[1])
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.matmul(query, key.transpose(-1, -2)) * scale
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if bias is not None:
-        scores = scores + bias
-    rows, messages = propagate(
-        scores,
-        get_factor(refinement.factor),
-        head_strength(strength, scores),
-        graph,
-        steps=refinement.steps,
-        damping=refinement.damping,
-        message_stride=refinement.message_stride,
-        past=past,
-        keep_messages=keep_messages,
-    )
+    scores = scaled_scores(query, key, bias, scale)
+    strength = head_strength(strength, scores)
+    rows, messages = refine_scores(scores, refinement, strength, graph, past, keep_messages)
     rows = rows.to(query.dtype)
-    output = torch.matmul(functional.dropout(rows, dropout_p) if dropout_p else rows, value)
-    return Attended(output, rows, messages)
+    return Attended(weighted_values(rows, value, dropout_p), rows, messages)
+
+
+def scaled_scores(query: Tensor, key: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+    """Scores ``[batch, heads, queries, keys]`` plus the bias, in at least float32."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.matmul(query, share_heads(key, query.shape[1]).transpose(-1, -2)) * scale
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores if bias is None else scores + bias
+
+
+def weighted_values(rows: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+    """Rows, after dropout, times values; value heads may be fewer."""
+    rows = functional.dropout(rows, dropout_p) if dropout_p else rows
+    return torch.matmul(rows, share_heads(value, rows.shape[1]))
+
+
+def refine_scores(
+    scores: Tensor,
+    refinement: Refinement,
+    strength: Tensor,
+    graph: FactorGraph,
+    past: Tensor | None = None,
+    keep_messages: bool = False,
+) -> Beliefs:
+    """:func:`propagate` with the factor, steps and damping of a refinement."""
+    return propagate(
+        scores, get_factor(refinement.factor), strength, graph, steps=refinement.steps,
+        damping=refinement.damping, message_stride=refinement.message_stride,
+        past=past, keep_messages=keep_messages,
+    )  # fmt: skip
 
 
 def share_heads(states: Tensor, heads: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from saobp.report.explorer import explorer_data, write_explorer
 from saobp.report.page import PAGE_BYTES, write_report
-from saobp.report.plotly_bundle import MissingPlotlyError
+from saobp.report.page_assets import MissingPlotlyError
 from saobp.report.run_view import Run, read_runs
 from saobp.report.tables import PageTable
 

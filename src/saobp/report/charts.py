@@ -19,8 +19,8 @@ from saobp.metrics.health.verdicts import (
     LOCALISED_BELOW,
     SINK_FROM,
 )
-from saobp.report.curves import AXES, Curve
-from saobp.report.plotly_bundle import MissingPlotlyError
+from saobp.report.curves import AXES
+from saobp.report.page_assets import MissingPlotlyError
 from saobp.report.run_view import Run
 from saobp.report.snapshots import Snapshot
 from saobp.report.summaries import shown
@@ -100,6 +100,7 @@ def _rank(name: str) -> int:
 
 
 def _quantity(name: str, runs: Sequence[Run]) -> Figure:
+    tells_how_it_ran = not name.startswith(("loss", "eval_")) or "per_second" in name or "runtime" in name
     lines = [(index, run, series) for index, run in enumerate(runs) for series in run.curves.get(name, [])]
     title = NAMES.get(name) or _capital(name.replace("eval_", "validation ", 1).replace("_", " "))
     traces = [
@@ -108,19 +109,13 @@ def _quantity(name: str, runs: Sequence[Run]) -> Figure:
     ]
     return {
         **_figure(f"curve-{name}", title, traces, _layout("step")),
-        "x": {axis: [_coordinates(series, axis) for _, _, series in lines] for axis in AXES[1:]},
+        "x": {
+            axis: [series.axes.get(axis, [None] * len(series.values)) for _, _, series in lines]
+            for axis in AXES[1:]
+        },
         "isLog": name.endswith("perplexity"),
-        "isFolded": _is_for_engineers(name),
+        "isFolded": tells_how_it_ran,
     }
-
-
-def _is_for_engineers(name: str) -> bool:
-    """Whether a curve tells how a run went, not what it learned."""
-    return not name.startswith(("loss", "eval_")) or "per_second" in name or "runtime" in name
-
-
-def _coordinates(series: Curve, axis: str) -> list[float | None]:
-    return series.axes.get(axis, [None] * len(series.values))
 
 
 def _means(runs: Sequence[Run]) -> list[Figure]:

@@ -44,7 +44,8 @@ def read_curves(lines: Sequence[dict[str, Any]], of: str = "") -> dict[str, list
     for line in lines:
         index = {name: number(line[name]) if name in line else index[name] for name in AXES}
         for name, value in line.items():
-            if name not in NOT_DRAWN and _is_numeric(value):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name not in NOT_DRAWN and is_number:
                 points.setdefault(name, []).append((index, number(value)))
     return {
         name: [_series(of, found)]
@@ -77,7 +78,3 @@ def _extremes(values: Sequence[float | None], most: int) -> list[int]:
         finite = [(value, index) for index in range(start, stop) if (value := values[index]) is not None]
         kept |= {min(finite)[1], max(finite)[1]} if finite else {start}
     return sorted(kept)
-
-
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

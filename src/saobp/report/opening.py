@@ -76,7 +76,8 @@ def _compared(runs: Sequence[Run]) -> str:
     seeds = list(dict.fromkeys(str(_fact(run, "seed")) for run in runs))
     shared = f"seed{'s' if len(seeds) > 1 else ''} {_listed(seeds)}"
     model = _fact(runs[0], "model") or "model"
-    return f"The same {model}, trained {_times(len(runs))} on the same data ({shared}): {methods}."
+    times = {2: "twice", 3: "three times", 4: "four times"}.get(len(runs), f"{len(runs)} times")
+    return f"The same {model}, trained {times} on the same data ({shared}): {methods}."
 
 
 def _changed(runs: Sequence[Run]) -> str:
@@ -211,10 +212,6 @@ def _ending(run: Run) -> str:
 def _mean_gtd(snapshot: Snapshot) -> float | None:
     values = [dot.place for dot in _dots(snapshot, range(len(snapshot.verdicts)))]
     return sum(values) / len(values) if values else None
-
-
-def _times(count: int) -> str:
-    return {2: "twice", 3: "three times", 4: "four times"}.get(count, f"{count} times")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -67,7 +67,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             raise ValueError(f"there is no folder {str(folder)!r} with a run")
     opened = [own for folder in folders for own in run_folders(folder)]
     runs = [run for folder in opened for run in _read_folder(folder)]
-    return [replace(run, name=name) for run, name in zip(runs, _told_apart(runs, opened), strict=True)]
+    return [replace(run, name=name) for run, name in zip(runs, _unique_names(runs, opened), strict=True)]
 
 
 def refinement_words(refinement: Any) -> str:
@@ -87,10 +87,10 @@ def _read_folder(folder: Path) -> list[Run]:
 def _read_run(folder: Path) -> Run:
     problems: Problems = []
     seeds = seed_folders(folder)
-    told = seeds[0] if seeds and not (folder / RECIPE).is_file() else folder
-    recipe = try_read_object(told / RECIPE, problems, "what was trained is not known")
-    record = try_read_object(told / RECORD, problems, "when, where and on which data is not known")
-    if told != folder and record:
+    described = seeds[0] if seeds and not (folder / RECIPE).is_file() else folder
+    recipe = try_read_object(described / RECIPE, problems, "what was trained is not known")
+    record = try_read_object(described / RECORD, problems, "when, where and on which data is not known")
+    if described != folder and record:
         record["seed"] = ", ".join(seed.name.removeprefix(SEED) for seed in seeds)
     result = try_read_object(folder / RESULT, problems)
     status = str(record.get("status", "unknown"))
@@ -223,7 +223,7 @@ def _read_diagnosis(folder: Path) -> list[Run]:
     return runs
 
 
-def _told_apart(runs: Sequence[Run], folders: Sequence[Path]) -> list[str]:
+def _unique_names(runs: Sequence[Run], folders: Sequence[Path]) -> list[str]:
     names = [run.name for run in runs]
     if len(set(names)) == len(names):
         return names

@@ -11,8 +11,7 @@ import torch
 from saobp.metrics.diagnosis.diagnose import Diagnosis
 from saobp.metrics.diagnosis.head_kinds import KINDS
 from saobp.metrics.health.head_health import CROSS_LAYER, HeadHealth
-from saobp.metrics.health.uniform_map import UniformMap, uniform_map
-from saobp.metrics.health.verdicts import Verdict, verdict
+from saobp.metrics.health.verdicts import UniformMap, Verdict, judged, uniform_map
 from saobp.runs.tolerant_reader import number
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -161,24 +160,14 @@ def _across(values: Any, layers: int) -> dict[int, float]:
 
 
 def _verdicts(grids: dict[str, Grid], uniform: UniformMap | None) -> list[list[Verdict]]:
-    entropies, sinks = grids.get("attention_entropy"), grids.get("sink_mass")
-    first = next(iter(grids.values()))
-    uniform_gtd, largest, uniform_sink = None, None, 0.0
-    if uniform is not None:
-        uniform_gtd, largest, uniform_sink = (one.item() for one in uniform)
-
-    def judged(layer: int, head: int) -> Verdict:
-        gtd = grids["gtd"][layer][head] if "gtd" in grids else None
-        entropy = entropies[layer][head] if entropies else None
-        share = None if entropy is None or not largest else entropy / largest
-        sink = sinks[layer][head] if sinks else None
-        if gtd is None:
-            return "undefined"
-        return verdict(
-            gtd, entropy_share=share, sink_mass=sink, uniform_gtd=uniform_gtd, uniform_sink=uniform_sink
-        )
-
-    return [[judged(layer, head) for head in range(len(row))] for layer, row in enumerate(first)]
+    beside = () if uniform is None else tuple(one.item() for one in uniform)
+    return [
+        [
+            judged({name: grid[layer][head] for name, grid in grids.items()}, *beside)
+            for head in range(len(row))
+        ]
+        for layer, row in enumerate(next(iter(grids.values())))
+    ]
 
 
 def _grid(values: Any, layers: int) -> Grid | None:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from saobp.metrics.diagnosis.head_names import COLOURS, TITLES
-from saobp.metrics.diagnosis.head_plots import heat_map, layer_curves, short_name
+from saobp.metrics.diagnosis.head_plots import heat_map, layer_curves, panels, short_name
 from saobp.report.run_view import Run, read_runs
 
 FIRST = ("loss", "eval_loss", "eval_perplexity")
@@ -67,11 +67,8 @@ def drawn_curves(runs: Sequence[Run]) -> list[str]:
 def training_curves(runs: Sequence[Run]) -> Figure:
     """One panel per logged quantity, over steps; the seeds of a run share its colour."""
     names = drawn_curves(runs)
-    columns = min(2, len(names))
-    rows = -(-len(names) // columns)
-    figure = Figure(figsize=(4.2 * columns, 2.9 * rows), layout="constrained")
-    panels = numpy.atleast_1d(figure.subplots(rows, columns)).flatten()
-    for panel, name in zip(panels, names, strict=False):
+    figure, axes = panels(len(names), 2, (4.2, 2.9))
+    for panel, name in zip(axes, names, strict=True):
         for index, run in enumerate(runs):
             for number, series in enumerate(run.curves.get(name, [])):
                 values = [numpy.nan if value is None else value for value in series.values]
@@ -89,11 +86,8 @@ def training_curves(runs: Sequence[Run]) -> Figure:
         panel.set_xlabel("step")
         if name.endswith("perplexity"):
             _logarithmic(panel)
-        panel.spines[["top", "right"]].set_visible(False)
-    for panel in panels[len(names) :]:
-        panel.set_visible(False)
     if len(runs) > 1:
-        panels[0].legend(fontsize=7, frameon=False)
+        axes[0].legend(fontsize=7, frameon=False)
     return figure
 
 

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.data.tokenizers import save_tokenizer
 from saobp.runs.layout import CHECKPOINTS, HEALTH, LOCK, METRICS, MODEL, RECIPE, RECORD, RESULT
-from saobp.runs.machine import commit
-from saobp.runs.provenance import command_line, environment
+from saobp.runs.machine import command_line, commit, environment
 from saobp.storage.atomic import clear_unfinished, fsync, is_unfinished, reason
 from saobp.storage.json_files import append_line, keep_lines_up_to, read_lines, read_object, write_json
 from saobp.storage.locks import BaseFileLock, try_lock
@@ -131,7 +130,7 @@ class RunFolder:
     def check_recipe(self, kind: str, recipe: Mapping[str, Any]) -> None:
         """Raise if the recipe differs from the one that the run was started with."""
         before = self.recipe
-        plain = _as_json({"kind": kind, **recipe})
+        plain = json.loads(json.dumps({"kind": kind, **recipe}))  # as it is read back: tuples are lists
         changed = sorted(name for name in {*before, *plain} if before.get(name) != plain.get(name))
         if changed:
             raise RunError(
@@ -308,8 +307,3 @@ def _is_foreign(path: Path) -> bool:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _as_json(content: Mapping[str, Any]) -> dict[str, Any]:
-    """As read back from JSON: tuples are lists, keys are strings."""
-    return json.loads(json.dumps(content))

@@ -6,11 +6,18 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
+import shlex
 import subprocess
+import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from saobp.runs.worker_processes import JOBS_VARIABLE
 
 COMMIT_VARIABLE = "SAOBP_COMMIT"
 
@@ -49,9 +56,9 @@ def commit() -> str:
 
     ``SAOBP_COMMIT`` overrides it, for a copy of the tree without its repository.
     """
-    told = os.environ.get(COMMIT_VARIABLE, "").strip()
-    if told:
-        return told
+    override = os.environ.get(COMMIT_VARIABLE, "").strip()
+    if override:
+        return override
     here = Path(__file__)
     # Without locks: the repository may be in use elsewhere.
     git = ("git", "--no-optional-locks", "-C", str(here.parent))
@@ -82,3 +89,32 @@ def _output_of(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip().split("\n")[0]
+
+
+_ABSOLUTE_PATH = re.compile(r"(?<![^=,])[~/][^=,]*")
+"""At the start of a word, of an option's value, or of a list entry."""
+
+
+def environment(processes: int = 1) -> dict[str, Any]:
+    """Hardware and versions; ``jobs`` is how many runs shared the machine, which makes timings unreliable."""
+    cuda = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "saobp": version("saobp"),
+        "hardware": torch.cuda.get_device_name(0) if cuda else processor(),
+        "processes": processes,
+        "jobs": int(os.environ.get(JOBS_VARIABLE, "1")),
+    }
+
+
+def command_line() -> str:
+    """The command line, with program and folders reduced to their names."""
+    program = Path(sys.argv[0]).name
+    return without_folders(["saobp" if program == "__main__.py" else program, *sys.argv[1:]])
+
+
+def without_folders(words: Iterable[str]) -> str:
+    """A command line with absolute paths reduced to their last part."""
+    return shlex.join(re.sub(_ABSOLUTE_PATH, lambda path: Path(path[0]).name, word) for word in words)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 HUB_SECONDS = 5.0
 """Longest wait for the hub's answer on whether it has a name."""
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
+"""Files of which a tokenizer has at least one."""
 
 
 def checked_folder(folder: str | PathLike[str]) -> str:
@@ -30,6 +32,13 @@ def checked_folder(folder: str | PathLike[str]) -> str:
             f"there is no model folder {str(path)!r}{_nearest(path)}, and the hub {problem}"
         )
     return str(folder)
+
+
+def check_tokenizer(place: str) -> None:
+    """Raises if a model's folder holds no tokenizer: Transformers would make an empty one without a word."""
+    path = Path(place)
+    if path.is_dir() and not any(file for pattern in VOCABULARIES for file in path.glob(pattern)):
+        raise ValueError(f"{place!r} holds no tokenizer: copy the one that the model was trained with there")
 
 
 def looks_local(path: str | PathLike[str]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,21 +75,10 @@ def assert_within_budget(
     dim = inputs.query.shape[-1]
     scale = dim**-0.5 if scale is None else scale
 
-    def specification(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        return attention(
-            query,
-            key,
-            value,
-            refinement,
-            padding_mask=inputs.padding_mask,
-            is_causal=is_causal,
-            scale=scale,
-            strength=strength,
-            attn_mask=attn_mask,
-            sliding_window=sliding_window,
-            backend="reference",
-        )
-
+    specification = operation_of(
+        refinement, inputs, is_causal=is_causal, scale=scale, attn_mask=attn_mask,
+        sliding_window=sliding_window, backend="reference",
+    )  # fmt: skip
     double = inputs.to(torch.float64)
     arithmetic = torch.promote_types(inputs.dtype, torch.float32)
     exact = run(specification, double, gradients)
@@ -128,6 +117,16 @@ def assert_within_budget(
     if outside:
         raise AssertionError("outside the error budget: " + "; ".join(outside))
     return errors
+
+
+def operation_of(refinement: Refinement, inputs: AttentionInputs, **options: Any) -> Operation:
+    """:func:`saobp.attention` as a function of states and strengths, with the padding of ``inputs``."""
+
+    def operation(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
+        own = {"padding_mask": inputs.padding_mask, "strength": strength, **options}
+        return attention(query, key, value, refinement, **own)
+
+    return operation
 
 
 def run(operation: Operation, inputs: AttentionInputs, gradients: bool = True) -> dict[str, Tensor]:

@@ -62,8 +62,8 @@ def make_run(
             file.write(json.dumps(line) + "\n")
             if step % max(10, steps // 100 * 10) == 0:
                 held_out = loss + 0.05
-                told = {"step": step, "eval_loss": held_out, "eval_perplexity": math.exp(held_out)}
-                file.write(json.dumps(told) + "\n")
+                evaluated = {"step": step, "eval_loss": held_out, "eval_perplexity": math.exp(held_out)}
+                file.write(json.dumps(evaluated) + "\n")
     _write_health(folder / "health.jsonl", random, steps, layers, heads, measured, refinement)
     write_json(
         folder / "result.json",

@@ -1,4 +1,4 @@
-"""Load saved models with tokenizer and refinement, for fine-tuning and evaluation."""
+"""Load saved models with tokenizer, refinement and the head of a task, for fine-tuning and evaluation."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
+from saobp.data.tasks import TaskSpec
 from saobp.refinement import Refinement
-from saobp.storage.model_folders import checked_folder
+from saobp.storage.model_folders import check_tokenizer, checked_folder
 from saobp.transformers.apply import apply, remove
 from saobp.transformers.load_errors import clear_load_errors
-
-VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
-"""Files of which a tokenizer has at least one."""
 
 
 def config_of(folder: str | Path) -> Any:
@@ -28,9 +34,7 @@ def config_of(folder: str | Path) -> Any:
 def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved with a model."""
     name, config = checked_folder(folder), config_of(folder)
-    words = [file for pattern in VOCABULARIES for file in Path(name).glob(pattern)]
-    if Path(name).is_dir() and not words:  # Transformers would make an empty tokenizer
-        raise ValueError(f"{name!r} holds no tokenizer: copy the one that the model was trained with there")
+    check_tokenizer(name)
     with clear_load_errors(name, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(name, config=config)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -81,3 +85,38 @@ def model_checksum(folder: str | Path) -> str:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
+
+
+_HEADS: dict[str, tuple[Any, str]] = {
+    "classification": (AutoModelForSequenceClassification, "sequence classification"),
+    "regression": (AutoModelForSequenceClassification, "sequence classification"),
+    "choice": (AutoModelForMultipleChoice, "multiple choice"),
+    "span": (AutoModelForQuestionAnswering, "question answering"),
+}
+
+
+def load_with_head(
+    folder: str | Path,
+    spec: TaskSpec,
+    tokenizer: PreTrainedTokenizerFast,
+    refinement: Refinement | None = None,
+) -> PreTrainedModel:
+    """A model in float32 with a new head for a task, refined as it was saved or as asked.
+
+    ``refinement`` overrides the checkpoint's own; the factor ``none`` removes it.
+    """
+    config = config_of(folder)
+    kind, words = _HEADS[spec.kind]
+    if type(config) not in kind._model_mapping:
+        raise ValueError(
+            f"{spec.name} needs a head for {words}, which Transformers lacks for {config.model_type}"
+        )
+    options: dict[str, Any] = {}
+    if spec.kind in ("classification", "regression"):
+        options["num_labels"] = max(1, len(spec.labels))
+        options["problem_type"] = "regression" if spec.kind == "regression" else "single_label_classification"
+    model = load_model(folder, kind, refinement, **options)
+    if model.config.pad_token_id is None:
+        padding = tokenizer.pad_token_id
+        model.config.pad_token_id = tokenizer.eos_token_id if padding is None else padding
+    return model

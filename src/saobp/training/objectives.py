@@ -30,7 +30,7 @@ _REPLACEMENT = 0x5BD1E995
 HELD_OUT_SHARE = 0.15
 
 
-def scrambled(numbers: Any) -> Any:
+def hashed(numbers: Any) -> Any:
     """Hash of 32-bit numbers, held as int64, in NumPy or PyTorch."""
     numbers = numbers & _LOW
     numbers = ((numbers ^ (numbers >> 16)) * _FIRST) & _LOW
@@ -40,8 +40,8 @@ def scrambled(numbers: Any) -> Any:
 
 def row_seeds(seed: int, step: int, rows: Iterable[int]) -> np.ndarray:
     """One seed for each row of the global batch at a step: int64 ``[rows]``."""
-    start = scrambled(scrambled(np.int64(seed & _LOW)) + np.int64(step & _LOW))
-    return scrambled(start + np.asarray(rows, dtype=np.int64) * 0x9E37)
+    start = hashed(hashed(np.int64(seed & _LOW)) + np.int64(step & _LOW))
+    return hashed(start + np.asarray(rows, dtype=np.int64) * 0x9E37)
 
 
 class Objective(Protocol):
@@ -98,15 +98,15 @@ class MaskedLM:
         """
         length = ids.shape[1]
         positions = torch.arange(length, device=ids.device)
-        drawn = scrambled(seeds.unsqueeze(1) + positions * 0x85EB)
+        drawn = hashed(seeds.unsqueeze(1) + positions * 0x85EB)
         is_special = torch.zeros_like(ids, dtype=torch.bool)
         for token in self.special:
             is_special = is_special | (ids == token)
         ranks = drawn * length + positions - is_special * 2**48
         masked_at = ranks.topk(hidden_count(self.share, length), dim=1).indices
         targets = ids.gather(1, masked_at)
-        again = scrambled(drawn.gather(1, masked_at) + _REPLACEMENT)
-        fate, token = again % 10, scrambled(again + 1) % self.vocabulary
+        again = hashed(drawn.gather(1, masked_at) + _REPLACEMENT)
+        fate, token = again % 10, hashed(again + 1) % self.vocabulary
         replaced = torch.where(fate == 8, token, torch.where(fate == 9, targets, self.mask))
         if counts is not None:
             counted = torch.arange(masked_at.shape[1], device=ids.device) < counts.unsqueeze(1)

@@ -72,11 +72,11 @@ def plain_sentences(notify: Callable[[str], object]) -> Iterator[None]:
 
 def once(notify: Callable[[str], object]) -> Callable[[str], None]:
     """``notify``, called only the first time for each sentence."""
-    said: set[str] = set()
+    seen: set[str] = set()
 
     def notify_once(sentence: str) -> None:
-        if sentence not in said:
-            said.add(sentence)
+        if sentence not in seen:
+            seen.add(sentence)
             notify(sentence)
 
     return notify_once

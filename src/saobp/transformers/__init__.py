@@ -1,12 +1,23 @@
 """The plug-in for Hugging Face Transformers: registration, masks, cache, apply, remove and load."""
 
-from saobp.transformers.apply import apply, attention_modules, remove
-from saobp.transformers.capture import AttentionCall, record_attention, watch
-from saobp.transformers.layer_refinement import strength_parameters
-from saobp.transformers.load import load
-from saobp.transformers.register import register
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
-register()
+from saobp._register_on_import import after_import
+from saobp.transformers.adapters import TUNERS, patch_adapters
+from saobp.transformers.apply import apply, attention_modules, remove
+from saobp.transformers.attention_function import saobp_attention
+from saobp.transformers.cache import patch_past_recording
+from saobp.transformers.capture import AttentionCall, record_attention, watch
+from saobp.transformers.layer_refinement import IMPLEMENTATION, strength_parameters
+from saobp.transformers.load import load, patch_from_pretrained
+from saobp.transformers.masks import saobp_mask
+
+AttentionInterface.register(IMPLEMENTATION, saobp_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, saobp_mask)  # under the same name: else no mask would apply
+patch_from_pretrained()
+patch_past_recording()
+after_import(TUNERS, patch_adapters)
 
 __all__ = [
     "AttentionCall",

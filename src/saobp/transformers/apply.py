@@ -38,7 +38,7 @@ _BEFORE = "_saobp_before"
 """Attribute of a refined model: its configs and their attention implementations before :func:`apply`."""
 _FLASH = "_supports_flash_attn"
 _MPNET = "transformers.models.mpnet.modeling_mpnet"
-ALL_BUT_NOTHING = 0.03
+NEGLIGIBLE_STRENGTH = 0.03
 """Strengths below this hardly change rows: the paper's smallest is 0.05."""
 
 
@@ -70,7 +70,7 @@ def warn_of_strength(refinement: Refinement, parameters: int) -> None:
     factor = get_factor(refinement.factor)
     if factor is None or not factor.has_strength:
         return
-    if 0 < (refinement.strongest or 0) < ALL_BUT_NOTHING:
+    if 0 < (refinement.strongest or 0) < NEGLIGIBLE_STRENGTH:
         warnings.warn(
             f"strength 'auto' gives {refinement.strongest:.1g} for a model of {parameters} parameters, which "
             f"is all but nothing: '{refinement.factor}:learned' trains a strength for each head",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from saobp.arguments import NEUTRAL_ARGUMENTS, BoundedStrength, under_autocast
 from saobp.functional import attention
+from saobp.kernels.dispatch import Path
 from saobp.propagation.factors import Similarity, get_factor
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
@@ -83,31 +84,26 @@ def saobp_attention(
     states = query, key, value
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     masked = refinement, strength, attention_mask, sliding_window
-    needs_map = why_rows_needed((queries, keys), messages, sink, wants_rows, varies(strength))
-    mask_needs_map = why_mask_needs_map(attention_mask, keys, sliding_window)
-    if needs_map is None and mask_needs_map is None:
+    route, _, _ = route_of(states, *masked, messages, sink, causal=causal, wants_rows=wants_rows, **options)
+    rows = None
+    if route == "attention":
         if messages is not None:
             messages.defer(Prefill(query, key, refinement, strength, attention_mask, scaling, sliding_window))
             if torch.compiler.is_exporting():
                 messages.flush()
         options |= {"is_causal": causal, "strength": BoundedStrength(strength, refinement.strongest)}
-        rows = None
         if attention_mask is not None and are_sequences(attention_mask):
             longest = kwargs.get("max_length_q")
             output = attention_of_sequences(*states, refinement, attention_mask, lengths, longest, options)
         else:
             options["sliding_window"] = sliding_window
             output = attention(*states, refinement, attention_mask=attention_mask, **options)
-    elif needs_map is None and not causal and masked_path(states, *masked, **options).name == "fused":
-        output, rows = masked_output(states, *masked, **options), None
-    elif (
-        messages is not None
-        and attention_mask is not None
-        and sink is None
-        and not wants_rows
-        and why_not_fused_step(*states, refinement, strength, attention_mask, messages, dropout) is None
-    ):
-        output, rows = fused_step(*states, refinement, strength, attention_mask, messages, scaling), None
+    elif route == "masked":
+        output = masked_output(states, *masked, **options)
+    elif route == "step":
+        assert attention_mask is not None
+        assert messages is not None
+        output = fused_step(*states, refinement, strength, attention_mask, messages, scaling)
     else:
         graph, bias = graph_of(attention_mask, query, keys, refinement, causal, sliding_window)
         if sink is not None:
@@ -136,24 +132,46 @@ def sink_of(variants: list[Variant]) -> PlusOne | None:
     return next((variant for variant in variants if isinstance(variant, PlusOne)), None)
 
 
-def why_rows_needed(
-    lengths: tuple[int, int],
+def route_of(
+    states: States,
+    refinement: Refinement,
+    strength: Tensor,
+    mask: Tensor | None,
+    window: int | None,
     messages: MessageCacheLayer | None,
     sink: PlusOne | None,
+    *,
+    causal: bool,
     wants_rows: bool,
-    strength_varies: bool,
-) -> str | None:
-    """Why a call of ``(queries, keys)`` computes its whole map under any mask; None if it does not."""
-    queries, keys = lengths
+    dropout_p: float,
+    scale: float | None,
+) -> tuple[str, str | None, Path | None]:
+    """What computes a call, why it is the whole map if it is, and the path of kernels for masks.
+
+    ``attention``: :func:`saobp.attention`, also within packed sequences; ``masked``: the kernels for masks;
+    ``step``: those of a decoding step; ``map``: plain PyTorch with the whole map in memory.
+    """
+    queries, keys = states[0].shape[-2], states[1].shape[-2]
+    why = None
     if wants_rows:
-        return "the attention rows were asked for"
-    if sink is not None:
-        return f"{type(sink).__name__} changes the softmax"
-    if strength_varies:
-        return "its strengths are not one per head and step"
-    if queries != keys or (messages is not None and messages.past is not None):
-        return f"{queries} queries see {keys} keys, earlier ones from a cache"
-    return None
+        why = "the attention rows were asked for"
+    elif sink is not None:
+        why = f"{type(sink).__name__} changes the softmax"
+    elif strength.ndim > 1 and strength[0].numel() > strength.shape[2]:
+        why = "its strengths are not one per head and step"
+    elif queries != keys or (messages is not None and messages.past is not None):
+        why = f"{queries} queries see {keys} keys, earlier ones from a cache"
+    mask_why = why_mask_needs_map(mask, keys, window)
+    if why is None and mask_why is None:
+        return "attention", None, None
+    if why is None and not causal:
+        path = masked_path(states, refinement, strength, mask, window, dropout_p=dropout_p, scale=scale)
+        if path.name == "fused":
+            return "masked", None, path
+    may_step = messages is not None and sink is None and not wants_rows
+    if may_step and why_not_fused_step(*states, refinement, strength, mask, messages, dropout_p) is None:
+        return "step", None, None
+    return "map", why or mask_why, None
 
 
 def why_mask_needs_map(mask: Tensor | None, keys: int, window: int | None) -> str | None:
@@ -165,11 +183,6 @@ def why_mask_needs_map(mask: Tensor | None, keys: int, window: int | None) -> st
     if mask is not None and are_sequences(mask) and torch.compiler.is_compiling():
         return "a compiled call cannot read where packed sequences begin"
     return None
-
-
-def varies(strength: Tensor) -> bool:
-    """Whether strengths differ between sequences, rows or keys, not just between steps and heads."""
-    return strength.ndim > 1 and strength[0].numel() > strength.shape[2]
 
 
 def rows_wanted(kwargs: dict[str, Any]) -> bool:
@@ -217,13 +230,18 @@ def own_refinement(
 
 def reject(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raises on arguments that change attention in unsupported ways."""
-    for name, value in kwargs.items():
-        if name in KNOWN_ARGUMENTS or value is None or value is False:
-            continue
+    name = unknown_argument(kwargs)
+    if name is not None:
         raise ValueError(
             f"{type(module).__name__} passes {name!r}, which refined attention cannot honour: leave it out, "
             "or use another attention implementation"
         )
+
+
+def unknown_argument(kwargs: dict[str, Any]) -> str | None:
+    """The first argument that is set and may change attention in a way not known here."""
+    given = (name for name, value in kwargs.items() if value is not None and value is not False)
+    return next((name for name in given if name not in KNOWN_ARGUMENTS), None)
 
 
 def _check_lengths(

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from saobp.kernels.dispatch import POTTS, Call, step_obstacle
 from saobp.propagation.graph import FactorGraph
-from saobp.propagation.reference import reference_attention, share_heads
+from saobp.propagation.reference import reference_attention, weighted_values
 from saobp.refinement import Refinement
 from saobp.transformers.cache import MessageCacheLayer
 from saobp.transformers.masks import graph_of
@@ -135,7 +134,7 @@ def cached_attention(
     if not wants_rows:
         return torch.cat([done.output for done in chunks], -2), None
     rows = torch.cat([done.rows for done in chunks], -2)
-    return functional.dropout(rows, dropout_p) @ share_heads(value, query.shape[1]), rows
+    return weighted_values(rows, value, dropout_p), rows
 
 
 def _rows(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:

@@ -20,15 +20,12 @@ from saobp.transformers.apply import attention_modules
 from saobp.transformers.attention_function import (
     own_refinement,
     reject,
+    route_of,
     rows_wanted,
     sink_of,
     varied_states,
-    varies,
-    why_mask_needs_map,
-    why_rows_needed,
 )
 from saobp.transformers.cache import MessageCacheLayer
-from saobp.transformers.cached_attention import why_not_fused_step
 from saobp.transformers.layer_refinement import (
     IMPLEMENTATION,
     is_causal_call,
@@ -36,7 +33,6 @@ from saobp.transformers.layer_refinement import (
     reject_cross_attention,
     variants_of,
 )
-from saobp.transformers.masked_call import masked_path
 from saobp.transformers.masks import graph_of, read_mask
 from saobp.transformers.packed_sequences import (
     are_sequences,
@@ -78,6 +74,17 @@ class AttentionCall:
     def is_refined(self) -> bool:
         return self.implementation == IMPLEMENTATION
 
+    @property
+    def knows_window(self) -> bool:
+        """Whether the implementation applies the sliding window itself; others get it in their mask."""
+        return "flash" in self.implementation or self.is_refined
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window, where the implementation applies it and it hides a key."""
+        keys, window = self.key.shape[-2], self.sliding_window
+        return window if self.knows_window and window is not None and window < keys else None
+
     def refinement(self) -> tuple[Refinement, Tensor]:
         """How the rows are refined, with their strengths; factor ``none`` for other models."""
         refinement, strength, _ = self._own()
@@ -87,7 +94,7 @@ class AttentionCall:
         """The factor graph, in which padding rows send no message, and the mask's bias on scores."""
         if self.is_refined:
             return graph_of(
-                self.mask if self.sequences is None else with_sequences(self.mask, self.sequences),
+                self._full_mask(),
                 self.query,
                 self.key.shape[-2],
                 self._own()[0],
@@ -114,35 +121,19 @@ class AttentionCall:
             past=None if messages is None else messages.past_of(self.key.shape[-2]),
         ).rows
 
-    def whole_map(self) -> tuple[str | None, Path | None]:
-        """Why a refined call computes its whole map in memory, None if it does not; and the path of kernels
-        for masks, if they compute it."""
+    def route(self) -> tuple[str, str | None, Path | None]:
+        """What computes a refined call: see :func:`route_of`."""
         refinement, strength, messages = self._own()
-        mask = self.mask if self.sequences is None else with_sequences(self.mask, self.sequences)
-        lengths = self.query.shape[-2], self.key.shape[-2]
-        sink = sink_of(variants_of(own_layer(self.module)))
-        messages = messages if self.is_causal else None
-        why = why_rows_needed(lengths, messages, sink, rows_wanted(self.options), varies(strength))
-        if why is not None:
-            return why, None
-        why = why_mask_needs_map(mask, lengths[1], self.sliding_window)
-        if why is None or self.is_causal:
-            return why, None
-        path = masked_path(
-            (self.query, self.key, self.value), refinement, strength, mask, self.sliding_window,
-            dropout_p=self.dropout, scale=self.scaling,
+        return route_of(
+            (self.query, self.key, self.value), refinement, strength, self._full_mask(), self.sliding_window,
+            messages if self.is_causal else None, sink_of(variants_of(own_layer(self.module))),
+            causal=self.is_causal, wants_rows=rows_wanted(self.options), dropout_p=self.dropout,
+            scale=self.scaling,
         )  # fmt: skip
-        return (None, path) if path.name == "fused" else (why, None)
 
-    def is_fused_step(self) -> bool:
-        """Whether the kernels do this call, one row against a cache."""
-        messages = self._own()[2] if self.is_causal else None
-        sink = sink_of(variants_of(own_layer(self.module)))
-        if sink is not None or rows_wanted(self.options):
-            return False
-        refinement, strength, _ = self._own()
-        states = self.query, self.key, self.value
-        return why_not_fused_step(*states, refinement, strength, self.mask, messages, self.dropout) is None
+    def _full_mask(self) -> Any:
+        """The mask that also separates packed sequences."""
+        return self.mask if self.sequences is None else with_sequences(self.mask, self.sequences)
 
     def _own(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
         if self.is_refined:

@@ -90,8 +90,9 @@ def patch_from_pretrained() -> None:
                 return _load_refined(original, cls, args, kwargs)
         loaded = original(cls, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        config = model.config
-        if getattr(config, ATTACHED, None) is not None and not _is_refined(config._attn_implementation):
+        used = str(model.config._attn_implementation)
+        is_refined = used == IMPLEMENTATION or used.endswith(f":{HUB_FUNCTION}")
+        if getattr(model.config, ATTACHED, None) is not None and not is_refined:
             warnings.warn(
                 "this checkpoint was saved with refined attention (config.saobp) but runs without it here: "
                 f"load it with saobp.load(path, {cls.__name__})",
@@ -102,11 +103,6 @@ def patch_from_pretrained() -> None:
 
     from_pretrained.saobp = True  # type: ignore[attr-defined]
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
-
-
-def _is_refined(implementation: str | None) -> bool:
-    """Whether an attention implementation refines: this one, or the function of the kernel for the hub."""
-    return implementation == IMPLEMENTATION or str(implementation).endswith(f":{HUB_FUNCTION}")
 
 
 def asks_for_refinement(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,14 +106,12 @@ def load_split(spec: TaskSpec, split: str, data_dir: str | Path | None = None) -
     if split not in spec.official:
         raise ValueError(f"{spec.name} has no split {split!r}: it has {', '.join(spec.official)}")
     if data_dir is None:
-        from saobp.data.tasks.hub import read_hub
-
         table = read_hub(spec, split)
         source, checksum = f"{spec.hub[0]}/{split}", table_checksum(table)
         named_officially = True
     else:
         path = find_file(spec, split, Path(data_dir))
-        table, source = _read(path), str(path)
+        table, source = read_table(path), str(path)
         checksum = hashlib.sha256(path.read_bytes()).hexdigest()
         named_officially = path.stem == spec.files(split)[0]
     labels = check_rows(table, spec, source)
@@ -134,7 +133,7 @@ def find_file(spec: TaskSpec, split: str, data_dir: Path) -> Path:
     raise FileNotFoundError(f"{spec.name} needs {names} in {str(folder)!r}, and there is none")
 
 
-def _read(path: Path) -> pa.Table:
+def read_table(path: Path) -> pa.Table:
     try:
         return pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as problem:
@@ -147,3 +146,38 @@ def table_checksum(table: pa.Table) -> str:
         for value in column.to_pylist():
             digest.update(repr(value).encode())
     return digest.hexdigest()
+
+
+_SPLITS = {("mnli", "validation"): "validation_matched"}
+
+
+def read_hub(spec: TaskSpec, split: str) -> pa.Table:
+    """Rows of a split by the ``datasets`` library, which is imported here and nowhere else in this folder."""
+    from datasets import load_dataset
+
+    path, name = spec.hub
+    try:
+        rows = load_dataset(path, name, split=_SPLITS.get((spec.name, split), split))
+    except Exception as problem:
+        raise FileNotFoundError(
+            f"the hub could not give {spec.name} ({first_line(problem)}): give a data folder by --data-dir"
+        ) from problem
+    table = rows.data.table if hasattr(rows.data, "table") else rows.with_format("arrow")[:]
+    return clean_hellaswag(table) if spec.name == "hellaswag" else table
+
+
+def clean_hellaswag(table: pa.Table) -> pa.Table:
+    """HellaSwag's raw rows without the marks of its source (``[title]``, ``[step]``), labels as numbers."""
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return pa.table(
+        {
+            "ctx": [_without_marks(f"{row['ctx_a']} {row['ctx_b'].capitalize()}") for row in rows],
+            "endings": [[_without_marks(ending) for ending in row["endings"]] for row in rows],
+            "label": [int(row["label"]) for row in rows],
+        }
+    )
+
+
+def _without_marks(text: str) -> str:
+    titled = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", titled).replace("  ", " ").strip()

@@ -38,32 +38,36 @@ def mean_score(results: Results, model: PretrainRun, tasks: Sequence[str]) -> fl
 
 def mean_of(results: Results, measure: str, statistic: str) -> Values:
     """Mean of a statistic over all layers and heads, for each model that was measured."""
+    return results.measured_values(measure, lambda taken: float(np.mean(taken["layers"][statistic])))
 
-    def of(model: PretrainRun) -> float | None:
-        taken = results.measured(model, measure)
-        return None if taken is None else float(np.mean(taken["layers"][statistic]))
 
-    return results.values(of)
+def deepest_mean_of(results: Results, measure: str, statistic: str) -> Values:
+    """Mean of a statistic over the heads of the last layer, for each model that was measured."""
+    return results.measured_values(measure, lambda taken: float(np.mean(taken["layers"][statistic][-1])))
 
 
 def by_layer(results: Results, measure: str, statistic: str) -> dict[str, list[list[float]]]:
     """Mean over heads of each layer: method to one curve per seed."""
-    found: dict[str, list[list[float]]] = {}
-    for model in results.models():
-        taken = results.measured(model, measure)
-        if taken is not None:
-            layers = [float(np.mean(heads)) for heads in taken["layers"][statistic]]
-            found.setdefault(model.method.key, []).append(layers)
-    return found
+    grids = _grids(results, measure, statistic)
+    return {
+        key: [[float(np.mean(heads)) for heads in grid] for grid in seeds] for key, seeds in grids.items()
+    }
 
 
 def last_layer_by_head(results: Results, measure: str, statistic: str) -> dict[str, list[list[float]]]:
     """The last layer's heads: method to one curve per seed."""
-    found: dict[str, list[list[float]]] = {}
+    return {
+        key: [list(grid[-1]) for grid in seeds] for key, seeds in _grids(results, measure, statistic).items()
+    }
+
+
+def _grids(results: Results, measure: str, statistic: str) -> dict[str, list[list[list[float]]]]:
+    """A statistic by layer and head: method to one grid per seed."""
+    found: dict[str, list[list[list[float]]]] = {}
     for model in results.models():
         taken = results.measured(model, measure)
         if taken is not None:
-            found.setdefault(model.method.key, []).append(list(taken["layers"][statistic][-1]))
+            found.setdefault(model.method.key, []).append(taken["layers"][statistic])
     return found
 
 
@@ -96,6 +100,11 @@ def epochs(results: Results, model: PretrainRun, task: str) -> list[dict[str, fl
         for line, health in results.epochs(model, task)
         if f"eval_{metric}" in line
     ]
+
+
+def score_points(results: Results, model: PretrainRun, score: str) -> list[dict[str, float]]:
+    """Checkpoints of a run for perplexity, epochs of its fine-tuning for a task."""
+    return checkpoints(results, model) if score.endswith("perplexity") else epochs(results, model, score)
 
 
 def _gtd(health: Mapping[str, object]) -> dict[str, float]:
@@ -153,7 +162,7 @@ def has_any(values: Values) -> bool:
     return any(values.values())
 
 
-def followed(waiting: Values, ends: Values) -> str:
+def plateau_correlation(waiting: Values, ends: Values) -> str:
     """Rank correlation of plateau length and final value, over all runs that have both."""
     pairs = [
         (wait, ends[key][seed])

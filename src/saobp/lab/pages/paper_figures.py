@@ -9,12 +9,12 @@ from saobp.lab.methods import METHODS
 from saobp.lab.pages.common import (
     SPREAD,
     by_layer,
-    checkpoints,
     claim_correlation,
     correlation_in_words,
     correlation_of,
-    epochs,
+    deepest_mean_of,
     last_layer_by_head,
+    score_points,
 )
 from saobp.lab.result_page import Page
 from saobp.lab.results import Results
@@ -123,7 +123,7 @@ def gtd_performance(results: Results, page: Page) -> None:
     for score in ("held-out perplexity", *results.experiment.tasks):
         everything = []
         for model in results.models():
-            points = _points(results, model, score)
+            points = score_points(results, model, score)
             pairs = [(point["gtd"], point["score"]) for point in points]
             series.setdefault(score, {}).setdefault(model.method.key, []).extend(pairs)
             everything += points
@@ -145,12 +145,6 @@ def gtd_performance(results: Results, page: Page) -> None:
         "GTD against performance; scores of tasks are in percent.",
     )
     page.table(("score", "run", "r of GTD and score"), rows)
-
-
-def _points(results: Results, model: PretrainRun, score: str) -> list[dict[str, float]]:
-    if score == "held-out perplexity":
-        return checkpoints(results, model)
-    return epochs(results, model, score)
 
 
 def layers(results: Results, page: Page) -> None:
@@ -183,20 +177,10 @@ def _profile(results: Results, page: Page, measure: str) -> None:
     words = f"GTD and entropies on {measure} by layer, and by head of the last layer: a line per method."
     page.figure("layers", curves(drawn, {LAST_HEADS: "head"}), words)
     for statistic, title in (("gtd", "GTD"), ("attention_entropy", "entropy")):
-        values = results.values(
-            lambda model, statistic=statistic: _deepest(results, model, measure, statistic)  # type: ignore[misc]
-        )
+        values = deepest_mean_of(results, measure, statistic)
         page.compare(f"{title}, last layer", values, digits=3)
         if statistic == "attention_entropy":
             gain = paired_gain(values.get("high", {}), values.get("original", {}))
             words = f"{METHODS['high'].title} keeps the last layer's entropy above Original's on {measure}"
             page.claim(words, claim_status(1.0, gain, same_size=False), gain, 3)
     page.compared()
-
-
-def _deepest(results: Results, model: PretrainRun, measure: str, statistic: str) -> float | None:
-    taken = results.measured(model, measure)
-    if taken is None:
-        return None
-    heads = taken["layers"][statistic][-1]
-    return float(sum(heads) / len(heads))

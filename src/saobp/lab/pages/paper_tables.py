@@ -11,16 +11,16 @@ from saobp.lab.methods import METHODS
 from saobp.lab.pages.common import (
     BUDGET,
     by_seed,
-    checkpoints,
     claim_correlation,
     correlation_in_words,
     correlation_of,
-    epochs,
-    followed,
+    deepest_mean_of,
     has_any,
     held_out_curves,
     mean_of,
     mean_score,
+    plateau_correlation,
+    score_points,
 )
 from saobp.lab.paper import paper_table, paper_values
 from saobp.lab.result_page import Page
@@ -47,7 +47,7 @@ def pretraining(results: Results, page: Page) -> None:
         page.text(
             "Every run first learns what needs no order of words, and stays there for a while, at a "
             "perplexity of about 500, before attention tells places and words apart. How long a run waits "
-            f"there and where it ends after all tokens: {followed(waiting, values)}."
+            f"there and where it ends after all tokens: {plateau_correlation(waiting, values)}."
         )
         never = [
             f"{METHODS[key].title}, seed {seed}"
@@ -98,7 +98,7 @@ def gtd(results: Results, page: Page) -> None:
             same_size=statistic != "clustering",
         )  # fmt: skip
         drawn[title], crosses[title] = values, paper
-    scores = results.values(lambda model: results.score(model, "race-middle"))
+    scores = results.scores("race-middle")
     paper = paper_values("gtd_race_middle", "race_middle_acc", size)
     partial = results.is_partial("race-middle")
     page.compare("accuracy", scores, paper, partial=partial, claims=("high", "low", "elemmul"))
@@ -118,7 +118,7 @@ def tasks(results: Results, page: Page) -> None:
     page.compare(title, average, theirs, claims=("high", "low", "elemmul"))
     drawn["GLUE, complete tasks"], crosses["GLUE, complete tasks"] = average, theirs
     for task, column in (("hellaswag", "hellaswag"), ("race-middle", "race_middle"), ("squad", "squad")):
-        values = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
+        values = results.scores(task)
         paper, partial = paper_values("tasks", column, size), results.is_partial(task)
         page.compare(task, values, paper, partial=partial, claims=("high", "low", "elemmul"))
         drawn[task], crosses[task] = values, {} if partial else paper
@@ -139,7 +139,7 @@ def glue(results: Results, page: Page) -> None:
     size = results.plan.scale.size
     drawn, crosses = {}, {}
     for task in GLUE:
-        values = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
+        values = results.scores(task)
         paper, partial = paper_values("glue", task, size), results.is_partial(task)
         page.compare(task, values, paper, partial=partial, claims=("high",))
         drawn[task], crosses[task] = values, {} if partial else paper
@@ -180,20 +180,15 @@ def baselines(results: Results, page: Page) -> None:
         ("pseudo", "WikiText-2 pseudo-perplexity"),
         ("masked", "WikiText-2 masked perplexity"),
     ):
-        values = results.values(lambda model, kind=kind: _wikitext(results, model, kind))  # type: ignore[misc]
+        values = results.measured_values("wikitext", lambda taken, kind=kind: taken[kind]["perplexity"])  # type: ignore[misc]
         compare(title, values, "wikitext_ppl" if kind == "pseudo" else "", higher=False)
     for task, column in (("qnli", "qnli_acc"), ("squad", "squad_acc")):
-        values = results.values(lambda model, task=task: results.score(model, task))  # type: ignore[misc]
+        values = results.scores(task)
         compare(task, values, column, higher=True, partial=results.is_partial(task))
     held_out = results.values(results.perplexity)
     compare("held-out perplexity", held_out, "", higher=False)
     page.compared()
     page.dots("scores", drawn, "High against the regularizers, by seed.")
-
-
-def _wikitext(results: Results, model: PretrainRun, kind: str) -> float | None:
-    taken = results.measured(model, "wikitext")
-    return None if taken is None else float(taken[kind]["perplexity"])
 
 
 def decoders(results: Results, page: Page) -> None:
@@ -211,10 +206,9 @@ def decoders(results: Results, page: Page) -> None:
         ("RACE-Middle accuracy", "race-middle", "accuracy", "race_middle", True),
         ("BoolQ accuracy", "boolq", "accuracy", "boolq", True),
     ):
-        values = results.values(
-            lambda model, measure=measure, key=key: _zero_shot(results, model, measure, key),  # type: ignore[misc]
-            "gpt2",
-        )
+        values = results.measured_values(
+            "zero-shot", lambda taken, measure=measure, key=key: taken[measure][key], "gpt2"  # type: ignore[misc]
+        )  # fmt: skip
         paper = {
             {"high": "paper"}.get(name, name): value
             for name, value in paper_values("decoder", column, size).items()
@@ -226,11 +220,6 @@ def decoders(results: Results, page: Page) -> None:
     drawn["held-out perplexity"] = held_out
     page.compared()
     page.dots("scores", drawn, "Decoders, by seed. Accuracies are in percent.", crosses)
-
-
-def _zero_shot(results: Results, model: PretrainRun, measure: str, key: str) -> float | None:
-    taken = results.measured(model, "zero-shot")
-    return None if taken is None else float(taken[measure][key])
 
 
 def gtd_correlation(results: Results, page: Page) -> None:
@@ -248,7 +237,7 @@ def gtd_correlation(results: Results, page: Page) -> None:
     mini = results.plan.scale.size == "mini"
     rows = []
     for score, column in columns.items():
-        by_run = {model: _points_of(results, model, score) for model in results.models()}
+        by_run = {model: score_points(results, model, score) for model in results.models()}
         for key in results.experiment.bert:
             points = [point for model, own in by_run.items() if model.method.key == key for point in own]
             page.is_filled = page.is_filled or bool(points)
@@ -269,11 +258,11 @@ def gtd_correlation(results: Results, page: Page) -> None:
                 for statistic in ("gtd", CROSS_LAYER)
             )
             claim_correlation(page, f"GTD follows {score}", theirs["single"], within)
-            _claim_closer(page, score, theirs, within, across)
+            _claim_single_layer_closer(page, score, theirs, within, across)
     page.table(("score", "method", "paper, single", "ours, single", "paper, across", "ours, across"), rows)
 
 
-def _claim_closer(
+def _claim_single_layer_closer(
     page: Page,
     score: str,
     paper: dict[str, float],
@@ -290,10 +279,6 @@ def _claim_closer(
     page.claim(words, claim_status(theirs, gain), gain)
 
 
-def _points_of(results: Results, model: PretrainRun, score: str) -> list[dict[str, float]]:
-    return checkpoints(results, model) if score == "perplexity" else epochs(results, model, score)
-
-
 def sparsity(results: Results, page: Page) -> None:
     page.text(BUDGET)
     page.text(
@@ -304,12 +289,7 @@ def sparsity(results: Results, page: Page) -> None:
     size = results.plan.scale.size
     row = next((row for row in paper_table("sparsity") if row["size"] == size), None)
     paper = {} if row is None else {name: float(row[name]) for name in ("original", "high")}
-
-    def deepest(model: PretrainRun) -> float | None:
-        taken = results.measured(model, "squad")
-        return None if taken is None else float(np.mean(taken["layers"]["sparsity"][-1]))
-
-    last, every = results.values(deepest), mean_of(results, "squad", "sparsity")
+    last, every = deepest_mean_of(results, "squad", "sparsity"), mean_of(results, "squad", "sparsity")
     page.compare(
         "last layer", last, paper, higher_is_better=False, digits=3, claims=("high",),
         same_size=False,
@@ -336,7 +316,7 @@ def cost(results: Results, page: Page) -> None:
     theirs = {row["factor"]: row for row in paper_table("cost") if row["size"] == size}
     rates = results.values(results.speed)
     forward, graph = (
-        results.values(lambda model, name=name: (results.measured(model, "cost") or {}).get(name))  # type: ignore[misc]
+        results.measured_values("cost", lambda taken, name=name: taken.get(name))  # type: ignore[misc]
         for name in ("milliseconds", "graph_milliseconds")
     )
     rows = []

@@ -91,8 +91,9 @@ def _rows(title: str, runs: Sequence[LoggedRun]) -> list[list[str]]:
     return rows
 
 
-def _compare(page: Page, title: str, runs: Sequence[LoggedRun], base: str = "original") -> None:
-    """Each method against the base, in pairs of one seed: steps on the plateau, and perplexities."""
+def _compare(page: Page, title: str, runs: Sequence[LoggedRun]) -> None:
+    """Each method against Original, in pairs of one seed: steps on the plateau, and perplexities."""
+    base = "original"
     waits: dict[str, dict[int, float]] = {run.method: {} for run in runs}
     for run in runs:
         left = left_at(run)
@@ -103,13 +104,13 @@ def _compare(page: Page, title: str, runs: Sequence[LoggedRun], base: str = "ori
         gain = paired_gain(waits[method], waits.get(base, {}), higher_is_better=False)
         if gain is not None:
             page.answer(f"{title}: {name} leaves the plateau in fewer steps than {other}", gain, 0)
-        apart = _apart(runs, method, base)
+        apart = _perplexity_difference(runs, method, base)
         if apart is not None:
             pairs = f"{apart.pairs} pair{'s' if apart.pairs > 1 else ''}"
             page.text(f"{title}: {name}'s perplexity is {gain_in_words(apart, 1)} from {other}'s ({pairs}).")
 
 
-def _apart(runs: Sequence[LoggedRun], method: str, base: str) -> Gain | None:
+def _perplexity_difference(runs: Sequence[LoggedRun], method: str, base: str) -> Gain | None:
     """Perplexity of a method less that of the base, at the last step that both runs of a seed have."""
     own = {run.seed: dict(run.points) for run in runs if run.method == method}
     other = {run.seed: dict(run.points) for run in runs if run.method == base}

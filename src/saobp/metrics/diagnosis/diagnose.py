@@ -1,9 +1,12 @@
-"""The health of a model on some texts, as one record."""
+"""The health of a model on some texts, as one record.
+
+Models outside Transformers' attention registry are measured by the maps that they return.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from saobp.metrics.attention_inputs import inputs_of
 from saobp.metrics.diagnosis.head_kinds import (
     IN_TEXT,
     KINDS,
@@ -24,16 +28,21 @@ from saobp.metrics.diagnosis.head_kinds import (
     shares,
     text_targets,
 )
-from saobp.metrics.diagnosis.layer_maps import measure_returned_maps, see_layers, unreachable
 from saobp.metrics.diagnosis.text_batches import Note, batches, encode, longest_text, padding_id
-from saobp.metrics.health.head_health import HeadHealth, Health
+from saobp.metrics.functional.gtd import BETA, HOPS, cross_layer_gtd
+from saobp.metrics.functional.maps import unchecked_maps
+from saobp.metrics.health.head_health import CROSS_LAYER, HeadHealth, Health
 from saobp.metrics.health.recorder import probe
-from saobp.metrics.health.verdicts import Verdict
+from saobp.metrics.health.verdicts import Verdict, uniform_map
+from saobp.metrics.query_key_statistics import checked_statistics, map_statistics
+from saobp.metrics.sampling import exact_estimate
+from saobp.transformers.apply import attention_modules
+from saobp.transformers.capture import AttentionCall, watch
 
 KIND_TEXTS, KIND_TOKENS = 8, 128
 """Texts and tokens of each on which the kinds of heads are found."""
-WORTH_TELLING = 3.0
-"""Seconds from which the expected time is told."""
+ANNOUNCED_FROM = 3.0
+"""Seconds from which the expected time is announced."""
 GROWTH = 1.5
 """Exponent by which the time of a text is taken to grow with its length: between products and maps."""
 
@@ -106,7 +115,7 @@ def diagnose(
     device = next(model.parameters()).device
     encoded = [one.to(device) for one in encoded]
     found = head_shares(model, tokenizer, encoded)
-    timed = _Announced(encoded, progress, note)
+    timed = _ProgressWithEstimate(encoded, progress, note)
     if unreachable(model) is None:
         health = _watched(model, tokenizer, encoded, statistics, method, batch_size, timed)
     elif method == "sampled":
@@ -146,20 +155,20 @@ def head_shares(
     repeating: dict[int, Tensor] = {}
     for ids in some:
 
-        def see(layer: int, rows: Tensor, ids: Tensor = ids) -> None:
+        def on_text(layer: int, rows: Tensor, ids: Tensor = ids) -> None:
             causal = _is_causal(rows)
             targets = text_targets(ids.cpu(), delimiters, causal=causal)
             in_text.setdefault(layer, []).append(shares(rows, targets, causal=causal)[0])
 
-        see_layers(model, ids[None], see)
+        for_each_layer(model, ids[None], on_text)
     sequences, repeated = repeated_tokens(model, tokenizer, longest_text(model))
     if repeated > 1:
         targets = repetition_targets(sequences.shape[1], repeated)
 
-        def see_again(layer: int, rows: Tensor) -> None:
+        def on_repeated(layer: int, rows: Tensor) -> None:
             repeating[layer] = shares(rows, targets, causal=_is_causal(rows)).mean(0)
 
-        see_layers(model, sequences.to(some[0].device), see_again)
+        for_each_layer(model, sequences.to(some[0].device), on_repeated)
     found = {}
     for layer, values in in_text.items():
         own = torch.stack(values).mean(0).cpu()
@@ -197,24 +206,97 @@ def _watched(
     return health
 
 
-class _Announced:
+class _ProgressWithEstimate:
     """Progress that tells the expected time after the first text, which is the longest."""
 
     def __init__(self, encoded: Sequence[Tensor], progress: Callable[[int], object], note: Note) -> None:
         self.lengths = [len(one) for one in encoded]
-        self.progress, self.note, self.start, self.told = progress, note, monotonic(), False
+        self.progress, self.note, self.start, self.announced = progress, note, monotonic(), False
 
     def __call__(self, more: int) -> None:
-        if not self.told and len(self.lengths) > 1:
+        if not self.announced and len(self.lengths) > 1:
             longest = self.lengths[0]
             rest = sum((length / longest) ** GROWTH for length in self.lengths[1:])
             seconds = rest * (monotonic() - self.start)
-            if seconds >= WORTH_TELLING:
+            if seconds >= ANNOUNCED_FROM:
                 count, tokens = len(self.lengths), sum(self.lengths)
-                self.note(f"measuring {count} texts, {tokens:,} tokens: about {_time(seconds)}")
-        self.told = True
+                time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+                self.note(f"measuring {count} texts, {tokens:,} tokens: about {time}")
+        self.announced = True
         self.progress(more)
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+OnLayer = Callable[[int, Tensor], object]
+"""Called with the number of a layer and its maps ``[texts, heads, length, length]``."""
+
+
+def unreachable(model: PreTrainedModel) -> str | None:
+    """Why calls of attention cannot be watched in this model; None if they can."""
+    try:
+        attention_modules(model)
+    except ValueError as problem:
+        return str(problem)
+    return None
+
+
+def for_each_layer(model: PreTrainedModel, ids: Tensor, on_layer: OnLayer) -> None:
+    """Run ``model`` on ids ``[texts, length]`` without padding and show the maps of each layer."""
+    if unreachable(model) is not None:
+        for layer, rows in enumerate(returned_maps(model, ids)):
+            on_layer(layer, rows)
+        return
+    layer = 0
+
+    def record(call: AttentionCall) -> None:
+        nonlocal layer
+        heads = inputs_of(call, linear=True)
+        if heads is not None:
+            every = slice(0, len(heads.query)), slice(0, heads.query.shape[1])
+            on_layer(layer, heads.select(*every).maps().rows)
+            layer += 1
+
+    with torch.no_grad(), watch(model, record):
+        model(input_ids=ids)
+
+
+def returned_maps(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """What the model returns for ``output_attentions``. Raises if these are no maps of its tokens."""
+    with torch.no_grad():
+        found = getattr(model(input_ids=ids, output_attentions=True), "attentions", None) or ()
+    length = ids.shape[1]
+    maps = [one for one in found if isinstance(one, Tensor) and one.shape[2:] == (length, length)]
+    if not maps or len(maps) < len(found) or not all(_is_stochastic(one) for one in maps):
+        raise ValueError(f"{unreachable(model)}, and it returns no attention maps")
+    return maps
+
+
+def measure_returned_maps(
+    model: PreTrainedModel,
+    texts: Iterable[Tensor],
+    statistics: Collection[str],
+    progress: Callable[[int], object],
+) -> Health:
+    """Exact statistics of the maps that a model returns, text by text."""
+    wanted = checked_statistics("exact", [name for name in statistics if name != CROSS_LAYER])
+    health = Health(wanted)
+    for ids in texts:
+        layers = returned_maps(model, ids[None])
+        across = cross_layer_gtd(layers) if CROSS_LAYER in statistics and len(layers) > 1 else None
+        for layer, rows in enumerate(layers):
+            causal = not bool(rows.triu(1).any())
+            found = map_statistics(unchecked_maps(rows), wanted, BETA, HOPS, triangular=causal)
+            tokens = torch.tensor([ids.numel()], device=rows.device)
+            health.add(
+                f"layer {layer}",
+                {name: exact_estimate(value) for name, value in found.items()},
+                uniform_map(tokens, causal=causal),
+                None if across is None or layer == 0 else across[layer - 1],
+            )
+        health.forwards += 1
+        progress(1)
+    return health
+
+
+def _is_stochastic(rows: Tensor) -> bool:
+    sums = rows.sum(-1)
+    return bool(torch.isfinite(sums).all()) and bool(((sums - 1).abs() < 0.02).all())

@@ -32,30 +32,31 @@ def heat_map(diagnoses: Sequence[Diagnosis], statistic: str) -> Figure:
     """Layers down, heads across, one panel per diagnosis on a common scale; alarming heads are marked."""
     grids = [_grid(diagnosis, statistic) for diagnosis in diagnoses]
     finite = numpy.concatenate([grid[numpy.isfinite(grid)] for grid in grids] or [numpy.zeros(1)])
-    low, high = (0.0, 1.0) if statistic == "gtd" else _scale(finite)
+    high = 1.0 if statistic == "gtd" or not len(finite) else max(float(finite.max()), 1e-9)
     layers, heads = (max(sizes) for sizes in zip(*(grid.shape for grid in grids), strict=True))
     width = min(14.0, max(2.6, 0.42 * heads)) * len(grids) + 1.6
     figure = Figure(figsize=(width, max(2.4, 0.34 * layers + 1.3)), layout="constrained")
     is_equal = len({len(grid) for grid in grids}) == 1
-    panels = numpy.atleast_1d(figure.subplots(1, len(grids), sharey=is_equal))
+    axes = numpy.atleast_1d(figure.subplots(1, len(grids), sharey=is_equal))
     colours = _GTD_COLOURS if statistic == "gtd" else "viridis"
     image = None
-    for panel, diagnosis, grid in zip(panels, diagnoses, grids, strict=True):
-        image = panel.imshow(grid, vmin=low, vmax=high, cmap=colours, aspect="auto")
+    for panel, diagnosis, grid in zip(axes, diagnoses, grids, strict=True):
+        image = panel.imshow(grid, vmin=0.0, vmax=high, cmap=colours, aspect="auto")
         panel.set_title(short_name(diagnosis.subject), fontsize=9)
         panel.set_xlabel("head")
-        _whole_numbers(panel, *grid.shape)
+        panel.set_xticks(range(0, grid.shape[1], max(1, grid.shape[1] // 8)))
+        panel.set_yticks(range(0, grid.shape[0], max(1, grid.shape[0] // 12)))
         for head in diagnosis.heads:
             if head.verdict in MARKS:
                 mark = panel.text(head.head, head.layer, MARKS[head.verdict], ha="center", va="center")
                 mark.set(fontsize=7, path_effects=[withStroke(linewidth=1.5, foreground="white")])
-    panels[0].set_ylabel("layer")
+    axes[0].set_ylabel("layer")
     legend = [f"{mark} {word}" for word, mark in MARKS.items() if mark != "?"]
     if statistic == "gtd":
         legend.append("healthy between the green lines (the upper one is higher under a causal mask)")
     figure.supxlabel("   ".join(legend), fontsize=7)
     assert image is not None
-    bar = figure.colorbar(image, ax=list(panels), label=TITLES[statistic], shrink=0.9)
+    bar = figure.colorbar(image, ax=list(axes), label=TITLES[statistic], shrink=0.9)
     if statistic == "gtd":
         bar.ax.hlines([HEALTHY_FROM, HEALTHY_TO], 0, 1, color=COLOURS[2], linewidth=2)
     return figure
@@ -66,11 +67,9 @@ def layer_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
     statistics = list(diagnoses[0].statistics)
     across = any(diagnosis.across_layers for diagnosis in diagnoses)
     names = [*statistics, *(["cross_layer_gtd"] if across else [])]
-    columns = min(3, len(names))
-    rows = -(-len(names) // columns)
-    figure = Figure(figsize=(3.6 * columns, 2.7 * rows), layout="constrained")
-    panels = numpy.atleast_1d(figure.subplots(rows, columns)).flatten()
-    for panel, name in zip(panels, names, strict=False):
+    deepest = max(diagnosis.layers for diagnosis in diagnoses)
+    figure, axes = panels(len(names), 3, (3.6, 2.7))
+    for panel, name in zip(axes, names, strict=True):
         if name in ("gtd", "cross_layer_gtd"):
             panel.axhspan(HEALTHY_FROM, HEALTHY_TO, color="#dcebd8", zorder=0)
             panel.set_ylim(0, 1)
@@ -78,15 +77,24 @@ def layer_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
             _curve(panel, diagnosis, name, COLOURS[place % len(COLOURS)])
         panel.set_title(TITLES[name], fontsize=9)
         panel.set_xlabel("layer")
-        deepest = max(diagnosis.layers for diagnosis in diagnoses)
         panel.set_xlim(-0.3, deepest - 0.7)
         panel.set_xticks(range(0, deepest, max(1, deepest // 8)))
-        panel.spines[["top", "right"]].set_visible(False)
-    for panel in panels[len(names) :]:
-        panel.set_visible(False)
     if len(diagnoses) > 1:
-        panels[0].legend(fontsize=7, frameon=False)
+        axes[0].legend(fontsize=7, frameon=False)
     return figure
+
+
+def panels(count: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """A figure of so many panels of a size in inches, in rows of ``columns``; unused axes are hidden."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+    axes = list(numpy.atleast_1d(figure.subplots(rows, columns)).flatten())
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes[:count]
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -108,13 +116,10 @@ def _curve(panel: Axes, diagnosis: Diagnosis, name: str, colour: str) -> None:
         return
     layers = range(diagnosis.layers)
     values = [numpy.array([head.values[name] for head in diagnosis.layer(layer)]) for layer in layers]
+    low, high = [own.min() for own in values], [own.max() for own in values]
     panel.plot(layers, [own.mean() for own in values], "o-", color=colour, label=label, markersize=3)
-    panel.vlines(
-        layers, [own.min() for own in values], [own.max() for own in values], color=colour, alpha=0.3
-    )
-    panel.fill_between(
-        layers, [own.min() for own in values], [own.max() for own in values], color=colour, alpha=0.15, lw=0
-    )
+    panel.vlines(layers, low, high, color=colour, alpha=0.3)
+    panel.fill_between(layers, low, high, color=colour, alpha=0.15, lw=0)
 
 
 def _grid(diagnosis: Diagnosis, statistic: str) -> numpy.ndarray:
@@ -122,17 +127,6 @@ def _grid(diagnosis: Diagnosis, statistic: str) -> numpy.ndarray:
     for head in diagnosis.heads:
         grid[head.layer, head.head] = head.values[statistic]
     return grid
-
-
-def _scale(values: numpy.ndarray) -> tuple[float, float]:
-    if not len(values):
-        return 0.0, 1.0
-    return 0.0, max(float(values.max()), 1e-9)
-
-
-def _whole_numbers(panel: Axes, layers: int, heads: int) -> None:
-    panel.set_xticks(range(0, heads, max(1, heads // 8)))
-    panel.set_yticks(range(0, layers, max(1, layers // 12)))
 
 
 def short_name(subject: str) -> str:

@@ -85,6 +85,8 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, room: int | None) -> Ten
 
 def _check_vocabulary(model: PreTrainedModel, encoded: Sequence[Tensor], subject: str) -> None:
     embeddings: Any = model.get_input_embeddings()
+    if not isinstance(getattr(embeddings, "weight", None), Tensor):
+        raise ValueError(f"{subject} reads no tokens: its inputs go to {type(embeddings).__name__}")
     size, largest = int(embeddings.weight.shape[0]), max(int(one.max()) for one in encoded)
     if largest >= size:
         raise ValueError(

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
-from saobp.metrics.attention_calls import check_options, is_cross_attention
-from saobp.metrics.fast.call_masks import first_texts, row_mask_of
-from saobp.metrics.fast.fast_statistics import FIRST, sweep
+from saobp.metrics.attention_inputs import check_options, is_cross_attention
+from saobp.metrics.fast.fast_statistics import FIRST, padded_rows, sweep
 from saobp.metrics.fast.head_watch import HeadWatch
 from saobp.metrics.health.recorder import forwards_of, layer_name
 from saobp.propagation.row_statistics import RowMask
 from saobp.refinement import check_count
 from saobp.transformers.capture import AttentionCall, Watcher
+from saobp.transformers.masks import SEEN_BY_PADDING, read_mask
 
 
 @contextmanager
@@ -79,3 +82,74 @@ class Monitor:
         if key not in self._masks:
             self._masks[key] = call.mask, row_mask_of(call)
         return self._masks[key][1]
+
+
+ROWS_AT_ONCE = 256
+
+
+def row_mask_of(call: AttentionCall) -> RowMask:
+    """The mask of a call, whose meaning depends on the attention implementation."""
+    queries, keys = call.query.shape[-2], call.key.shape[-2]
+    if call.sequences is not None and (call.mask is None or _is_2d(call.mask)):
+        starts, ends = sequence_limits(call.sequences)
+        return RowMask(call.is_causal, call.window, starts=starts, ends=ends)
+    if call.mask is None:
+        # A missing mask of eager attention hides nothing; sdpa then hides later keys itself.
+        causal = call.is_causal and call.implementation != "eager" and queries > 1
+        if causal and queries != keys and not call.knows_window:
+            return RowMask(
+                entries=torch.ones(1, 1, queries, keys, dtype=torch.bool, device=call.query.device).tril()
+            )
+        return RowMask(causal, call.window)
+    if _is_2d(call.mask):
+        return padded_rows(call.mask[:, -keys:].bool(), queries, causal=call.is_causal, window=call.window)
+    read_mask(
+        call.mask[..., :1, :] if isinstance(call.mask, Tensor) else call.mask, 1, keys
+    )  # checks its form
+    entries = call.mask[..., :keys]
+    seen, rows = _columns_seen(entries), None
+    if entries.dtype == torch.int8:
+        rows = ~(entries == SEEN_BY_PADDING).any(-1).any(1)
+    elif queries == keys:
+        rows = seen
+    batch = len(call.query)
+    starts = seen.int().argmax(-1).int().expand(batch)
+    if rows is None:
+        return RowMask(entries=entries, starts=starts)
+    return RowMask(
+        entries=entries, starts=starts, real_keys=seen.expand(batch, -1), real_rows=rows.expand(batch, -1)
+    )
+
+
+def first_texts(mask: RowMask, texts: int) -> RowMask:
+    """The mask of the first ``texts`` texts of a batch."""
+    parts: dict[str, Any] = {
+        name: part[:texts] for name, part in vars(mask).items() if isinstance(part, Tensor)
+    }
+    return replace(mask, **parts)
+
+
+def sequence_limits(sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """First token, and token after the last, of each token's sequence: int32 ``[batch, length]`` each."""
+    length = sequences.shape[-1]
+    places = torch.arange(length, device=sequences.device)
+    begins = functional.pad(sequences.diff(dim=-1) != 0, (1, 0), value=True)
+    starts = torch.where(begins, places, 0).cummax(-1).values
+    after = torch.where(functional.pad(begins[:, 1:], (0, 1), value=True), places + 1, length)
+    ends = after.flip(-1).cummin(-1).values.flip(-1)
+    return starts.int(), ends.int()
+
+
+def _columns_seen(entries: Tensor) -> Tensor:
+    """Keys that any row sees, bool ``[batch or 1, keys]``, some rows at a time."""
+    lowest = torch.finfo(entries.dtype).min / 2 if entries.is_floating_point() else 0
+    found = None
+    for rows in entries.split(ROWS_AT_ONCE, -2):
+        seen = (rows > lowest).any(-2).any(1)
+        found = seen if found is None else found | seen
+    assert found is not None
+    return found
+
+
+def _is_2d(mask: object) -> bool:
+    return isinstance(mask, Tensor) and mask.ndim == 2

@@ -9,21 +9,23 @@ from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_paths
 from saobp.metrics.functional.maps import Maps, checked_maps
 
 
-def attention_entropy(attention: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
+def attention_entropy(attention: Tensor | Maps, *, padding_mask: Tensor | None = None) -> Tensor:
     """Mean entropy of the real rows in nats, ``[..., length, length]`` to ``[...]``; differentiable."""
-    return attention_entropy_of(checked_maps(attention, padding_mask))
+    maps = checked_maps(attention, padding_mask)
+    return maps.mean_over_rows(row_entropy(maps.rows))
 
 
 def indirect_entropy(
-    attention: Tensor, *, beta: float = BETA, hops: int = HOPS, padding_mask: Tensor | None = None
+    attention: Tensor | Maps, *, beta: float = BETA, hops: int = HOPS, padding_mask: Tensor | None = None
 ) -> Tensor:
     """Mean entropy in nats of the real rows of G, each normalised; differentiable. See ``gtd`` for G."""
     check_path(beta, hops)
-    return indirect_entropy_of(checked_maps(attention, padding_mask), beta, hops)
+    maps = checked_maps(attention, padding_mask)
+    return maps.mean_over_rows(normalised_entropy(indirect_paths(maps.rows, beta, hops)))
 
 
 def sparsity(
-    attention: Tensor, *, threshold: float | None = None, padding_mask: Tensor | None = None
+    attention: Tensor | Maps, *, threshold: float | None = None, padding_mask: Tensor | None = None
 ) -> Tensor:
     """Share of entries between real tokens that lie below ``threshold`` (default: 1 / real tokens).
 
@@ -32,27 +34,7 @@ def sparsity(
     """
     if threshold is not None and not 0 <= threshold <= 1:
         raise ValueError(f"threshold must lie from 0 to 1, not {threshold}")
-    return sparsity_of(checked_maps(attention, padding_mask), threshold)
-
-
-def sink_mass(attention: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
-    """Largest column mean over real rows: the share of all attention on the most attended token."""
-    return sink_mass_of(checked_maps(attention, padding_mask))
-
-
-def attention_entropy_of(maps: Maps) -> Tensor:
-    return maps.mean_over_rows(row_entropy(maps.rows))
-
-
-def indirect_entropy_of(
-    maps: Maps, beta: float = BETA, hops: int = HOPS, paths: Tensor | None = None
-) -> Tensor:
-    """Indirect entropy of checked maps; ``paths`` is G where it is already known."""
-    paths = indirect_paths(maps.rows, beta, hops) if paths is None else paths
-    return maps.mean_over_rows(normalised_entropy(paths))
-
-
-def sparsity_of(maps: Maps, threshold: float | None = None) -> Tensor:
+    maps = checked_maps(attention, padding_mask)
     rounding = 32 * torch.finfo(maps.rows.dtype).eps
     limit = (1 - rounding) / maps.tokens[..., None, None] if threshold is None else threshold
     below = maps.rows < limit
@@ -61,7 +43,9 @@ def sparsity_of(maps: Maps, threshold: float | None = None) -> Tensor:
     return below.to(maps.rows.dtype).sum((-2, -1)) / maps.tokens**2
 
 
-def sink_mass_of(maps: Maps) -> Tensor:
+def sink_mass(attention: Tensor | Maps, *, padding_mask: Tensor | None = None) -> Tensor:
+    """Largest column mean over real rows: the share of all attention on the most attended token."""
+    maps = checked_maps(attention, padding_mask)
     return maps.rows.sum(-2).amax(-1) / maps.tokens
 
 

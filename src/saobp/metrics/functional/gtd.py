@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from saobp.metrics.functional.maps import Maps, checked_maps
+from saobp.metrics.functional.maps import checked_maps
 from saobp.propagation.beliefs import without_autocast
 from saobp.refinement import check_count
 
@@ -25,12 +25,8 @@ def gtd(
     padding_mask ``[batch, length]`` is True for real tokens.
     """
     check_path(beta, hops)
-    return gtd_of(checked_maps(attention, padding_mask), beta, hops)
-
-
-def gtd_of(maps: Maps, beta: float = BETA, hops: int = HOPS, paths: Tensor | None = None) -> Tensor:
-    """GTD of checked maps; ``paths`` is G where it is already known."""
-    return indirect_share(maps.rows, indirect_paths(maps.rows, beta, hops) if paths is None else paths)
+    rows = checked_maps(attention, padding_mask).rows
+    return indirect_share(rows, indirect_paths(rows, beta, hops))
 
 
 def indirect_paths(rows: Tensor, beta: float = BETA, hops: int = HOPS, *, triangular: bool = False) -> Tensor:
@@ -50,16 +46,15 @@ def indirect_paths(rows: Tensor, beta: float = BETA, hops: int = HOPS, *, triang
         powers = rows if degree % 2 else one_or_two  # X / beta
         for _ in range((degree - 1) // 2):
             powers = torch.add(one_or_two, product(square, powers), alpha=beta**2)
-        return torch.add(square, product(square, powers), alpha=beta).mul_(beta)
+        return product(square, powers).mul_(beta).add_(square).mul_(beta)
 
 
-def triangular_product(left: Tensor, right: Tensor, parts: int = 4) -> Tensor:
+def triangular_product(left: Tensor, right: Tensor) -> Tensor:
     """Product of lower triangular matrices, ``[..., length, length]``, without blocks known to be zero.
 
-    Of ``parts``^3 products of blocks, 20 of 64 for four parts are left.
+    Of the 64 products of blocks, a quarter of the length each, 20 are left.
     """
-    length = left.shape[-1]
-    edges = [length * part // parts for part in range(parts + 1)]
+    edges = [left.shape[-1] * part // 4 for part in range(5)]
     result = torch.zeros_like(left)
     for top, bottom in pairwise(edges):
         for first, last in pairwise(edges):
@@ -82,16 +77,18 @@ def cross_layer_gtd(
     if len(layers) < 2:
         raise ValueError(f"cross-layer GTD needs the maps of at least two layers, not {len(layers)}")
     rows = averaged_heads(layers, padding_mask)
-    values = []
-    for top in range(1, len(rows)):
-        path = rows[top]
-        paths = torch.zeros_like(path)
-        for hop in range(1, min(hops, top + 1)):
-            with without_autocast(path.device.type):
-                path = path @ rows[top - hop]
-            paths = paths + beta**hop * path
-        values.append(indirect_share(rows[top], paths))
-    return torch.stack(values)
+    below = [rows[max(0, top - hops + 1) : top][::-1] for top in range(len(rows))]
+    return torch.stack([share_through_layers(rows[top], below[top], beta) for top in range(1, len(rows))])
+
+
+def share_through_layers(rows: Tensor, below: Iterable[Tensor], beta: float) -> Tensor:
+    """Share of paths through the maps of the layers below a layer, the nearest first, against its own map."""
+    path, paths = rows, torch.zeros_like(rows)
+    for hop, other in enumerate(below, 1):
+        with without_autocast(rows.device.type):
+            path = path @ other
+        paths = paths + beta**hop * path
+    return indirect_share(rows, paths)
 
 
 def averaged_heads(layers: Sequence[Tensor], padding_mask: Tensor | None) -> list[Tensor]:
@@ -115,3 +112,25 @@ def indirect_share(direct: Tensor, paths: Tensor) -> Tensor:
     """Squared norm of ``paths`` in that of both, ``[...]`` from two ``[..., length, length]``."""
     indirect = paths.square().sum((-2, -1))
     return indirect / (direct.square().sum((-2, -1)) + indirect)
+
+
+def rollout(layers: Sequence[Tensor], *, residual: float = 0.5, padding_mask: Tensor | None = None) -> Tensor:
+    """Where each token's last state comes from, ``[batch, length, length]``: output rows, input columns.
+
+    layers are maps ``[batch, heads, length, length]`` from first to last. Each is averaged over heads and
+    mixed with the identity (``residual``, the share of the skip connection), then all are multiplied.
+    GTD in contrast leaves out single steps and skips, is of one head, and is one number.
+    Padding tokens have zero rows and columns.
+    """
+    if not layers:
+        raise ValueError("rollout needs the maps of at least one layer")
+    if not 0 <= residual < 1:
+        raise ValueError(f"residual must lie from 0 up to but not including 1, not {residual}")
+    flow: Tensor | None = None
+    for rows in averaged_heads(layers, padding_mask):
+        identity = torch.diag_embed(rows.sum(-1))
+        mixed = (1 - residual) * rows + residual * identity
+        with without_autocast(mixed.device.type):
+            flow = mixed if flow is None else mixed @ flow
+    assert flow is not None
+    return flow

@@ -36,12 +36,14 @@ def unchecked_maps(attention: Tensor, padding_mask: Tensor | None = None) -> Map
     return Maps(rows, real, real.sum(-1).to(rows.dtype))
 
 
-def checked_maps(attention: Tensor, padding_mask: Tensor | None = None) -> Maps:
-    """Maps from any tensor. Raises if it is not a stochastic map.
+def checked_maps(attention: Tensor | Maps, padding_mask: Tensor | None = None) -> Maps:
+    """Maps from any tensor, or as they are. Raises if a tensor is not a stochastic map.
 
     attention ``[..., length, length]``; padding_mask ``[batch, length]`` (``[length]`` for a single map),
     True for real tokens, where batch is the first dimension.
     """
+    if isinstance(attention, Maps):
+        return attention
     _check_shape(attention)
     if padding_mask is not None:
         _check_padding(attention, padding_mask)

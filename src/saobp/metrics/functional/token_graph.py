@@ -18,7 +18,7 @@ GRAPHS_AT_ONCE = 4096
 
 
 def clustering(
-    attention: Tensor,
+    attention: Tensor | Maps,
     *,
     tau: float = TAU,
     nodes: int = NODES,
@@ -33,11 +33,13 @@ def clustering(
     are drawn by ``seed``, the same for maps with equally many real tokens.
     """
     _check_graph(tau, nodes)
-    return clustering_of(checked_maps(attention, padding_mask), tau, nodes, seed)
+    maps = checked_maps(attention, padding_mask)
+    weights, sizes = token_graphs(maps, tau, nodes, seed)
+    return _in_chunks(clustering_of_graphs, weights, sizes, maps.rows.shape[:-2])
 
 
 def betweenness(
-    attention: Tensor,
+    attention: Tensor | Maps,
     *,
     tau: float = TAU,
     nodes: int = NODES,
@@ -50,16 +52,8 @@ def betweenness(
     Not differentiable.
     """
     _check_graph(tau, nodes)
-    return betweenness_of(checked_maps(attention, padding_mask), tau, nodes, seed)
-
-
-def clustering_of(maps: Maps, tau: float = TAU, nodes: int = NODES, seed: int = 0) -> Tensor:
-    weights, sizes = token_graphs(maps, tau, nodes, seed)
-    return _in_chunks(clustering_of_graphs, weights, sizes, maps.rows.shape[:-2])
-
-
-def betweenness_of(maps: Maps, tau: float = TAU, nodes: int = NODES, seed: int = 0) -> Tensor:
     with torch.no_grad():
+        maps = checked_maps(attention, padding_mask)
         weights, sizes = token_graphs(maps, tau, nodes, seed)
         return _in_chunks(betweenness_of_graphs, weights, sizes, maps.rows.shape[:-2])
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.metrics.health.uniform_map import UniformMap
-from saobp.metrics.health.verdicts import Verdict, verdict
-from saobp.metrics.sampling.estimate import Estimate
+from saobp.metrics.health.verdicts import UniformMap, Verdict, judged
+from saobp.metrics.sampling import Estimate
 
 CROSS_LAYER = "cross_layer_gtd"
 
@@ -134,7 +133,7 @@ class Health:
                         head,
                         values,
                         dict(zip(self.statistics, errors[:, head].tolist(), strict=True)),
-                        self._verdict(values, *(one / texts for one in uniform)),
+                        judged(values, *(one / texts for one in uniform)),
                         int(texts),
                     )
                 )
@@ -153,18 +152,3 @@ class Health:
         """GTD along the depth by layer name, from the second layer on; empty unless requested."""
         contexts = {name: totals.context.tolist() for name, totals in self.layers.items()}
         return {name: across / texts for name, (_, across, texts, *_) in contexts.items() if texts}
-
-    @staticmethod
-    def _verdict(
-        values: dict[str, float], uniform_gtd: float, largest_entropy: float, uniform_sink: float
-    ) -> Verdict:
-        if "gtd" not in values:
-            return "undefined"
-        entropy = values.get("attention_entropy")
-        return verdict(
-            values["gtd"],
-            entropy_share=None if entropy is None or largest_entropy <= 0 else entropy / largest_entropy,
-            sink_mass=values.get("sink_mass"),
-            uniform_gtd=uniform_gtd,
-            uniform_sink=uniform_sink,
-        )

@@ -141,7 +141,8 @@ class HealthLog:
     def _reasons(self, head: HeadHealth) -> dict[tuple[str, str], str]:
         """Why a head is outside, in words, by statistic and state."""
         found = {}
-        if _is_judged(head) and head.verdict in ALARMING:
+        has_meaning = "gtd" in head.values or not all(map(math.isfinite, head.values.values()))
+        if has_meaning and head.verdict in ALARMING:  # without GTD only ``undefined`` has
             found["verdict", str(head.verdict)] = _in_words(head)
         for statistic, (low, high) in self.ranges.items():
             value = head.values.get(statistic, math.nan)
@@ -164,11 +165,6 @@ def _together(statistic: str, values: list[float]) -> float:
     if statistic in LARGEST and not any(map(math.isnan, values)):
         return max(values)
     return sum(values) / len(values)
-
-
-def _is_judged(head: HeadHealth) -> bool:
-    """Whether its verdict is meaningful: without GTD only ``not finite`` is."""
-    return "gtd" in head.values or not all(map(math.isfinite, head.values.values()))
 
 
 def _in_words(head: HeadHealth) -> str:

@@ -13,14 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from saobp.metrics.attention_calls import inputs_of
-from saobp.metrics.attention_inputs import AttentionInputs
-from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_share
+from saobp.metrics.attention_inputs import AttentionInputs, inputs_of
+from saobp.metrics.functional.gtd import BETA, HOPS, check_path, share_through_layers
 from saobp.metrics.health.head_health import CROSS_LAYER, Health
-from saobp.metrics.health.uniform_map import UniformMap, uniform_map
+from saobp.metrics.health.verdicts import UniformMap, uniform_map
 from saobp.metrics.query_key_statistics import PLAIN, Method, checked_statistics, measure_heads
-from saobp.metrics.sampling.estimate import exact_estimate
-from saobp.metrics.sampling.estimators import SAMPLED, Sampling
+from saobp.metrics.sampling import SAMPLED, Sampling, exact_estimate
 from saobp.propagation.beliefs import without_autocast
 from saobp.refinement import check_count
 from saobp.transformers.apply import attention_modules
@@ -121,7 +119,7 @@ class Recorder:
                 beta=self.beta,
                 hops=self.hops,
                 sampling=self._sampling(),
-                see=averages.add if self.across else None,
+                on_maps=averages.add if self.across else None,
             )
             across = self._cross_layer_gtd(call.name, averages.maps) if self.across and not sampled else None
             self.health.add(layer_name(call.name, self._calls), found, self._uniform(heads), across)
@@ -166,13 +164,10 @@ class Recorder:
         ):
             self._layers_below.clear()
         self._stack = stack
-        values = []
-        for place, rows in enumerate(averages):
-            path, paths = rows, torch.zeros_like(rows)
-            for hop, below in enumerate(self._layers_below, 1):
-                path = path @ below[place]
-                paths += self.beta**hop * path
-            values.append(indirect_share(rows, paths))
+        values = [
+            share_through_layers(rows, [below[place] for below in self._layers_below], self.beta)
+            for place, rows in enumerate(averages)
+        ]
         first = not self._layers_below
         self._layers_below.appendleft(averages)
         return None if first else torch.cat(values)

@@ -1,4 +1,7 @@
-"""Refined attention as an operator, by the fused kernels: A^T X is the gradient of the values."""
+"""Refined attention as an operator by the fused kernels, and the choice of operator for a call.
+
+A^T X is the gradient of the values.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from saobp.kernels.dispatch import POTTS, Call, unsupported
+from saobp.metrics.operators.plain import AttentionOperator, PlainOperator, SimilarityOperator
 from saobp.metrics.operators.tiled import Mask, TiledOperator
 from saobp.refinement import Refinement
 
@@ -93,3 +97,16 @@ def can_fuse(query: Tensor, key: Tensor, refinement: Refinement, mask: Mask, sca
         )
         is None
     )
+
+
+def operator_for(
+    query: Tensor, key: Tensor, refinement: Refinement, strength: Tensor, mask: Mask, *, scale: float
+) -> AttentionOperator:
+    """Products with the maps of some heads of one text: query and key ``[heads, tokens, dim]``."""
+    if refinement.is_plain and mask.is_plain:
+        return PlainOperator(query, key, causal=mask.causal, scale=scale)
+    if refinement.factor == "elemmul" and mask.is_plain and not mask.causal and refinement.steps == 1:
+        return SimilarityOperator(PlainOperator(query, key, causal=False, scale=scale))
+    if can_fuse(query, key, refinement, mask, scale):
+        return FusedOperator(query, key, refinement, strength, scale=scale)
+    return TiledOperator(query, key, refinement, strength, mask, scale=scale)

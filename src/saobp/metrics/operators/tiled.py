@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from saobp.metrics.operators.plain import TILE_BYTES, score_rows
-from saobp.propagation.beliefs import Beliefs, propagate
+from saobp.propagation.beliefs import Beliefs
 from saobp.propagation.factors import Factor, get_factor
 from saobp.propagation.graph import FactorGraph
-from saobp.propagation.reference import head_strength
+from saobp.propagation.reference import head_strength, refine_scores
 from saobp.refinement import Refinement
 
 TEMPORARIES = 6
@@ -90,7 +90,7 @@ class TiledOperator:
             )
         self.query, self.key, self.mask, self.scale = query, key, mask, scale
         self.causal = mask.causal
-        self.factor, self.refinement = factor, refinement
+        self.refinement = refinement
         self.causal_messages = factor is not None and mask.causal_messages
         self.message_sums = message_sums
         if factor is not None and not self.causal_messages and message_sums is None:
@@ -122,16 +122,7 @@ class TiledOperator:
                 yield tile, self._beliefs(tile).rows
                 continue
             graph = FactorGraph(self._visible(tile), causal=True)
-            rows, past = propagate(
-                self._scores(tile),
-                self.factor,
-                self.strength,
-                graph,
-                steps=self.refinement.steps,
-                damping=self.refinement.damping,
-                past=past,
-                keep_messages=True,
-            )
+            rows, past = refine_scores(self._scores(tile), self.refinement, self.strength, graph, past, True)
             yield tile, rows
 
     def _sum_messages(self) -> None:
@@ -148,16 +139,8 @@ class TiledOperator:
             self.message_sums[step] = total * (tokens / -(-tokens // stride))
 
     def _beliefs(self, positions: Tensor, keep_messages: bool = False) -> Beliefs:
-        return propagate(
-            self._scores(positions),
-            self.factor,
-            self.strength,
-            RowBlockGraph(self._visible(positions)),
-            steps=self.refinement.steps,
-            damping=self.refinement.damping,
-            past=self.message_sums,
-            keep_messages=keep_messages,
-        )
+        scores, graph = self._scores(positions), RowBlockGraph(self._visible(positions))
+        return refine_scores(scores, self.refinement, self.strength, graph, self.message_sums, keep_messages)
 
     def _scores(self, positions: Tensor) -> Tensor:
         scores = score_rows(self.query[:, positions], self.key, positions, False, self.scale)

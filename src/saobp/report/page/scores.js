@@ -1,4 +1,4 @@
-/** Decode the scores of a head: see quantized_scores.py for the format. */
+/** Decode the scores of a head: see explorer.py for the format. */
 
 const HIDDEN = 65535;
 

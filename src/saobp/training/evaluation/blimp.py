@@ -15,18 +15,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from pyarrow import csv
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.data.tasks import Split
 from saobp.data.tasks.checks import WrongRowsError
-from saobp.data.tasks.load import table_checksum
+from saobp.data.tasks.load import read_table, table_checksum
 from saobp.storage.atomic import first_line, write_atomically
-from saobp.training.evaluation.perplexity import TOKENS_AT_A_TIME, Advance, device_kind, token_losses
+from saobp.training.evaluation.perplexity import Advance, masked_losses, tokens_at_a_time
 from saobp.training.evaluation.zero_shot import log_likelihoods
-from saobp.training.objectives import hidden_states
 
 HUB = "nyu-mll/blimp"
 ROWS = 67_000
@@ -44,12 +42,7 @@ def read_blimp(data_dir: str | Path | None) -> Split:
         path = Path(data_dir, "blimp", "test.parquet")
         if not path.exists():
             raise FileNotFoundError(f"blimp needs test.parquet in {str(path.parent)!r}, and there is none")
-        content, source = path.read_bytes(), str(path)
-        checksum = hashlib.sha256(content).hexdigest()
-        try:
-            table = pq.read_table(pa.BufferReader(content))
-        except (pa.ArrowInvalid, OSError) as problem:
-            raise WrongRowsError(f"{path} cannot be read as a parquet file: {first_line(problem)}") from None
+        table, source, checksum = read_table(path), str(path), hashlib.sha256(path.read_bytes()).hexdigest()
     absent = [name for name in COLUMNS if name not in table.column_names]
     if absent:
         raise WrongRowsError(f"{source} has no column {absent[0]!r}: it has {', '.join(table.column_names)}")
@@ -172,16 +165,12 @@ def pseudo_log_likelihoods(
     order = sorted(range(len(texts)), key=lambda text: len(encoded[text]))
     for length, group in groupby(order, key=lambda text: len(encoded[text])):
         rows = [(text, at) for text in group for at in range(length) if encoded[text][at] not in special]
-        size = max(1, TOKENS_AT_A_TIME[device_kind(model)] // max(length, 1))
+        size = max(1, tokens_at_a_time(model) // max(length, 1))
         for begin in range(0, len(rows), size):
             part = rows[begin : begin + size]
             owners, positions = (np.array(column) for column in zip(*part, strict=True))
             ids = torch.tensor([encoded[text] for text in owners], device=model.device)
-            hidden_at = torch.from_numpy(positions).to(model.device)
-            every = torch.arange(len(ids), device=model.device)
-            targets = ids[every, hidden_at]
-            ids[every, hidden_at] = tokenizer.mask_token_id
-            losses = token_losses(model, hidden_states(model, ids, "fp32")[every, hidden_at], targets)
+            losses = masked_losses(model, ids, positions, tokenizer.mask_token_id)
             np.subtract.at(found, owners, losses.double().cpu().numpy())
         done = done + len({text for text, _ in rows})
         if advance is not None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from saobp.data import open_corpus, prefix_of, separator_of
 from saobp.training.objectives import MaskedLM, head_scores, hidden_states, row_seeds
 
 POSITIONS = 20_000
@@ -51,9 +54,9 @@ def causal_perplexity(
     starts = list(range(0, max(len(tokens) - length, 0) + stride, stride))
     total, scored = 0.0, 0
     full = [start for start in starts if start + length <= len(tokens)]
-    groups = _chunks(full, max(1, _at_a_time(model) // length)) + [
-        [s] for s in starts if s + length > len(tokens)
-    ]
+    together = max(1, tokens_at_a_time(model) // length)
+    groups = [full[at : at + together] for at in range(0, len(full), together)]
+    groups += [[start] for start in starts if start + length > len(tokens)]
     for done, group in enumerate(groups):
         size = min(length, len(tokens) - group[0])
         rows = np.stack([tokens[start : start + size] for start in group]).astype(np.int64)
@@ -82,12 +85,11 @@ def pseudo_perplexity(
     blocks: np.ndarray,
     *,
     positions: int | None = POSITIONS,
-    seed: int = 0,
     advance: Advance | None = None,
 ) -> dict[str, Any]:
     """Perplexity of an encoder on blocks ``[blocks, length]``, one position masked at a time.
 
-    ``positions`` of them are sampled by ``seed``; None masks every one. ``error`` is the standard error.
+    ``positions`` of them are sampled, always the same; None masks every one. ``error`` is the standard error.
     """
     if tokenizer.mask_token_id is None:
         raise ValueError("pseudo-perplexity needs a tokenizer with a mask token")
@@ -98,17 +100,13 @@ def pseudo_perplexity(
     if available == 0:
         raise ValueError("the text has no token that could be hidden")
     if positions is not None and positions < available:
-        chosen = np.sort(np.random.default_rng(seed).permutation(available)[:positions])
+        chosen = np.sort(np.random.default_rng(0).permutation(available)[:positions])
         rows, columns = rows[chosen], columns[chosen]
     losses = []
-    size = max(1, _at_a_time(model) // blocks.shape[1])
+    size = max(1, tokens_at_a_time(model) // blocks.shape[1])
     for begin in range(0, len(rows), size):
         ids = torch.from_numpy(blocks[rows[begin : begin + size]].astype(np.int64)).to(model.device)
-        hidden_at = torch.from_numpy(columns[begin : begin + size]).to(model.device)
-        every = torch.arange(len(ids), device=model.device)
-        targets = ids[every, hidden_at]
-        ids[every, hidden_at] = tokenizer.mask_token_id
-        losses.append(token_losses(model, hidden_states(model, ids, "fp32")[every, hidden_at], targets))
+        losses.append(masked_losses(model, ids, columns[begin : begin + size], tokenizer.mask_token_id))
         if advance is not None:
             advance(begin + len(ids), len(rows))
     return {**_mean_perplexity(torch.cat(losses)), "positions": len(rows), "of": available}
@@ -116,16 +114,16 @@ def pseudo_perplexity(
 
 @torch.no_grad()
 def masked_perplexity(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, blocks: np.ndarray, *, seed: int = MASK_SEED
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, blocks: np.ndarray
 ) -> dict[str, Any]:
     """Perplexity of the masked tokens of blocks, masked as in training: 15 % of each row, 80 / 10 / 10."""
     objective = MaskedLM.of(tokenizer)
     model.eval()
     losses = []
-    size = max(1, _at_a_time(model) // blocks.shape[1])
+    size = max(1, tokens_at_a_time(model) // blocks.shape[1])
     for begin in range(0, len(blocks), size):
         ids = torch.from_numpy(blocks[begin : begin + size].astype(np.int64)).to(model.device)
-        seeds = torch.from_numpy(row_seeds(seed, 0, range(begin, begin + len(ids)))).to(model.device)
+        seeds = torch.from_numpy(row_seeds(MASK_SEED, 0, range(begin, begin + len(ids)))).to(model.device)
         shown, masked_at, targets = objective.hide(ids, seeds)
         hidden = hidden_states(model, shown, "fp32")
         picked = hidden.gather(1, masked_at[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -133,9 +131,17 @@ def masked_perplexity(
     return {**_mean_perplexity(torch.cat(losses)), "positions": sum(len(part) for part in losses)}
 
 
+def masked_losses(model: PreTrainedModel, ids: Tensor, positions: np.ndarray, mask: int) -> Tensor:
+    """Loss of one token of each row of ``ids``, at ``positions``, after masking it; ``[rows]``."""
+    rows, columns = torch.arange(len(ids), device=ids.device), torch.from_numpy(positions).to(ids.device)
+    targets = ids[rows, columns]
+    ids[rows, columns] = mask
+    return token_losses(model, hidden_states(model, ids, "fp32")[rows, columns], targets)
+
+
 def token_losses(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Tensor:
     """Negative log-likelihood in nats of each target, ``[positions]``, for hidden ``[positions, width]``."""
-    size = SCORES_AT_A_TIME[device_kind(model)]
+    size = SCORES_AT_A_TIME["cuda" if model.device.type == "cuda" else "cpu"]
     parts = [
         torch.nn.functional.cross_entropy(
             head_scores(model, hidden[at : at + size][None], "fp32")[0].float(),
@@ -147,10 +153,6 @@ def token_losses(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Ten
     return torch.cat(parts) if parts else hidden.new_zeros(0)
 
 
-def device_kind(model: PreTrainedModel) -> str:
-    return "cuda" if model.device.type == "cuda" else "cpu"
-
-
 def _mean_perplexity(losses: Tensor) -> dict[str, float]:
     """Perplexity and its standard error, propagated from that of the mean loss."""
     values = losses.double()
@@ -159,9 +161,52 @@ def _mean_perplexity(losses: Tensor) -> dict[str, float]:
     return {"perplexity": perplexity, "error": perplexity * spread}
 
 
-def _at_a_time(model: PreTrainedModel) -> int:
-    return TOKENS_AT_A_TIME[device_kind(model)]
+def tokens_at_a_time(model: PreTrainedModel) -> int:
+    return TOKENS_AT_A_TIME["cuda" if model.device.type == "cuda" else "cpu"]
 
 
-def _chunks(items: list[int], size: int) -> list[list[int]]:
-    return [items[at : at + size] for at in range(0, len(items), size)]
+WIKITEXT = "wikitext2_raw"
+WIKITEXT_ON_HUB = "Salesforce/wikitext@wikitext-2-raw-v1"
+
+
+@dataclass(frozen=True)
+class WikiText:
+    """A tokenised text: ``documents`` are rows of tokens without special ones."""
+
+    documents: list[np.ndarray]
+    words: int
+    checksum: str
+
+    @property
+    def row(self) -> np.ndarray:
+        """All documents one after the other, as in the file."""
+        return np.concatenate(self.documents)
+
+    def blocks(self, tokenizer: PreTrainedTokenizerFast, length: int) -> np.ndarray:
+        """Full blocks ``[blocks, length]`` as in training: a separator after each document, [CLS] first."""
+        end = np.array([separator_of(tokenizer)], dtype=np.int64)
+        stream = np.concatenate([part for document in self.documents for part in (document, end)])
+        prefix = prefix_of(tokenizer)
+        front = [] if prefix is None else [prefix]
+        inner = length - len(front)
+        count = len(stream) // inner
+        if count == 0:
+            raise ValueError(f"the text has {len(stream)} tokens, fewer than one block of {length}")
+        body = stream[: count * inner].reshape(count, inner)
+        return np.concatenate([np.tile(np.array(front, dtype=np.int64), (count, 1)), body], axis=1)
+
+
+def read_wikitext(
+    tokenizer: PreTrainedTokenizerFast, data_dir: str | Path | None, *, documents: int | None = None
+) -> WikiText:
+    """WikiText-2's test split, from ``data_dir/wikitext2_raw`` or the hub; at most so many documents."""
+    corpus = open_corpus(WIKITEXT_ON_HUB if data_dir is None else WIKITEXT, data_dir, "test")
+    texts = list(corpus.documents())[:documents]
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
+    return WikiText(
+        [np.asarray(ids, dtype=np.int64) for ids in encoded],
+        sum(len(text.split()) for text in texts),
+        corpus.checksum,
+    )

@@ -22,11 +22,12 @@ from saobp.training.evaluation.blimp import accuracies, judge_pairs, read_blimp,
 from saobp.training.evaluation.harness import harness_accuracy, require_harness
 from saobp.training.evaluation.perplexity import (
     POSITIONS,
+    WikiText,
     causal_perplexity,
     masked_perplexity,
     pseudo_perplexity,
+    read_wikitext,
 )
-from saobp.training.evaluation.wikitext import WikiText, read_wikitext
 from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, positions_of, race_questions
 
 MEASURED = ("wikitext", "race-middle", "boolq")

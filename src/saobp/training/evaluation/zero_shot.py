@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.data.tasks import Split
-from saobp.training.evaluation.perplexity import TOKENS_AT_A_TIME, device_kind, token_losses
+from saobp.training.evaluation.perplexity import token_losses, tokens_at_a_time
 
 GAP = "  _  ."
 """How a cloze question of RACE ends."""
@@ -95,7 +95,7 @@ def log_likelihoods(
     found = np.zeros(len(pairs))
     order = sorted(range(len(pairs)), key=lambda pair: -len(encoded[pair][0]) - len(encoded[pair][1]))
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    budget = TOKENS_AT_A_TIME[device_kind(model)]
+    budget = tokens_at_a_time(model)
     at = 0
     while at < len(order):
         longest = min(room, sum(map(len, encoded[order[at]])) - 1)

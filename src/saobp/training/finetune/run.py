@@ -25,6 +25,7 @@ from saobp.storage.model_folders import checked_folder
 from saobp.training.checkpoints import (
     effective_refinement,
     load_tokenizer_of,
+    load_with_head,
     model_checksum,
     model_name,
     most_positions,
@@ -32,7 +33,6 @@ from saobp.training.checkpoints import (
 from saobp.training.finetune.examples import Examples, encode_examples
 from saobp.training.finetune.recipe import SEEDS, FinetuneRecipe, recipe_for
 from saobp.training.finetune.span import encode_spans
-from saobp.training.finetune.task_head import load_with_head
 from saobp.training.finetune.trainer import CHECKPOINT_SECONDS, TaskTrainer
 
 SeedProgress = Callable[[int, int, int], None]

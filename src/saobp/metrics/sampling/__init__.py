@@ -1,1 +1,0 @@
-"""Estimates with standard errors, in memory linear in length."""
