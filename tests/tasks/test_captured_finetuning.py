@@ -14,7 +14,7 @@ from transformers import BartConfig, BertConfig, BertForSequenceClassification, 
 from saobp.data.tasks import ALL, load_task
 from saobp.lab.synthetic_tasks import write_tasks
 from saobp.runs.folder import RunFolder
-from saobp.testing.tiny_tasks import save_tiny_bert
+from saobp.testing.tiny_models import save_tiny_bert
 from saobp.training import graphed_step
 from saobp.training.finetune import finetune, recipe_for, trainer
 from saobp.training.finetune.trainer import TaskTrainer, capture_for, without_full_mask
@@ -68,6 +68,7 @@ class Replays:
         return loss, replay
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU where there is none")
 @pytest.mark.parametrize("name", TASKS)
 def test_a_run_learns_the_same_by_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert {ALL[one].kind for one in TASKS} == {spec.kind for spec in ALL.values()}
