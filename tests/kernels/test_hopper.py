@@ -175,6 +175,35 @@ def test_any_strength(factor: str, kind: Any, launched: list[str], monkeypatch: 
     assert {"short_hopper_forward", "short_careful", "short_backward"} <= set(launched)
 
 
+def test_heads_that_are_looked_at_together_do_not_matter(
+    launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of ``short_careful`` look at one, two or sixteen of five heads; without a GPU all need it."""
+    if not GPU:
+        monkeypatch.setattr(CallSpec, "precise", 1)
+        monkeypatch.setattr(CallSpec, "may_underflow", True)
+        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
+        monkeypatch.setattr("saobp.kernels.bidirectional.short.LOWEST", tl.constexpr(1e9))
+    strong = 5.0 if GPU else 1.5
+    inputs = collapsed_inputs(
+        states(128, heads=5, strength=(strong, 0.01, strong, strong, 0.01)), 3.0, "sink"
+    )
+    outputs = []
+    for heads in (1, 2, 16):
+        monkeypatch.setattr("saobp.kernels.bidirectional.short_launch.CHECKED_HEADS", heads)
+        clear_plans()
+        with torch.no_grad():
+            outputs.append(
+                saobp.attention(
+                    inputs.query, inputs.key, inputs.value, Refinement("high", "learned"),
+                    strength=inputs.strength, backend="fused",
+                )
+            )  # fmt: skip
+    assert launched.count("short_careful") == 3
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
 def test_a_sequence_of_padding_gives_zeros() -> None:
     inputs = states(80, batch=2)
     mask = torch.ones(2, 80, dtype=torch.bool, device=DEVICE)

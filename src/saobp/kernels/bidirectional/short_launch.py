@@ -14,6 +14,7 @@ from saobp.kernels.call_spec import (
     CallSpec,
     CallTensors,
     all_keys,
+    ceil_div,
     named_strides,
     resources,
     strides,
@@ -32,6 +33,10 @@ WEAK_BLOCKS = {
 
 Milliseconds for 2048 heads of 128 tokens on an H200: 0.058 as here, with three programs per multiprocessor; 0.067 with
 four, which spill registers; 0.059 for all rows at once, in eight warps; 0.070 by ``short_forward``."""
+
+
+CHECKED_HEADS = 16
+"""Heads whose normalisers one program of ``short_careful`` looks at."""
 
 
 def saved_vectors(spec: CallSpec) -> Saved:
@@ -60,7 +65,9 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, saves: bool) -> LaunchPla
             numbers = call_numbers(spec, tensors, Block(32, SHORT, stages=1)) | named_strides(
                 "o", spec.states_strides
             )
-            launches.add(short.short_careful, spec.sequences * spec.heads, numbers)
+            lines = spec.sequences * spec.heads
+            numbers |= {"lines": lines, "HEADS_EACH": CHECKED_HEADS}
+            launches.add(short.short_careful, ceil_div(lines, CHECKED_HEADS), numbers)
         return LaunchPlan(launches, size if needed else None)
     launches = LaunchSequence(query.device, names, {})
     kernel = short_weak.short_weak_forward if choice.weak else short.short_forward
