@@ -6,7 +6,7 @@ python benchmarks/existing_figure.py
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,24 @@ TASKS = {
 }
 CORPORA = {"wikitext2": "WikiText-2", "wikipedia": "Wikipedia"}
 ENCODERS = {"minilm": ("MiniLM-L6", "#1f5fa8"), "mpnet": ("mpnet-base", "#2d8a57")}
-DECODER = "#c2571a"
+DECODER, ALONE = "#c2571a", "#8a4fa3"
+SHOWN = (-5.0, 10.5)
+"""Differences of scores that the axis has room for; what lies outside is written beside its row."""
 
 
 def main() -> None:
     found = {name: _read(f"{name}.json") for name in (*ENCODERS, "smollm2")}
-    figure = Figure(figsize=(12, 3.2), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=(3, 2, 2.4))
-    _differences(left, {name: found[name]["tasks"] for name in ENCODERS if found[name]})
-    _losses(middle, found["smollm2"])
-    _strengths(right, found)
+    figure = Figure(figsize=(12, 5.2), layout="constrained")
+    left, right = figure.subfigures(1, 2, wspace=0.02)
+    scores, losses = left.subplots(2, 1, height_ratios=(4.6, 1))
+    beside, alone = right.subplots(2, 1, sharex=True)
+    _differences(scores, {name: found[name]["tasks"] for name in ENCODERS if found[name]})
+    _losses(losses, found["smollm2"])
+    _strengths(beside, _beside_weights(found), "Strengths at the end, trained beside the weights")
+    _strengths(
+        alone, {("SmolLM2, weights frozen", ALONE): _ends(found["smollm2"], "strengths")}, "Trained alone"
+    )
+    alone.set_xlabel("depth of the layer, first to last; a dot is a head in one run", fontsize=9)
     figure.savefig(FOLDER / "differences.png", dpi=110)
 
 
@@ -43,26 +51,39 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _differences(axis: Axes, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Paired differences of scores with their intervals, tasks by rows."""
+    """Paired differences of scores with their intervals and seeds, tasks by rows."""
     axis.axvline(0, color="#888888", linewidth=1)
     for place, (name, tasks) in enumerate(found.items()):
         title, colour = ENCODERS[name]
         for row, task in enumerate(TASKS):
-            if task not in tasks:
-                continue
-            own, height = tasks[task], row + 0.2 * (place - (len(found) - 1) / 2)
-            wide = 3.0 if task == "mean" else 1.4
-            if own["low"] is not None:
-                axis.plot([own["low"], own["high"]], [height] * 2, color=colour, linewidth=wide)
-            label = f"{title}, {tasks['mean']['pairs']} seeds" if task == "mean" else None
-            axis.plot(own["difference"], height, "o", color=colour, markersize=5, label=label)
-    axis.set_yticks(range(len(TASKS)), list(TASKS.values()), fontsize=8)
-    axis.set_ylim(len(TASKS) - 0.4, -0.6)
+            own, height = tasks[task], row + 0.36 * (place - (len(found) - 1) / 2)
+            plain, learned = own["scores"]["plain"], own["scores"]["learned"]
+            pairs = {seed: learned[seed] - plain[seed] for seed in plain}
+            label = f"{title}, {own['pairs']} seeds" if task == "mean" else None
+            wide = 3.5 if task == "mean" else 1.6
+            axis.plot([own["low"], own["high"]], [height] * 2, color=colour, linewidth=wide, alpha=0.8)
+            axis.plot(list(pairs.values()), [height] * len(pairs), "|", color=colour, markersize=7, mew=1)
+            axis.plot(own["difference"], height, "o", color=colour, markersize=6, label=label)
+            outside = [
+                f"seed {seed}: {one:+.1f}" for seed, one in pairs.items() if not SHOWN[0] < one < SHOWN[1]
+            ]
+            if outside:
+                words = ", ".join([f"[{own['low']:+.1f}, {own['high']:+.1f}]", *outside])
+                axis.text(
+                    SHOWN[1] - 0.1, height + 0.3, words, color=colour, fontsize=8, ha="right", va="center"
+                )
+    axis.set_xlim(*SHOWN)
+    _rows(axis, list(TASKS.values()))
+    axis.set_xlabel("score, learned less plain of the same seed (ticks), mean and 95 % interval", fontsize=9)
+    axis.set_title("Fine-tuning with learned strengths", fontsize=10, loc="left")
+    axis.legend(fontsize=8, frameon=False, loc="lower right")
+
+
+def _rows(axis: Axes, titles: list[str]) -> None:
+    axis.set_yticks(range(len(titles)), titles, fontsize=9)
+    axis.set_ylim(len(titles) - 0.4, -0.6)
     axis.tick_params(axis="x", labelsize=8)
     axis.grid(axis="x", linewidth=0.4, alpha=0.5)
-    axis.set_xlabel("score, learned less plain of the same seed; 95 % intervals", fontsize=8)
-    axis.set_title("Fine-tuning with learned strengths", fontsize=9, loc="left")
-    axis.legend(fontsize=7, frameon=False)
 
 
 def _losses(axis: Axes, found: Mapping[str, Any]) -> None:
@@ -74,44 +95,52 @@ def _losses(axis: Axes, found: Mapping[str, Any]) -> None:
         gain = found["comparisons"][f"{corpus}: learned - plain"]
         seeds = [seed for name, method, seed in after if (name, method) == (corpus, "learned")]
         points = [1000 * (after[corpus, "learned", one] - after[corpus, "plain", one]) for one in seeds]
-        axis.plot(points, [row + 0.15] * len(points), "o", color=DECODER, markersize=3, alpha=0.5, mew=0)
-        if gain["low"] is not None:
-            axis.plot([1000 * gain["low"], 1000 * gain["high"]], [row] * 2, color=DECODER, linewidth=3.0)
-        axis.plot(1000 * gain["difference"], row, "o", color=DECODER, markersize=5)
+        axis.plot(
+            [1000 * gain["low"], 1000 * gain["high"]], [row] * 2, color=DECODER, linewidth=3.5, alpha=0.8
+        )
+        axis.plot(points, [row] * len(points), "|", color=DECODER, markersize=9, mew=1)
+        axis.plot(1000 * gain["difference"], row, "o", color=DECODER, markersize=6)
     tokens = {run["corpus"]: run["tokens"] for run in found["runs"] if run["method"] == "learned"}
-    titles = [f"{CORPORA[name]},\n{tokens[name] / 1e6:.1f} M tokens" for name in shown]
-    axis.set_yticks(range(len(shown)), titles, fontsize=8)
-    axis.set_ylim(len(shown) - 0.4, -0.6)
-    axis.tick_params(axis="x", labelsize=8)
-    axis.grid(axis="x", linewidth=0.4, alpha=0.5)
-    axis.set_xlabel("loss in 1/1000 nats, learned less plain", fontsize=8)
-    axis.set_title("SmolLM2 trained on", fontsize=9, loc="left")
+    _rows(axis, [f"{CORPORA[name]},\n{tokens[name] / 1e6:.1f} M tokens" for name in shown])
+    axis.set_xlabel(
+        "held-out loss in 1/1000 nats per token, learned less plain; below 0 is better", fontsize=9
+    )
+    axis.set_title("SmolLM2 trained on", fontsize=10, loc="left")
 
 
-def _strengths(axis: Axes, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Where strengths end, by layer as a share of the depth."""
+Series = Mapping[tuple[str, str], Sequence[Sequence[Sequence[float]]]]
+"""Strengths of runs, layers and heads by title and colour."""
+
+
+def _beside_weights(found: Mapping[str, Mapping[str, Any]]) -> Series:
     series = {
         ENCODERS[name]: [layers for seeds in found[name]["strengths"].values() for layers in seeds.values()]
         for name in ENCODERS
         if found[name]
     }
-    runs = found["smollm2"]["runs"]
-    last = [corpus for corpus in CORPORA if any(run["corpus"] == corpus for run in runs)][-1]
-    runs = [run for run in runs if run["corpus"] == last]
-    ways = {"learned": ("SmolLM2", DECODER), "strengths": ("SmolLM2, strengths alone", "#8a4fa3")}
-    for method, shown in ways.items():
-        series[shown] = [run["strengths"] for run in runs if run["method"] == method]
+    return {("SmolLM2", DECODER): _ends(found["smollm2"], "learned"), **series}
+
+
+def _ends(found: Mapping[str, Any], method: str) -> list[list[list[float]]]:
+    """The decoder's strengths on the last corpus that was run."""
+    last = [corpus for corpus in CORPORA if any(run["corpus"] == corpus for run in found["runs"])][-1]
+    return [run["strengths"] for run in found["runs"] if (run["corpus"], run["method"]) == (last, method)]
+
+
+def _strengths(axis: Axes, series: Series, title: str) -> None:
+    """Where strengths end, by layer as a share of the depth; series stand beside each other."""
     axis.axhline(0, color="#888888", linewidth=1)
-    for (title, colour), own in series.items():
-        for number, layers in enumerate(own):
-            for layer, heads in enumerate(layers):
-                label = title if number == layer == 0 else None
-                depth = [layer / (len(layers) - 1)] * len(heads)
-                axis.plot(depth, heads, "o", color=colour, markersize=2.5, alpha=0.3, mew=0, label=label)
-    axis.set_xlabel("depth of the layer, first to last", fontsize=8)
+    for place, ((name, colour), runs) in enumerate(series.items()):
+        shift = 0.008 * (place - (len(series) - 1) / 2)
+        depth = [
+            layer / (len(run) - 1) + shift for run in runs for layer, heads in enumerate(run) for _ in heads
+        ]
+        ends = [one for run in runs for heads in run for one in heads]
+        axis.plot(depth, ends, "o", color=colour, markersize=3, alpha=0.35, mew=0, label=name)
     axis.tick_params(labelsize=8)
-    axis.set_title("Strengths at the end", fontsize=9, loc="left")
-    for mark in axis.legend(fontsize=7, frameon=False).legend_handles:
+    axis.grid(axis="y", linewidth=0.4, alpha=0.5)
+    axis.set_title(title, fontsize=10, loc="left")
+    for mark in axis.legend(fontsize=8, frameon=False, loc="upper right").legend_handles:
         mark.set(alpha=1.0, markersize=5)
 
 
