@@ -13,7 +13,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from saobp.cli import app
-from saobp.lab.arena import write_arena
+from saobp.lab.arena import SHARED, write_arena
 from saobp.lab.arena_records import combinations, method_of, recorded, settings_of, title_of
 from saobp.lab.experiment_plan import FAMILIES, ExperimentPlan
 from saobp.lab.experiments import choose_experiments
@@ -114,7 +114,7 @@ def test_a_gain_that_two_methods_share_is_not_there_beside_the_other(tmp_path: P
     page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
     alone, beside, between, both = (
         "-2.0 % [-2.0, -2.0]",
-        "+0.0 % [",
+        "+0.00 % [",  # a digit more, where an end would be printed as zero
         "+2.0 % [+2.0, +2.0]",
         "-3.0 % [-3.0, -3.0]",
     )
@@ -141,10 +141,10 @@ def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, [*options, "6,7,8"]).exit_code == 0
     page = (tmp_path / "arena" / "README.md").read_text()
     settings = settings_of(json.loads((tmp_path / "arena" / "runs.json").read_text()), [(6, 7, 8)])
-    plot = forest(settings)
-    plot.draw_without_rendering()
-    (legend,) = plot.legends  # beside the axes, not on them
-    assert legend.get_window_extent().y0 > plot.axes[0].get_window_extent().y1
+    (axis,) = forest(settings).axes  # of the fresh seeds alone
+    numbers, title = (text.get_text() for text in axis.texts)
+    assert numbers == "-1.0 % [-1.0, -1.0], 3 of 3"
+    assert title.endswith("fresh seeds 6, 7, 8")
     first, second = page.split("\n## ")[1:]
     assert first.splitlines()[0].endswith("fresh seeds 6, 7, 8")
     assert "| -1.0 % [-1.0, -1.0] | 3 of 3 |" in first
@@ -198,8 +198,34 @@ def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_pat
     records = json.loads((tmp_path / "arena" / "runs.json").read_text())
     plot = forest(settings_of(records, [(9,), (11, 12, 13, 14)]))
     assert len(plot.axes) == 2
-    rows = [label.get_text() for label in plot.axes[0].get_yticklabels()]
-    assert rows == ["Temperature per head", "Gated heads", "Learned sink"]
+    rows = [[label.get_text() for label in axis.get_yticklabels()] for axis in plot.axes]
+    assert rows == [["Temperature per head", "Gated heads"], ["Learned sink", "Gated heads"]]
+
+
+def test_the_forest_begins_with_what_is_decided_and_sets_parts_beside_each_other(tmp_path: Path) -> None:
+    for seed, chance in ((11, 0.0), (12, 0.2), (13, 0.5)):
+        fixed = {"masked_share": 0.15, "masked_share_end": None}
+        losses = {"none": 3.0, "high:learned": 2.99, "gate": 2.9 - chance, "high:learned+gate": 2.88 - chance}
+        for method, loss in losses.items():
+            made_up_run(tmp_path / "runs", "modernbert", method, seed, loss + 0.001 * (seed % 3))
+            if method != "gate":
+                made_up_run(tmp_path / "other", "modernbert", method, seed, loss, **fixed)
+    records = [*recorded([tmp_path / "runs"]).values(), *recorded([tmp_path / "other"]).values()]
+    plot = forest(settings_of(records, [(11, 12, 13)]))
+    first, second = plot.axes
+    assert [label.get_text() for label in first.get_yticklabels()] == [
+        "High, learned strengths beside Gated heads",
+        "High, learned strengths",
+        "High, learned strengths + Gated heads",
+        "Gated heads",
+    ]
+    assert first.texts[-1].get_text().endswith("30 to 15 % masked, fresh seeds 11, 12, 13")
+    assert second.texts[-1].get_text().endswith(", 15 % masked, fresh seeds 11, 12, 13")
+    plot.draw_without_rendering()
+    for axis in plot.axes:  # nothing is written over the edge, and labels do not meet the numbers
+        assert all(text.get_window_extent().x1 <= plot.bbox.x1 for text in axis.texts)
+        labels = [label.get_window_extent() for label in axis.get_yticklabels()]
+        assert all(plot.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x0 for box in labels)
 
 
 def test_a_lower_rate_of_all_leaves_numbers_per_head_the_same_method(tmp_path: Path) -> None:
@@ -214,7 +240,7 @@ def test_measured_times_stand_beside_gains_and_notes_below(tmp_path: Path) -> No
         made_up_run(tmp_path / "runs", "modernbert", method, 42, loss)
         made_up_run(tmp_path / "runs", "modernbert", method, 1, loss, size="small")
     recipe = named_recipe("modern", "modernbert", "mini")
-    times = {name: getattr(recipe, name) for name in ("family", "size", "batch_size", "length")}
+    times = {name: getattr(recipe, name) for name in (*SHARED, "masked_share")}
     times |= {"command": "python ...", "environment": {"GPU": "A GPU, 80 GiB", "CPU": "a CPU"}}
     times["seconds"] = {"none": [0.010, 0.011, 0.012], "gate": [0.0102, 0.01122, 0.01224]}
     (tmp_path / "arena").mkdir()

@@ -19,7 +19,9 @@ from saobp.lab.arena_records import (
     ORIGINAL,
     Setting,
     combinations,
+    in_fields,
     in_per_cent,
+    per_cent,
     recorded,
     settings_of,
     title_of,
@@ -28,7 +30,7 @@ from saobp.lab.arena_records import (
 from saobp.lab.figures import save_figure
 from saobp.lab.forest import forest
 from saobp.lab.result_page import gain_in_words, in_words, made_on, markdown_table, verdict_in_words
-from saobp.lab.statistics import Gain, paired_gain, pairs_needed, spread
+from saobp.lab.statistics import paired_gain, pairs_needed, spread
 from saobp.lab.tuning import tuning_tables
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_json, read_object, write_json
@@ -40,7 +42,7 @@ TUNING = (
     "run. Where a seed was run again, that run counts ([again.json](again.json))."
 )
 COMPARED = 8
-"""Methods compared with each other: the lowest."""
+"""Methods compared with each other: the lowest, on fresh seeds if there are any."""
 
 
 def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int]] = ()) -> list[Path]:
@@ -85,6 +87,7 @@ def _page(settings: Sequence[Setting], times: StepTimes | None) -> Iterable[str]
         "95 % t interval over pairs."
     )
     yield "![Paired differences from Original with intervals](../forest.svg)"
+    confirmed = any(setting.fresh for setting in settings)
     for setting in settings:
         yield f"## {setting.title}"
         measured = times if times is not None and times.fits(setting.recipe) else None
@@ -93,7 +96,7 @@ def _page(settings: Sequence[Setting], times: StepTimes | None) -> Iterable[str]
         )
         if measured is not None:
             yield measured.in_words(ORIGINAL)
-        if len(setting.gains()) > 1:
+        if len(setting.gains()) > 1 and setting.fresh == confirmed:
             yield _against_each_other(setting)
         both = list(_together(setting))
         if both:
@@ -102,7 +105,16 @@ def _page(settings: Sequence[Setting], times: StepTimes | None) -> Iterable[str]
         if setting.blimp:
             yield _blimp(setting)
         yield power(setting)
-        yield f"Recipe: `{json.dumps(setting.recipe)}`."
+        yield _recipe(setting, settings[0])
+
+
+def _recipe(setting: Setting, first: Setting) -> str:
+    """All fields of the page's first recipe; of a later one what it changes in that."""
+    if setting is first:
+        return f"Recipe: `{json.dumps(setting.recipe)}`."
+    changes = {name: value for name, value in setting.recipe.items() if first.recipe.get(name) != value}
+    named = ", ".join(f"`{change}`" for change in in_fields(changes))
+    return f"Recipe: the first one of this page{', but ' + named if named else ''}."
 
 
 TOGETHER = ("method", "beside", "alone", "beside it", "difference of the two [95 % interval]", "together")
@@ -148,12 +160,9 @@ def _against_each_other(setting: Setting) -> str:
     methods = list(setting.gains())[:COMPARED]
     lines = []
     for method in methods[:-1]:
-        own = setting.losses[method]
-        found = [paired_gain(own, setting.losses[other], higher_is_better=False) for other in methods[1:]]
+        found = [setting.gain_over(method, other) for other in methods[1:]]
         after = methods.index(method)
-        cells = [
-            "" if n < after or gain is None else per_cent(in_per_cent(gain)) for n, gain in enumerate(found)
-        ]
+        cells = ["" if n < after or gain is None else per_cent(gain) for n, gain in enumerate(found)]
         lines.append([title_of(method), *cells])
     return markdown_table(("less the column's", *map(title_of, methods[1:])), lines)
 
@@ -177,12 +186,6 @@ def _blimp(setting: Setting) -> str:
         verdict = "" if gain is None else verdict_in_words(gain, own)
         lines.append([title_of(method), in_words(own, 2), gain_in_words(gain, 2), verdict])
     return markdown_table(("method", "BLiMP, %", "difference [95 % interval]", "verdict"), lines)
-
-
-def per_cent(gain: Gain) -> str:
-    """``-1.4 % [-2.3, -0.5]``"""
-    interval = "" if gain.low is None or gain.high is None else f" [{gain.low:+.1f}, {gain.high:+.1f}]"
-    return f"{gain.difference:+.1f} %{interval}"
 
 
 def power(setting: Setting) -> str:

@@ -70,24 +70,25 @@ class Setting:
         tokens = self.budget[-1]
         family = FAMILY_NAMES.get(self.recipe["family"], self.recipe["family"])
         size, length = self.recipe["size"], self.recipe["length"]
-        recipe = "".join(f", {change}" for change in in_fields(self.distinct))
+        recipe = "".join(f", {change}" for change in _in_words(self.distinct))
         seeds = f", fresh seeds {', '.join(map(str, sorted(self.losses[ORIGINAL])))}" if self.fresh else ""
         return f"{family}-{size}, length {length}, {tokens / 1e6:,.0f} M tokens{recipe}{seeds}"
 
     def gains(self) -> dict[str, Gain]:
         """Paired differences from Original in per cent of perplexity, ascending; lower is better."""
-        base = self.losses.get(ORIGINAL, {})
-        pairs = {
-            method: paired_gain(own, base, higher_is_better=False)
-            for method, own in self.losses.items()
-            if method != ORIGINAL
-        }
-        found = {method: in_per_cent(gain) for method, gain in pairs.items() if gain is not None}
+        methods = [method for method in self.losses if method != ORIGINAL and ORIGINAL in self.losses]
+        pairs = {method: self.gain_over(method, ORIGINAL) for method in methods}
+        found = {method: gain for method, gain in pairs.items() if gain is not None}
         return dict(sorted(found.items(), key=lambda one: one[1].difference))
 
-    def differences(self, method: str) -> dict[int, float]:
-        """Differences from Original of the same seed, in per cent of perplexity."""
-        base, own = self.losses.get(ORIGINAL, {}), self.losses[method]
+    def gain_over(self, method: str, other: str) -> Gain | None:
+        """The paired difference of two methods, in per cent of perplexity."""
+        gain = paired_gain(self.losses[method], self.losses[other], higher_is_better=False)
+        return None if gain is None else in_per_cent(gain)
+
+    def differences(self, method: str, other: str = ORIGINAL) -> dict[int, float]:
+        """Differences from another method with the same seed, in per cent of perplexity."""
+        base, own = self.losses.get(other, {}), self.losses[method]
         return {seed: 100 * math.expm1(own[seed] - base[seed]) for seed in own if seed in base}
 
     def deviation(self, method: str) -> float | None:
@@ -105,6 +106,14 @@ def in_per_cent(gain: Gain) -> Gain:
     """Differences of losses in nats as per cent of perplexity."""
     low, high = (None if end is None else 100 * math.expm1(end) for end in (gain.low, gain.high))
     return Gain(100 * math.expm1(gain.difference), low, high, gain.pairs, gain.verdict)
+
+
+def per_cent(gain: Gain) -> str:
+    """``-1.4 % [-2.3, -0.5]``, with another digit where an end would be printed as zero."""
+    if gain.low is None or gain.high is None:
+        return f"{gain.difference:+.1f} %"
+    digits = 2 if min(abs(gain.low), abs(gain.high)) < 0.05 else 1
+    return f"{gain.difference:+.{digits}f} % [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}]"
 
 
 def method_of(recipe: Mapping[str, Any]) -> str:
@@ -194,6 +203,16 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[i
             if any(other.get(name) != setting.recipe[name] for other in alike)
         }
     return settings
+
+
+def _in_words(values: Mapping[str, Any]) -> list[str]:
+    """As ``in_fields``, with masked shares as ``30 to 15 % masked``."""
+    rest = {name: value for name, value in values.items() if not name.startswith("masked_share")}
+    if "masked_share" not in values:
+        return in_fields(values)
+    first, end = values["masked_share"], values.get("masked_share_end")
+    masked = f"{100 * first:g} %" if end is None else f"{100 * first:g} to {100 * end:g} %"
+    return [f"{masked} masked", *in_fields(rest)]
 
 
 def in_fields(values: Mapping[str, Any]) -> list[str]:

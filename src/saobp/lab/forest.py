@@ -3,97 +3,115 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from textwrap import fill
+from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from matplotlib.transforms import blended_transform_factory
 
-from saobp.lab.arena_records import ORIGINAL, Setting, title_of
-from saobp.lab.figures import panels
-from saobp.lab.statistics import LEAST_PAIRS
+from saobp.lab.arena_records import Setting, per_cent, title_of
+from saobp.lab.statistics import Gain
 
-MARKERS = "osD^vP"
-WIDTH = 56
-"""Letters of a line above a panel."""
+COLOURS = {"gain": "#009e73", "loss": "#d55e00"}
+UNDECIDED = "#555555"
+ROW, AROUND = 0.29, 0.62
+"""Inches of a row, and of what is above and below a panel."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A comparison: its mean, and the difference of each pair in per cent of perplexity."""
+
+    label: str
+    gain: Gain
+    pairs: Sequence[float]
+
+    @property
+    def in_words(self) -> str:
+        lower = sum(pair < 0 for pair in self.pairs)
+        return f"{per_cent(self.gain)}, {lower} of {len(self.pairs)}"
 
 
 def forest(settings: Sequence[Setting]) -> Figure:
-    """Methods by rows, a panel for each recipe of encoders and decoders: paired differences with intervals.
+    """A panel for each setting, one below the other: paired differences with intervals, in words beside them.
 
-    Methods of the first setting come first.
+    Of a model with fresh seeds those alone are shown. What was decided comes first.
     """
-    settings = [one for one in settings if one.gains()]
-    recipes: dict[str, list[Setting]] = {}
-    for one in settings:
-        recipes.setdefault(f"{one.is_decoder} {one.distinct}", []).append(one)
-    sides = list(recipes.values())
-    methods = sorted(
-        {method for one in settings for method in one.gains()},
-        key=lambda method: (method not in settings[0].gains(), _mean_gain(settings, method)),
-    )
-    size = (6.6 if len(sides) == 1 else 4.8, 0.36 * len(methods) + 1.6)
-    figure, axes = panels(len(sides), len(sides), size=size)
-    for place, (axis, side) in enumerate(zip(axes, sides, strict=True)):
+    confirmed = {one.recipe["family"] for one in settings if one.fresh and one.gains()}
+    shown = [one for one in settings if one.gains() and (one.fresh or one.recipe["family"] not in confirmed)]
+    rows = [_rows(one) for one in shown]
+    heights = [ROW * len(own) + AROUND for own in rows]
+    figure = Figure(figsize=(9.6, sum(heights) + 0.6), layout="constrained")
+    axes = figure.subplots(len(shown), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    low, high = _reach([row.gain for own in rows for row in own])
+    for axis, setting, own in zip(axes, shown, rows, strict=True):
+        axis.set_xlim(low, high)
         axis.axvline(0, color="#888888", lw=1)
-        for number, setting in enumerate(side):
-            shift = 0.22 * (number - (len(side) - 1) / 2)
-            for method, gain in setting.gains().items():
-                row = methods.index(method) + shift
-                colour = {"gain": "#009e73", "loss": "#d55e00"}.get(gain.verdict, "#444444")
-                if gain.low is not None and gain.high is not None:
-                    axis.plot([gain.low, gain.high], [row, row], color=colour, lw=1.8, solid_capstyle="butt")
-                pairs = list(setting.differences(method).values())
-                axis.plot(pairs, [row] * len(pairs), "|", color=colour, ms=6, mew=0.8)
-                axis.plot(gain.difference, row, MARKERS[number % len(MARKERS)], color=colour, ms=5)
-        if len(side) > 1:
-            handles = [
-                Line2D(
-                    [], [], marker=MARKERS[n % len(MARKERS)], color="#444444", lw=0, label=_with_seeds(one)
-                )
-                for n, one in enumerate(side)
-            ]
-            figure.legend(
-                handles=handles,
-                fontsize=7,
-                frameon=False,
-                loc="outside upper right" if place else "outside upper left",
-            )
-        axis.set_yticks(range(len(methods)), [title_of(method) for method in methods], fontsize=8)
-        if place:
-            axis.tick_params(axis="y", labelleft=False)
-        axis.set_ylim(len(methods) - 0.5, -0.5)
-        axis.set_xlim(*_reach(side))
-        axis.tick_params(axis="x", labelsize=8)
-        kind = "decoder" if side[0].is_decoder else "encoder"
-        title = f"{kind}: {side[0].title}" if len(side) == 1 else kind
-        axis.set_title(fill(title, WIDTH), fontsize=9)
+        for place, row in enumerate(own):
+            _draw(axis, place, row)
+        axis.set_yticks(range(len(own)), [row.label for row in own], fontsize=9)
+        axis.set_ylim(len(own) - 0.5, -0.5)
+        axis.tick_params(axis="y", length=0)
+        axis.set_title(" ", fontsize=10)  # room for the text, which begins at the left of the labels
+        axis.text(
+            *(0.01, 1.02, setting.title),
+            transform=blended_transform_factory(figure.transFigure, axis.transAxes),
+            fontsize=10,
+            weight="bold",
+            in_layout=False,
+        )
         axis.grid(axis="x", lw=0.4, alpha=0.5)
+        axis.spines[["top", "right", "left"]].set_visible(False)
     figure.supxlabel(
-        "difference of held-out perplexity from Original with the same seed, %\n"
-        "mean, 95 % interval and single pairs (ticks); in colour where the interval leaves zero out",
-        fontsize=8,
+        "difference of held-out perplexity, %, from plain attention (beside another: from that other alone); "
+        "left is better\n"
+        "point: mean, bar: 95 % interval (arrow: it goes on), ticks: pairs of runs with the same seed; "
+        "grey: the interval holds zero\n"
+        "numbers: mean [95 % interval], pairs in which perplexity is lower",
+        fontsize=8.5,
     )
     return figure
 
 
-def _with_seeds(setting: Setting) -> str:
-    """A setting's title with all its seeds."""
-    seeds = sorted(setting.losses[ORIGINAL])
-    title = setting.title if setting.fresh else f"{setting.title}, seeds {', '.join(map(str, seeds))}"
-    return fill(title, WIDTH)
+def _rows(setting: Setting) -> list[Row]:
+    """Methods less Original, and sums less the same without their first part."""
+    rows = []
+    for method, gain in setting.gains().items():
+        rows.append(Row(title_of(method), gain, list(setting.differences(method).values())))
+        first, _, rest = method.partition("+")
+        beside = setting.gain_over(method, rest) if rest in setting.losses else None
+        if beside is not None:
+            label = f"{title_of(first)} beside {title_of(rest)}"
+            rows.append(Row(label, beside, list(setting.differences(method, rest).values())))
+    return sorted(rows, key=lambda row: (row.gain.verdict not in COLOURS, row.gain.difference))
 
 
-def _reach(settings: Sequence[Setting]) -> tuple[float, float]:
-    """Axis limits: all pairs, and the intervals of three or more."""
-    gains = [gain for setting in settings for gain in setting.gains().values()]
-    pairs = [setting.differences(method).values() for setting in settings for method in setting.gains()]
-    ends = [0.0, *chain.from_iterable(pairs)]
-    ends += [end for gain in gains if gain.pairs >= LEAST_PAIRS for end in (gain.low, gain.high) if end]
-    room = 0.08 * (max(ends) - min(ends)) or 1.0
-    return min(ends) - room, max(ends) + room
+def _draw(axis: Axes, place: int, row: Row) -> None:
+    low, high = axis.get_xlim()
+    colour = COLOURS.get(row.gain.verdict, UNDECIDED)
+    if row.gain.low is not None and row.gain.high is not None:
+        axis.plot([row.gain.low, row.gain.high], [place] * 2, color=colour, lw=2, solid_capstyle="butt")
+        for end, beyond, marker in (
+            (low, row.gain.low < low, "<"),
+            (high, row.gain.high > high, ">"),
+        ):
+            if beyond:
+                axis.plot(end, place, marker, color=colour, ms=6, clip_on=False)
+    axis.plot(row.pairs, [place] * len(row.pairs), "|", color=colour, ms=8, mew=0.9)
+    axis.plot(row.gain.difference, place, "o", color=colour, ms=6)
+    axis.text(
+        *(1.02, place, row.in_words),
+        transform=axis.get_yaxis_transform(),
+        va="center",
+        fontsize=9,
+        color=colour,
+    )
 
 
-def _mean_gain(settings: Sequence[Setting], method: str) -> float:
-    return float(np.mean([one.gains()[method].difference for one in settings if method in one.gains()]))
+def _reach(gains: Sequence[Gain]) -> tuple[float, float]:
+    """Axis limits: all means, with room for an interval of the usual width on either side."""
+    means = [0.0, *(gain.difference for gain in gains)]
+    widths = [gain.high - gain.low for gain in gains if gain.low is not None and gain.high is not None]
+    room = float(np.median(widths)) if widths else 1.0
+    return min(means) - room, max(means) + room
