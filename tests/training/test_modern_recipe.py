@@ -51,6 +51,8 @@ def test_modern_has_every_size_of_both_families(family: str, size: str) -> None:
     recipe = named_recipe("modern", family, size)
     assert recipe.name == "modern"
     assert recipe.dropout == 0
+    masked = (0.30, 0.15) if family == "modernbert" else (0.15, None)  # decoders have no masks
+    assert (recipe.masked_share, recipe.masked_share_end) == masked
 
 
 def test_modern_is_not_for_older_families() -> None:
