@@ -38,8 +38,9 @@ def restore(plan: ExperimentPlan, runs: Path, out: Path) -> list[str]:
             _restore_pretraining(model, known[model.name], runs)
             restored.append(model.name)
     for one in plan.finetune_runs():
-        if one.name in known and not one.folder(runs).exists():
-            _restore_finetuning(one, known[one.name], runs)
+        seeds = {seed: known[name] for seed in one.seeds if (name := one.record_name(seed)) in known}
+        if len(seeds) == len(one.seeds) and not one.folder(runs).exists():
+            _restore_finetuning(one, seeds, runs)
             restored.append(one.name)
     return restored
 
@@ -54,10 +55,11 @@ def _restore_pretraining(model: PretrainRun, known: dict[str, Any], runs: Path) 
     _write(model.folder(runs), known, {"kind": "pretrain", **model.recipe.to_dict()})
 
 
-def _restore_finetuning(one: FinetuneRun, known: dict[str, Any], runs: Path) -> None:
-    result, seed = known["result"], known["seed"]
-    _write(seed_folder(one.folder(runs), seed), known, {"kind": "finetune", "task": one.task})
-    write_json(one.folder(runs) / RESULT, summarise({seed: result}))
+def _restore_finetuning(one: FinetuneRun, seeds: dict[int, dict[str, Any]], runs: Path) -> None:
+    for seed, known in seeds.items():
+        _write(seed_folder(one.folder(runs), seed), known, {"kind": "finetune", "task": one.task})
+    results = {seed: known["result"] for seed, known in seeds.items()}
+    write_json(one.folder(runs) / RESULT, summarise(results))
 
 
 def _write(folder: Path, known: dict[str, Any], recipe: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from saobp.lab.tabulate import tabulate
 from saobp.runs.folder import RunError, RunFolder
 from saobp.testing.fake_runs import make_run, record, write_json
 from saobp.testing.scripts import load_script
+from saobp.training.finetune.run import summarise
 
 SCRIPT = load_script("tools/restore_runs.py")
 restore = SCRIPT.restore
@@ -40,35 +41,37 @@ def _plant(runs: Path, plan: ExperimentPlan, methods: tuple[str, ...] = tuple(ST
 
 def _tune(runs: Path, plan: ExperimentPlan) -> None:
     for one in plan.finetune_runs():
-        score = 60.0 + one.model.seed
-        metrics = {"matthews": score}
-        result = {
-            "task": one.task, "seed": one.model.seed, "metric": "matthews", "best": score, "last": score,
-            "best_epoch": 1, "best_metrics": metrics, "last_metrics": metrics, "truncated": 0.0,
-            "partial": False, "rows": {}, "official_rows": {}, "files": {}, "notes": [],
-        }  # fmt: skip
-        folder = one.folder(runs) / f"seed-{one.model.seed}"
-        folder.mkdir(parents=True)
-        write_json(folder / "result.json", result)
-        write_json(folder / "record.json", record(one.model.seed, seconds=5.0))
-        write_json(folder / "recipe.json", {"kind": "finetune", "task": one.task})
-        whole = {"task": one.task, "metric": "matthews", "last": {"mean": score}, "partial": False}
-        write_json(one.folder(runs) / "result.json", whole)
+        results = {}
+        for seed in one.seeds:
+            score = 60.0 + seed
+            metrics = {"matthews": score}
+            results[seed] = {
+                "task": one.task, "seed": seed, "metric": "matthews", "best": score, "last": score,
+                "best_epoch": 1, "best_metrics": metrics, "last_metrics": metrics, "truncated": 0.0,
+                "partial": False, "rows": {}, "official_rows": {}, "files": {}, "notes": [],
+            }  # fmt: skip
+            folder = one.folder(runs) / f"seed-{seed}"
+            folder.mkdir(parents=True)
+            write_json(folder / "result.json", results[seed])
+            write_json(folder / "record.json", record(seed, seconds=5.0))
+            write_json(folder / "recipe.json", {"kind": "finetune", "task": one.task})
+        write_json(one.folder(runs) / "result.json", summarise(results))
 
 
-def test_a_page_of_restored_runs_is_the_same_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", [("steps", "glue"), ("one-model-many-seeds",)])
+def test_a_page_of_restored_runs_is_the_same_page(targets: tuple[str, ...], tmp_path: Path) -> None:
     runs, out = tmp_path / "runs", tmp_path / "results"
-    plan = ExperimentPlan(choose_experiments("steps,glue"), MINI, 2)
+    plan = ExperimentPlan(choose_experiments(",".join(targets)), MINI, 2)
     _plant(runs, plan, (*STEPS, "low", "elemmul"))
     _tune(runs, plan)
     tabulate(plan, runs, out)
-    pages = {name: (out / name / "mini.md").read_text() for name in ("steps", "glue")}
+    pages = {name: (out / name / "mini.md").read_text() for name in targets}
     shutil.rmtree(runs)
     made = restore(plan, runs, out)
     assert len(made) == len(plan.pretrain_runs()) + len(plan.finetune_runs())
     tabulate(plan, runs, out)
     assert {name: (out / name / "mini.md").read_text() for name in pages} == pages
-    assert all(one[RESTORED] for one in json.loads((out / "steps" / "mini-runs.json").read_text()))
+    assert all(one[RESTORED] for one in json.loads((out / targets[0] / "mini-runs.json").read_text()))
 
 
 def test_new_runs_join_restored_ones(tmp_path: Path) -> None:

@@ -69,6 +69,10 @@ class FinetuneRun:
     def seeds(self) -> tuple[int, ...]:
         return first_seeds(self.several) if self.several else (self.model.seed,)
 
+    def record_name(self, seed: int) -> str:
+        """Name of the record of one seed on a page."""
+        return f"{self.name}-{seed}" if self.several else self.name
+
     def folder(self, runs: Path) -> Path:
         """Of several seeds apart from that of one, which is finished sooner."""
         tasks = f"tasks-{self.several}-seeds" if self.several else "tasks"

@@ -183,8 +183,7 @@ class Results:
             for seed in tuning.seeds:
                 run = RunFolder(seed_folder(tuning.folder(self.runs), seed))
                 if run.is_finished:
-                    name = f"{tuning.name}-{seed}" if tuning.several else tuning.name
-                    found.append(_recorded(name, "finetune", run))
+                    found.append(_recorded(tuning.record_name(seed), "finetune", run))
         for measure in self.experiment.measures if model.other_corpus is None else ():
             taken = self.measured(model, measure)
             if taken is not None:
