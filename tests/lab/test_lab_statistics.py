@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saobp.lab.statistics import answer_status, claim_status, paired_gain, spread
+from saobp.lab.statistics import answer_status, chance, claim_status, paired_gain, spread
 
 NUMBERS = st.floats(-1e3, 1e3).map(lambda x: round(x, 3))
 
@@ -105,3 +106,22 @@ def test_the_spread_of_one_seed_is_not_known() -> None:
     assert three is not None
     assert (one.mean, one.deviation, one.seeds) == (2.0, None, 1)
     assert (three.mean, three.deviation) == (2.0, 1.0)
+
+
+def test_chance_holds_two_runs_of_one_model_in_95_of_100_cases() -> None:
+    """Five seeds of two models with different means; then two further runs of one of them."""
+    draw = np.random.default_rng(0)
+    inside, trials = 0, 4000
+    for _ in range(trials):
+        found = chance([draw.normal(50.0, 2.0, 5), draw.normal(70.0, 2.0, 5)])
+        assert found is not None
+        inside += abs(float(np.subtract(*draw.normal(0.0, 2.0, 2)))) <= found.apart
+    assert inside / trials == pytest.approx(0.95, abs=0.015)
+
+
+def test_chance_needs_two_seeds_of_a_model() -> None:
+    assert chance([[1.0], [2.0], []]) is None
+    found = chance([[1.0, 3.0], [7.0]])
+    assert found is not None
+    assert found.deviation == pytest.approx(math.sqrt(2))
+    assert found.low < found.deviation < found.high

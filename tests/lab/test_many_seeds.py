@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from saobp.lab import choose_experiments, get_scale, stages
 from saobp.lab.experiment_plan import ExperimentPlan, FinetuneRun
+from saobp.lab.figures import Gap, gaps_beside_chance
+from saobp.lab.statistics import Chance, Gain
 from saobp.lab.tabulate import tabulate
 from saobp.testing.fake_runs import make_run, record, write_json
 
@@ -18,7 +21,8 @@ PLAN = ExperimentPlan(choose_experiments("one-model-many-seeds"), get_scale("min
 
 def plant(one: FinetuneRun, runs: Path) -> None:
     folder, shift = one.folder(runs), 1.0 if one.model.method.key == "high" else 0.0
-    found = {seed: 60.0 + 2 * place + shift for place, seed in enumerate(one.seeds)}
+    step = 0.5 if one.task == "squad" else 2.0
+    found = {seed: 60.0 + step * place + shift for place, seed in enumerate(one.seeds)}
     for seed in one.seeds:
         own = folder / f"seed-{seed}"
         own.mkdir(parents=True)
@@ -45,12 +49,45 @@ def test_ranges_of_one_model_stand_beside_the_papers_gaps(tmp_path: Path) -> Non
             plant(one, runs)
     tabulate(PLAN, runs, out)
     page = (out / "one-model-many-seeds" / "mini-paper.md").read_text()
-    assert "| mnli * | Original | 64.00 ± 3.16 (5) | 60.00 to 68.00 | 8.00 | +9.85 |" in page
-    assert "| squad | High | 65.00 ± 3.16 (5) | 61.00 to 69.00 | 8.00 | +4.85 |" in page
+    reach = 2.306 * math.sqrt(2 * 10)  # of two runs at a deviation of sqrt(10), 8 degrees of freedom
+    row = f"| mnli * | 3.16 [2.14, 6.06] | {reach:.1f} | +9.85 | within chance | +1.00 "
+    assert row in page
+    assert "| squad | 0.79 [0.53, 1.51] | 2.6 | +4.85 | beyond chance | +1.00 " in page
+    assert "| mnli * | Original | 64.00 ± 3.16 (5) | 60.00, 62.00, 64.00, 66.00, 68.00 | 8.00 |" in page
+    assert "| scores of seeds 42, 1, 2, 3, 4 |" in page
     assert "| qqp" not in page
     outcome = json.loads((out / "one-model-many-seeds" / "mini-paper.json").read_text())
     assert outcome["runs"] == 2 + 2 * 3 * 5
     assert [name.split("seed42-")[1] for name in outcome["missing"]] == ["qqp-5-seeds", "qqp-5-seeds"]
+
+
+@pytest.mark.usefixtures("figures_unsaved")
+def test_one_method_alone_has_scores_and_no_gap(tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "results"
+    for one in PLAN.finetune_runs():
+        if one.model.method.key == "original":
+            if one.task == "mnli":
+                made = make_run(one.model.folder(runs), seed=one.model.seed, layers=2, heads=3)
+                write_json(made / "recipe.json", {"kind": "pretrain", **one.model.recipe.to_dict()})
+            plant(one, runs)
+    (out / "one-model-many-seeds").mkdir(parents=True)
+    (out / "one-model-many-seeds" / "mini-paper-notes.md").write_text("Written by hand.\n")
+    tabulate(PLAN, runs, out)
+    page = (out / "one-model-many-seeds" / "mini-paper.md").read_text()
+    assert "beyond chance" not in page
+    assert "| qqp | Original | 64.00 ± 3.16 (5) |" in page
+    assert "\n\nWritten by hand.\n\nNot run: " in page, "notes stand after the results"
+
+
+def test_a_row_of_the_figure_has_chance_pairs_and_the_papers_difference() -> None:
+    apart, gain = Chance(1.0, 0.7, 1.9, 3.2), Gain(0.5, -0.5, 1.5, 3, "no gain")
+    figure = gaps_beside_chance(
+        {"mnli": Gap(apart, [0.0, 0.5, 1.0], gain, 9.85), "wsc": Gap(apart, [0.0], gain, None)}
+    )
+    (axis,) = figure.axes
+    assert [(band.get_x(), band.get_width()) for band in axis.patches] == [(-3.2, 6.4)] * 2
+    assert [list(line.get_xdata()) for line in axis.lines if line.get_marker() == "x"] == [[9.85]]
+    assert len(figure.legends[0].get_texts()) == 4
 
 
 def test_the_stage_fine_tunes_with_every_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,3 +101,14 @@ def test_every_batch_has_a_column_over_steps_and_over_tokens() -> None:
     assert list(over_tokens.lines[0].get_xdata()) == [4.096, 8.192]
     assert over_steps.get_xlim()[1] >= 9.0, "columns compare"
     assert len(over_steps.lines) == 2 + 1 + 1, "two runs, the cross of the one that stopped, the level"
+
+
+def test_a_single_batch_has_one_panel_with_what_counting_gives() -> None:
+    run = LoggedRun("original", 42, 4096, [(1000, 500.0), (2000, 450.0)], True)
+    figure = plateau_figure({"32 x 128 tokens": [run]}, 245.0, {"counting": 612.0})
+    (axis,) = figure.axes
+    assert [text.get_text() for text in axis.texts] == [
+        "counting: 612",
+        "below 245 a run has left the plateau",
+    ]
+    assert [list(line.get_ydata()) for line in axis.lines[1:]] == [[612.0] * 2, [245.0] * 2]

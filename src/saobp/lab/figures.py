@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from saobp.lab.axes import far_beyond, fit, logarithmic
 from saobp.lab.method_style import STYLES
 from saobp.lab.methods import METHODS
+from saobp.lab.statistics import Chance, Gain
 from saobp.metrics.diagnosis.head_plots import panels
 
 DOTS_PER_INCH = 130
@@ -34,6 +35,15 @@ class LoggedRun(NamedTuple):
     tokens_per_step: int
     points: Points
     is_whole: bool
+
+
+class Gap(NamedTuple):
+    """A difference between two models, by seed and on the mean, beside chance and the paper's."""
+
+    chance: Chance
+    pairs: Sequence[float]
+    gain: Gain
+    paper: float | None
 
 
 def save_figure(figure: Figure, path: Path) -> list[Path]:
@@ -160,36 +170,96 @@ def progress(methods: Mapping[str, Mapping[int, Points]]) -> Figure:
     return figure
 
 
-def plateau(panels_of: Mapping[str, Sequence[LoggedRun]], level: float) -> Figure:
-    """A column per batch size: perplexity over steps, and below it over tokens; a line per run.
+def gaps_beside_chance(gaps: Mapping[str, Gap]) -> Figure:
+    """A row per task: chance as a band, differences of pairs with their mean and interval, the paper's."""
+    figure = Figure(figsize=(7.2, 0.55 * len(gaps) + 1.4), layout="constrained")
+    axis = figure.subplots()
+    colour = STYLES["high"].colour
+    axis.axvline(0, color="#888888", lw=1)
+    for row, gap in enumerate(gaps.values()):
+        reach = gap.chance.apart
+        band = axis.barh(row, 2 * reach, left=-reach, height=0.62, color="#dddddd", zorder=0)
+        axis.text(reach, row, f" ±{reach:.1f}", fontsize=8, color="#555555", va="center")
+        own = axis.plot(gap.pairs, [row + 0.14] * len(gap.pairs), "o", color=colour, alpha=0.6, ms=4)
+        if gap.gain.low is not None and gap.gain.high is not None:
+            axis.plot([gap.gain.low, gap.gain.high], [row - 0.14] * 2, color=colour, lw=2)
+        mean = axis.plot(gap.gain.difference, row - 0.14, "|-", color=colour, ms=9, mew=2, lw=2)
+        if gap.paper is not None:
+            paper = axis.plot(gap.paper, row, "x", color="#000000", ms=8, mew=1.8)
+            axis.text(gap.paper, row - 0.3, f"{gap.paper:+.2f}", fontsize=8, ha="center", va="bottom")
+    axis.set_yticks(range(len(gaps)), [_safe(name) for name in gaps], fontsize=9)
+    axis.set_ylim(len(gaps) - 0.5, -0.65)
+    axis.margins(x=0.06)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel("score of High less that of Original, points", fontsize=8)
+    handles: list[Any] = [band, own[0], mean[0]]
+    labels = [
+        "one model, two seeds: 95 % of differences",
+        "ours, a dot per seed",
+        "ours, mean with 95 % interval",
+    ]
+    if any(gap.paper is not None for gap in gaps.values()):
+        handles, labels = [*handles, paper[0]], [*labels, "the paper, one run each"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    return figure
 
-    A cross ends the line of a run that stopped before the end of its schedule; ``level`` is drawn dotted.
+
+def plateau(
+    panels_of: Mapping[str, Sequence[LoggedRun]], level: float, counted: Mapping[str, float] | None = None
+) -> Figure:
+    """A column per batch size, a line per run: perplexity over steps, and over tokens if there are several.
+
+    A cross ends the line of a run that stopped before the end of its schedule.
+    level: below it a run has left the plateau; dotted
+    counted: perplexities that counting words gives, by what is counted; thin lines
     """
     columns = len(panels_of)
-    figure = Figure(figsize=(3.1 * columns + 0.6, 5.4), layout="constrained")
-    grid = figure.subplots(2, columns, squeeze=False, sharex="row", sharey=True)
+    units = (("thousand steps", 1e3), ("million tokens", 1e6))[: 2 if columns > 1 else 1]
+    size = (3.1 * columns + 0.6, 5.4) if columns > 1 else (6.4, 3.7)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(units), columns, squeeze=False, sharex="row", sharey=True)
+    marks = [(f"{name}: {value:.0f}", value, "-", -8) for name, value in (counted or {}).items()]
+    marks.append((f"below {level:.0f} a run has left the plateau", level, ":", 3))
     for column, (title, runs) in enumerate(panels_of.items()):
-        for place, (label, size) in enumerate((("thousand steps", 1e3), ("million tokens", 1e6))):
+        for place, (label, unit) in enumerate(units):
             axis = grid[place][column]
             for run in runs:
                 per_step = run.tokens_per_step if place else 1
-                points = [(step * per_step / size, value) for step, value in run.points]
+                points = [(step * per_step / unit, value) for step, value in run.points]
                 colour = STYLES[run.method].colour
-                dash = "-" if run.method == "original" else "--"  # seen where lines coincide
-                axis.plot(*zip(*points, strict=True), color=colour, lw=1.2, ls=dash)
+                axis.plot(*zip(*points, strict=True), color=colour, lw=1.6, ls=_dash(run.method))
                 if not run.is_whole:
                     axis.plot(*points[-1], "x", color=colour, ms=6)
-            axis.axhline(level, color="#777777", lw=0.8, ls=":")
+            for name, value, dash, above in marks:
+                axis.axhline(value, color="#777777", lw=0.8, ls=dash, zorder=0)
+                if column == columns - 1:
+                    axis.annotate(
+                        *(name, (0.99, value), (0, above)),
+                        xycoords=axis.get_yaxis_transform(),
+                        textcoords="offset points",
+                        ha="right",
+                        fontsize=6.5,
+                        color="#555555",
+                    )
             logarithmic(axis, "y")
             axis.spines[["top", "right"]].set_visible(False)
             axis.set_xlabel(label, fontsize=8)
             axis.tick_params(labelsize=8)
-        grid[0][column].set_title(_safe(title), fontsize=9)
+        grid[0][column].set_title(f"batches of {_safe(title)}", fontsize=9)
     for row in grid:
         row[0].set_xlim(left=0)
         row[0].set_ylabel("held-out perplexity", fontsize=8)
-    _legend_below(figure, list(dict.fromkeys(run.method for runs in panels_of.values() for run in runs)))
+    methods = list(dict.fromkeys(run.method for runs in panels_of.values() for run in runs))
+    handles = [Line2D([], [], color=STYLES[key].colour, lw=1.6, ls=_dash(key)) for key in methods]
+    titles = [METHODS[key].title for key in methods]
+    figure.legend(handles, titles, loc="outside lower center", ncols=len(titles), fontsize=8, frameon=False)
     return figure
+
+
+def _dash(method: str) -> str:
+    """Lines that coincide show as dashes of both colours."""
+    return "-" if method == "original" else "--"
 
 
 def _mean_paired_difference(runs: Mapping[int, Points], base: Mapping[int, Points]) -> Points:

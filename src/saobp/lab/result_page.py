@@ -35,6 +35,11 @@ HEADERS = (
 )
 PAPER_COLUMNS = (2, 4, 5)
 """Columns dropped where the paper has no numbers."""
+PARTIAL = (
+    "\\* Only a part of the training rows, or stand-ins for the validation rows, is to be had. "
+    "Methods compare with each other there; the paper's scores are of another training set and "
+    "are left out."
+)
 LISTED = 12
 """Missing runs listed by name; the rest are counted."""
 
@@ -155,14 +160,7 @@ class Page:
 
     def compared(self) -> None:
         """Write the comparison table that ``compare`` has filled."""
-        if any("*" in line[0] for line in self.lines):
-            marked = (
-                "\\* Only a part of the training rows, or stand-ins for the validation rows, is to be had. "
-                "Methods compare with each other there; the paper's scores are of another training set and "
-                "are left out."
-            )
-        else:
-            marked = ""
+        marked = PARTIAL if any("*" in line[0] for line in self.lines) else ""
         empty = not any(line[column] for line in self.lines for column in PAPER_COLUMNS)
         kept = [place for place in range(len(HEADERS)) if not (empty and place in PAPER_COLUMNS)]
         self.table([HEADERS[place] for place in kept], [[line[p] for p in kept] for line in self.lines])
@@ -184,7 +182,10 @@ class Page:
         self.claim(words, answer_status(gain), gain, digits)
 
     def write(self, out: Path, records: list[dict[str, Any]], missing: Sequence[str]) -> list[Path]:
-        """``SCALE.md``, its figures, ``SCALE-runs.json`` and ``SCALE.json`` in the target's folder."""
+        """``SCALE.md``, its figures, ``SCALE-runs.json`` and ``SCALE.json`` in the target's folder.
+
+        The text of ``SCALE-notes.md``, if somebody wrote one, is put after the results.
+        """
         folder, name = out / self.experiment.name, self.scale.name
         folder.mkdir(parents=True, exist_ok=True)
         for file, figure in self.figures.items():
@@ -192,7 +193,9 @@ class Page:
         head = [f"# {self.experiment.title} ({name})", *([SMOKE] if name == "smoke" else [])]
         asks = "The question" if self.experiment.kind in ("question", "arena") else "The paper"
         head += [f"{asks}: {self.experiment.asks}", *self._claim_table()]
-        tail = [_missing(missing)] if missing else []
+        notes = folder / f"{name}-notes.md"
+        tail = [notes.read_text(encoding="utf-8").strip()] if notes.exists() else []
+        tail += [_missing(missing)] if missing else []
         tail += [made_on(records), f"The record of every run: [{name}-runs.json]({name}-runs.json)."]
         page = folder / f"{name}.md"
         write_atomically(page, "\n\n".join([*head, *self.blocks, *tail]) + "\n")

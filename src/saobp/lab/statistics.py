@@ -38,6 +38,34 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 
 @dataclass(frozen=True)
+class Chance:
+    """How far scores of one model vary over seeds.
+
+    deviation: standard deviation over seeds, pooled over models
+    low, high: 95 % interval of it, for normal scores
+    apart:     two runs of one model with different seeds are no further apart in 95 % of cases
+    """
+
+    deviation: float
+    low: float
+    high: float
+    apart: float
+
+
+def chance(models: Iterable[Iterable[float]]) -> Chance | None:
+    """From the scores of each model, one for each seed; None where no model has two."""
+    groups = [list(scores) for scores in models]
+    freedom = sum(len(scores) - 1 for scores in groups if len(scores) > 1)
+    if freedom < 1:
+        return None
+    squares = math.fsum(float(np.var(scores, ddof=1)) * (len(scores) - 1) for scores in groups if scores[1:])
+    deviation = math.sqrt(squares / freedom)
+    ends = [math.sqrt(squares / stats.chi2.ppf(0.5 + side * CONFIDENCE / 2, freedom)) for side in (1, -1)]
+    beyond = float(stats.t.ppf(0.5 + CONFIDENCE / 2, freedom))
+    return Chance(deviation, float(ends[0]), float(ends[1]), beyond * math.sqrt(2) * deviation)
+
+
+@dataclass(frozen=True)
 class Gain:
     """Paired difference between two methods over seeds.
 

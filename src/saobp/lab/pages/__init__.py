@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
+from saobp.lab.pages import many_seeds, plateau
 from saobp.lab.pages import open_questions as questions
 from saobp.lab.pages import paper_figures as figures
 from saobp.lab.pages import paper_tables as tables
-from saobp.lab.pages import plateau
 from saobp.lab.result_page import Page
 from saobp.lab.results import Results
 
@@ -32,6 +32,6 @@ PAGES: dict[str, Callable[[Results, Page], None]] = {
     "learned": questions.learned,
     "steps": questions.steps,
     "plateau": plateau.plateau,
-    "one-model-many-seeds": questions.many_seeds,
+    "one-model-many-seeds": many_seeds.many_seeds,
     "arena": questions.arena,
 }

@@ -15,6 +15,8 @@ from saobp.lab.statistics import Gain, paired_gain
 
 PLATEAU_END = 5.5
 """Held-out loss in nats below which a run has left the plateau, as in the page of pretraining."""
+COUNTED = {"counting how frequent words are": 612.0, "also the other words of the row": 427.0}
+"""Perplexities without the order of words, from counting (``results/plateau/without-order.md``)."""
 HIGHEST_DRAWN = 2000.0
 """Perplexities above it, which are those of the first steps, are not drawn."""
 
@@ -39,9 +41,11 @@ def plateau(results: Results, page: Page) -> None:
         plateau_figure(
             {title: [run._replace(points=_drawn(run.points)) for run in own] for title, own in runs.items()},
             level,
+            COUNTED if results.plan.scale.recipe == "paper" else None,
         ),
-        "Held-out perplexity over steps and over tokens, a line per run, a column per batch size. Dotted: "
-        f"perplexity {level:.0f}. A cross: the run stopped before the end of its schedule.",
+        "Held-out perplexity, a line per run, a column per batch size; lines that coincide show as dashes of "
+        "both colours. Thin lines: what counting gives, without any order of words. Dotted: perplexity "
+        f"{level:.0f}. A cross: the run stopped before the end of its schedule.",
     )
     page.table(
         ("batch", "run", "steps", "million tokens", "perplexity there", "left the plateau at"),

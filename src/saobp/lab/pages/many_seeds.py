@@ -1,0 +1,122 @@
+"""The page of one model fine-tuned with many seeds: the paper's gaps beside what chance gives."""
+
+from __future__ import annotations
+
+from saobp.lab.figures import Gap, gaps_beside_chance
+from saobp.lab.methods import METHODS
+from saobp.lab.paper import paper_table, paper_values
+from saobp.lab.result_page import PARTIAL, Page, gain_in_words, in_words
+from saobp.lab.results import EPOCH, Results, Values
+from saobp.lab.statistics import Chance, Gain, chance, paired_gain, spread
+
+BASE, METHOD = "original", "high"
+
+
+def many_seeds(results: Results, page: Page) -> None:
+    """For each task, chance beside the paper's gap and paired differences; then scores of every seed."""
+    tasks = {task: scores(results, task) for task in results.experiment.tasks}
+    tasks = {task: values for task, values in tasks.items() if any(values.values())}
+    if not tasks:
+        page.text("Not run: no model of this experiment has been fine-tuned yet.")
+        return
+    page.text(
+        "One model of each method, of one seed of pretraining, fine-tuned with several seeds: they decide "
+        "on the new head, the order of rows and dropout. Scores are of the last epoch, in percent."
+    )
+    names = {task: f"{task}{' *' if results.is_partial(task) else ''}" for task in tasks}
+    found = {names[task]: _gap(values, task, results.plan.scale.size) for task, values in tasks.items()}
+    known = {name: gap for name, gap in found.items() if gap is not None}
+    if known:
+        page.figure(
+            "gaps",
+            gaps_beside_chance(known),
+            "High less Original after fine-tuning, in points. Grey: where the difference of two runs of one "
+            "and the same model lies in 95 % of cases, by the seed of fine-tuning alone. Dots: our pairs of "
+            "one seed; bar: their mean with its 95 % interval. Cross: the difference that the paper reports, "
+            "from one run each. * marks tasks of which a part of the training rows is to be had.",
+        )
+        page.table(
+            (
+                "task",
+                "deviation over seeds [95 %]",
+                "two runs of one model apart by at most (95 %)",
+                "paper, High - Original",
+                "which is",
+                "ours, High - Original [95 %]",
+            ),
+            [_row(name, gap) for name, gap in known.items()],
+        )
+        page.text(
+            "The deviation is pooled over both models, each about its own mean. A difference beyond chance "
+            "is larger than two runs of one of these models are apart in 95 % of cases."
+        )
+    _scores(results, page, tasks)
+
+
+def _scores(results: Results, page: Page, tasks: dict[str, Values]) -> None:
+    """Scores of every seed and their range."""
+    rows = []
+    for task, values in tasks.items():
+        for method, own in values.items():
+            found = list(own.values())
+            rows.append(
+                [
+                    f"{task}{' *' if results.is_partial(task) else ''}",
+                    METHODS[method].title,
+                    in_words(spread(found), 2),
+                    ", ".join(f"{score:.2f}" for score in own.values()),
+                    f"{max(found) - min(found):.2f}",
+                ]
+            )
+    seeds = ", ".join(map(str, next(own for values in tasks.values() for own in values.values())))
+    page.table(("task", "model", "mean ± deviation (seeds)", f"scores of seeds {seeds}", "range"), rows)
+    if any(results.is_partial(task) for task in tasks):
+        page.text(PARTIAL)
+    page.text(
+        "Pairs share the seed of fine-tuning, and all of them are of the same two models: an interval here "
+        "says whether these two models differ, not whether the methods do, which takes models of several "
+        "seeds of pretraining."
+    )
+    caption = "Scores of one model of each method in percent, by seed of fine-tuning; scales differ."
+    page.dots("scores", tasks, caption)
+
+
+def scores(results: Results, task: str) -> Values:
+    """By method and seed of fine-tuning; of the first model of each method."""
+    found: Values = {}
+    for model in results.models():
+        tuned = results.tuned(model, task)
+        if tuned is not None and model.method.key not in found:
+            found[model.method.key] = {int(seed): own[EPOCH] for seed, own in tuned["seeds"].items()}
+    return found
+
+
+def _gap(values: Values, task: str, size: str) -> Gap | None:
+    """High less Original by seed, its mean, the paper's difference and chance; None without pairs."""
+    own, other, printed = values.get(METHOD, {}), values.get(BASE, {}), _paper(task, size)
+    apart: Chance | None = chance(one.values() for one in values.values())
+    gain: Gain | None = paired_gain(own, other)
+    if apart is None or gain is None:
+        return None
+    pairs = [own[seed] - other[seed] for seed in own if seed in other]
+    paper = printed[METHOD] - printed[BASE] if {METHOD, BASE} <= printed.keys() else None
+    return Gap(apart, pairs, gain, paper)
+
+
+def _row(name: str, gap: Gap) -> list[str]:
+    chance, paper = gap.chance, gap.paper
+    return [
+        name,
+        f"{chance.deviation:.2f} [{chance.low:.2f}, {chance.high:.2f}]",
+        f"{chance.apart:.1f}",
+        "" if paper is None else f"{paper:+.2f}",
+        "" if paper is None else "within chance" if abs(paper) <= chance.apart else "beyond chance",
+        gain_in_words(gap.gain, 2),
+    ]
+
+
+def _paper(task: str, size: str) -> dict[str, float]:
+    """The paper's scores by method, from the table that has the task."""
+    column = task.replace("-", "_")
+    table = next(name for name in ("glue", "tasks") if column in paper_table(name)[0])
+    return paper_values(table, column, size)
