@@ -16,7 +16,7 @@ from saobp.lab.methods import METHODS
 from saobp.lab.pages.common import BUDGET, has_any, mean_of, mean_score
 from saobp.lab.paper import paper_values
 from saobp.lab.result_page import Page, means_in_words
-from saobp.lab.results import Results, Values
+from saobp.lab.results import Results
 from saobp.lab.statistics import UNDECIDED, Status
 
 MOVED = "first half moved by the second"
@@ -56,32 +56,15 @@ def printed_forms(results: Results, page: Page) -> None:
     held_out = results.values(results.perplexity)
     page.compare("held-out perplexity", held_out, higher_is_better=False, digits=3)
     drawn["held-out perplexity"] = held_out
-    measures: list[tuple[str, Values, str, int, bool, bool]] = [
-        ("GTD", mean_of(results, "race-middle", "gtd"), "gtd", 3, True, False),
-        (
-            "indirect entropy",
-            mean_of(results, "race-middle", "indirect_entropy"),
-            "indirect_entropy",
-            3,
-            True,
-            False,
-        ),
-        (
-            "RACE-Middle accuracy",
-            results.scores("race-middle"),
-            "race_middle_acc",
-            2,
-            True,
-            results.is_partial("race-middle"),
-        ),
-    ]
-    for title, values, column, digits, higher, partial in measures:
+    for title, values, column, digits in (
+        ("GTD", mean_of(results, "race-middle", "gtd"), "gtd", 3),
+        ("indirect entropy", mean_of(results, "race-middle", "indirect_entropy"), "indirect_entropy", 3),
+        ("RACE-Middle accuracy", results.scores("race-middle"), "race_middle_acc", 2),
+    ):
         paper = paper_values("gtd_race_middle", column, size)
         paper |= {listed: paper[printed] for listed, printed in forms.items() if printed in paper}
-        page.compare(
-            title, values, paper, digits=digits, higher_is_better=higher, partial=partial,
-            claims=methods[1:],
-        )  # fmt: skip
+        partial = "accuracy" in title and results.is_partial("race-middle")
+        page.compare(title, values, paper, digits=digits, partial=partial, claims=methods[1:])
         drawn[title] = values
     page.compared()
     if page.claims:

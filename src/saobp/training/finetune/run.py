@@ -6,7 +6,8 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,29 +91,30 @@ def finetune(
     return summary
 
 
+@dataclass
 class _Session:
     """State shared by the seeds: rows are tokenised once, and only if a seed has to run."""
 
-    def __init__(
-        self,
-        model: str | Path,
-        task: Task,
-        recipe: FinetuneRecipe,
-        refinement: Refinement | None,
-        keep_model: bool,
-        portable: bool,
-        checkpoint_seconds: float,
-        notify: Callable[[str], object],
-    ) -> None:
-        self.model, self.task, self.recipe, self.refinement = model, task, recipe, refinement
-        self.keep_model, self.portable = keep_model, portable
-        self.checkpoint_seconds, self.notify = checkpoint_seconds, notify
-        self.data = {
-            "train": task.train.checksum,
-            "validation": task.validation.checksum,
-            "model": model_checksum(model),
-        }
-        self._encoded: tuple[PreTrainedTokenizerFast, dict[str, Examples]] | None = None
+    model: str | Path
+    task: Task
+    recipe: FinetuneRecipe
+    refinement: Refinement | None
+    keep_model: bool
+    portable: bool
+    checkpoint_seconds: float
+    notify: Callable[[str], object]
+
+    @cached_property
+    def data(self) -> dict[str, str]:
+        """Checksums of the rows and of the model."""
+        task = self.task
+        sums = {"train": task.train.checksum, "validation": task.validation.checksum}
+        return {**sums, "model": model_checksum(self.model)}
+
+    @cached_property
+    def encoded(self) -> tuple[PreTrainedTokenizerFast, dict[str, Examples]]:
+        tokenizer = load_tokenizer_of(self.model)
+        return tokenizer, encode_task(self.task, tokenizer, self.recipe)
 
     def described(self) -> dict[str, Any]:
         """All settings but the seed, JSON-serialisable.
@@ -126,12 +128,6 @@ class _Session:
             "rows": self.task.describe()["rows"],
             "partial": self.task.partial,
         }
-
-    def encoded(self) -> tuple[PreTrainedTokenizerFast, dict[str, Examples]]:
-        if self._encoded is None:
-            tokenizer = load_tokenizer_of(self.model)
-            self._encoded = tokenizer, encode_task(self.task, tokenizer, self.recipe)
-        return self._encoded
 
     def one(self, path: Path, seed: int, progress: SeedProgress | None) -> dict[str, Any]:
         """The result of one seed, from its folder if it is finished."""
@@ -161,7 +157,7 @@ class _Session:
 
     def _train(self, run: RunFolder, seed: int, progress: SeedProgress | None) -> dict[str, Any]:
         spec = self.task.spec
-        tokenizer, rows = self.encoded()
+        tokenizer, rows = self.encoded
         set_seed(seed)
         model = load_with_head(self.model, spec, tokenizer, self.refinement)
         step = run.last_good_checkpoint(self.notify)
