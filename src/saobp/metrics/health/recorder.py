@@ -197,8 +197,13 @@ def layer_name(name: str, calls: dict[str, int]) -> str:
     ``calls`` counts the calls of each module in one forward.
     """
     calls[name] = calls.get(name, 0) + 1
-    count, name = calls[name], re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
-    return name if count == 1 else f"{name} ({count})"
+    count = calls[name]
+    return unwrapped(name) if count == 1 else f"{unwrapped(name)} ({count})"
+
+
+def unwrapped(name: str) -> str:
+    """The name of a module without the prefixes of compiled and distributed models."""
+    return re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
 
 
 @contextmanager

@@ -14,27 +14,38 @@ from transformers import Trainer, TrainerCallback
 from saobp.metrics.fast.fast_statistics import FAST
 from saobp.metrics.fast.monitor import Monitor
 from saobp.metrics.health.health_log import Alert, HealthLog, Range
-from saobp.metrics.health.recorder import Recorder
+from saobp.metrics.health.recorder import Recorder, unwrapped
 from saobp.metrics.health.verdicts import is_untrained
 from saobp.metrics.sampling import SAMPLED, Sampling
 from saobp.transformers.apply import attention_modules
 from saobp.transformers.projections import HeadParts
 
 
-class TrainingSteps:
-    """Enters ``measuring`` around a Trainer's training steps while ``due``; several may do so at once."""
+class MeasuredSteps(TrainerCallback):
+    """Enters ``measuring`` around every ``every``-th training step; several callbacks may do so at once.
 
-    def __init__(self, trainer: Trainer, measuring: Callable[[], AbstractContextManager[None]]) -> None:
-        self.trainer, self.measuring, self.due = trainer, measuring, False
-        self.only_first = True
+    only_first: whether of a step's forwards, as with accumulated gradients, the first alone is measured
+    """
+
+    only_first = True
+
+    def __init__(
+        self, trainer: Trainer, every: int, measuring: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1, not {every}")
+        self.trainer, self.every, self.measuring, self.due = trainer, every, measuring, False
         self._training_step: Callable[..., Any] | None = None
 
-    def install(self) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         if self._training_step is None:
             self._training_step = self.trainer.training_step
             self.trainer.training_step = self._step  # type: ignore[method-assign]
 
-    def remove(self) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.due = self.trainer.state.global_step % self.every == 0
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restore the Trainer's own step, also from under others that stand around it."""
         self.trainer.__dict__.pop("training_step", None)
         self._training_step = None
@@ -48,7 +59,7 @@ class TrainingSteps:
             return self._training_step(*args, **kwargs)
 
 
-class HealthCallback(TrainerCallback):
+class HealthCallback(MeasuredSteps):
     """Measures the model's attention every so many steps of a Trainer and logs it where the loss goes.
 
         trainer.add_callback(HealthCallback(trainer, every=50))
@@ -75,9 +86,7 @@ class HealthCallback(TrainerCallback):
         ranges: Mapping[str, Range] | None = None,
         on_alert: Callable[[Alert], object] | None = None,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1, not {every}")
-        self.trainer, self.every, self.untrained = trainer, every, untrained
+        self.untrained = untrained
         assert trainer.model is not None
         self.recorder: Recorder | Monitor
         if statistics and set(statistics) <= set(FAST):
@@ -90,7 +99,7 @@ class HealthCallback(TrainerCallback):
                     "one with statistics=saobp.metrics.FAST"
                 )
             self.recorder = Recorder(trainer.model, statistics, method, texts, sampling=sampling)
-        self.steps = TrainingSteps(trainer, self.recorder.measuring)
+        super().__init__(trainer, every, self.recorder.measuring)
         self.health_log = HealthLog(
             lambda logs, _: trainer.log(logs),
             prefix,
@@ -103,20 +112,14 @@ class HealthCallback(TrainerCallback):
         if self.untrained is None:
             assert self.trainer.model is not None
             self.health_log.untrained = is_untrained(self.trainer.model)
-        self.steps.install()
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.steps.due = self.trainer.state.global_step % self.every == 0
+        super().on_train_begin()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if self.recorder.health:
             self.health_log(self.recorder.health, self.trainer.state.global_step)
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.steps.remove()
 
-
-class QKClip(TrainerCallback):
+class QKClip(MeasuredSteps):
     """After each optimiser step, scales the query and key weights of heads whose logits went beyond a bound.
 
         trainer.add_callback(QKClip(trainer, threshold=100.0))
@@ -129,33 +132,26 @@ class QKClip(TrainerCallback):
     log.
     """
 
+    only_first = False
+
     def __init__(self, trainer: Trainer, *, threshold: float = 100.0, every: int = 1) -> None:
         if not threshold > 0:
             raise ValueError(f"threshold must be above 0, not {threshold!r}")
-        if every < 1:
-            raise ValueError(f"every must be at least 1, not {every}")
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError(
                 "QKClip scales whole weights, which FSDP and DeepSpeed split: use plain data parallelism"
             )
-        self.trainer, self.threshold, self.every = trainer, threshold, every
+        self.threshold = threshold
         assert trainer.model is not None
-        self.modules = {_plain(name): module for name, module in attention_modules(trainer.model)}
+        self.modules = {unwrapped(name): module for name, module in attention_modules(trainer.model)}
         for module in self.modules.values():
             HeadParts(module)  # raises if they cannot be scaled
         self.monitor = Monitor(trainer.model)
-        self.steps = TrainingSteps(trainer, self.monitor.measuring)
-        self.steps.only_first = False
+        super().__init__(trainer, every, self.monitor.measuring)
         self.clipped, self.largest = 0, 0.0
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.steps.install()
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.steps.due = self.trainer.state.global_step % self.every == 0
-
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.steps.due = False
+        self.due = False
         if self.monitor.health:
             self._clip()
 
@@ -164,9 +160,6 @@ class QKClip(TrainerCallback):
         if control.should_log:
             self.trainer.log({"qk_clip/heads": float(self.clipped), "qk_clip/max_logit": self.largest})
             self.clipped, self.largest = 0, 0.0
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.steps.remove()
 
     def _clip(self) -> None:
         found = self.monitor.health.reduced().max_logits()
@@ -189,7 +182,3 @@ class QKClip(TrainerCallback):
                 parts.scale(factors.sqrt(), factors.sqrt())
             else:
                 parts.scale(factors, factors.new_ones(parts.key_heads))
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
