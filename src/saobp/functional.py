@@ -93,8 +93,7 @@ def attention(
         padding_mask=padding_mask, sliding_window=sliding_window,
     )  # fmt: skip
     query, key, value, refinement, strength, padding_mask, seen, bias, call = given
-    if is_causal and refinement.future == "paper":
-        warn_of_leak()
+    warn_of_leak(refinement, is_causal)
     path = choose_path(call)
     if path.family == "masked":
         from saobp.kernels.masked.attention import masked_attention
@@ -167,8 +166,7 @@ def attention_with_rows(
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention` by the reference, and the refined rows ``[batch, heads, queries, keys]``."""
     given = checked_call(query, key, value, refinement, **options)
-    if given.call.is_causal and given.refinement.future == "paper":
-        warn_of_leak()
+    warn_of_leak(given.refinement, given.call.is_causal)
     output, rows, _ = reference_attention(
         given.query, given.key, given.value, given.refinement, given.strength, given.graph(),
         bias=given.bias, dropout_p=given.call.dropout_p, scale=given.call.scale,
@@ -281,8 +279,7 @@ def refine(
     batch = probabilities.shape[:1] if probabilities.ndim > 3 else ()
     padding_mask = read_padding(attention_mask, padding_mask, (*batch, keys), probabilities.device)
     check_lengths(queries, keys, refinement, is_causal)
-    if is_causal and refinement.future == "paper":
-        warn_of_leak()
+    warn_of_leak(refinement, is_causal)
     heads = probabilities.shape[-3] if probabilities.ndim > 2 else 1
     strengths, _ = read_strength(refinement, strength, heads, probabilities.device)
     rows = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
@@ -332,8 +329,8 @@ def build_graph(
     return FactorGraph(visible, senders, causal=is_causal and refinement.future == "strict")
 
 
-def warn_of_leak() -> None:
-    if not torch.compiler.is_compiling():
+def warn_of_leak(refinement: Refinement, is_causal: bool) -> None:
+    if is_causal and refinement.future == "paper" and not torch.compiler.is_compiling():
         warnings.warn(LEAK_WARNING, UserWarning, stacklevel=3)
 
 
