@@ -15,7 +15,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from saobp.training.architectures import build_model
-from saobp.training.full_rows import SDPA, hides_nothing, no_masks_for_full_rows
+from saobp.training.fast_layers import SDPA, hides_nothing, no_masks_for_full_rows
 
 BOTH_WAYS = {"mask_function": bidirectional_mask_function, "allow_is_bidirectional_skip": True}
 

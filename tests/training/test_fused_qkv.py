@@ -19,7 +19,7 @@ from saobp.sizes import Size
 from saobp.training import architectures, compiled_step
 from saobp.training.architectures import build_model
 from saobp.training.compiled_step import COMPILER_SETTINGS, gpu_options, loss_as_forward
-from saobp.training.fused_qkv import fusable, fused_projections, is_fused
+from saobp.training.fast_layers import fusable, fused_projections, is_fused
 from saobp.training.objectives import CausalLM, MaskedLM, in_bfloat16, row_seeds
 
 OBJECTIVE = MaskedLM(100, 4, (0, 1, 2, 3, 4))

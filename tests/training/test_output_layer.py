@@ -8,8 +8,8 @@ import torch
 from saobp.sizes import Size
 from saobp.training import architectures
 from saobp.training.architectures import build_model
+from saobp.training.fast_layers import fast_output_layer
 from saobp.training.objectives import CausalLM, MaskedLM, Objective, head_scores
-from saobp.training.output_layer import fast_output_layer
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from saobp.training.full_rows import no_masks_for_full_rows
-from saobp.training.fused_qkv import fused_projections
+from saobp.training.fast_layers import (
+    fast_output_layer,
+    fused_projections,
+    no_masks_for_full_rows,
+    temporary_class,
+)
 from saobp.training.lean_steps import LeanZeroGrad
 from saobp.training.objectives import Objective
-from saobp.training.output_layer import fast_output_layer
-from saobp.training.temporary_class import temporary_class
 
 REGULARIZER = "saobp_regularizer"
 COMPILER_SETTINGS: dict[str, Any] = {

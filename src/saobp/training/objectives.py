@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import ModernBertForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.sizes import DECODERS
-from saobp.training.fused_qkv import is_fused
+from saobp.training.fast_layers import is_fused
 from saobp.transformers.layer_refinement import PER_HEAD
 
 _LOW = 0xFFFFFFFF

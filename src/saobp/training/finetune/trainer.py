@@ -20,14 +20,13 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from saobp.data.tasks import TaskSpec
 from saobp.runs.folder import RunFolder
 from saobp.storage.atomic import reason
+from saobp.training.fast_layers import no_masks_for_full_rows, temporary_class
 from saobp.training.finetune.examples import Batch, EpochBatches, Examples, LengthBatches
 from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
 from saobp.training.finetune.recipe import FinetuneRecipe
-from saobp.training.full_rows import no_masks_for_full_rows
 from saobp.training.graphed_step import Capture, GraphedStep, capture_on_gpu
 from saobp.training.head_records import MEASURED, health_line, separate_strengths, strengths_of
 from saobp.training.lean_steps import LeanTrainer, LeanZeroGrad
-from saobp.training.temporary_class import temporary_class
 
 CHECKPOINT_SECONDS = 60.0
 """Minimum time between checkpoints, written at the end of epochs; short runs restart instead."""
