@@ -1,6 +1,6 @@
 """Do two methods give the same heads the same strengths? Rank correlations over heads of recorded runs.
 
-    python benchmarks/compare_strengths.py results/arena/runs.json
+    python benchmarks/compare_strengths.py results/arena/runs.json --seeds 11,12,13,14,15,16
 
 Within a seed (the same initial weights) and, to compare, between different seeds.
 """
@@ -26,8 +26,11 @@ HEADERS = ("methods", "seeds", "mean strengths", "correlation, same seed", "diff
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", type=Path)
+    parser.add_argument("--seeds", help="of these alone: 11,12,13")
     given = parser.parse_args()
-    print(markdown_table(HEADERS, list(rows(strengths_of(read_json(given.records))))))
+    seeds = {int(seed) for seed in given.seeds.split(",")} if given.seeds else None
+    records = [one for one in read_json(given.records) if seeds is None or one["recipe"]["seed"] in seeds]
+    print(markdown_table(HEADERS, list(rows(strengths_of(records)))))
 
 
 def strengths_of(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, np.ndarray]]:

@@ -43,7 +43,7 @@ def picture(found: dict[str, Any]) -> Figure:
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
-    draw_course(axes[0], found["course"], "strengths", "strength of each head over training, seed 42")
+    draw_course(axes[0], found["course"], "strengths", "strength of each head over training, seed 11")
     draw_course(axes[1], found["course"], "temperatures", "log of what multiplies its scores, same run")
     axes[0].legend(fontsize=7.5, frameon=False)
     draw_pairs(axes[2], found["final"])

@@ -11,6 +11,8 @@ from statistics import mean
 
 from matplotlib.figure import Figure
 
+from saobp.lab.arena_records import method_of
+
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "images" / "which-strength.png"
 FIXED = (0.02, 0.05, 0.1, 0.2)
@@ -38,7 +40,7 @@ def main() -> None:
     learned = {
         "BERT-mini": ([run for run in runs if strength_of(run) == "learned"], "#1f5fa8", -0.1),
         "ModernBERT-mini": (
-            [run for run in arena if run["run"].startswith("modernbert-mini-learned-")],
+            [run for run in arena if method_of(run["recipe"]) == "high:learned"],
             "#c2571a",
             0.1,
         ),

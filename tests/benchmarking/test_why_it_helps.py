@@ -103,7 +103,7 @@ def test_the_picture_of_strengths_is_that_of_its_numbers(tmp_path: Path) -> None
     found = json.loads((ROOT / "results" / "arena" / "strengths.json").read_text())
     draw.save_figure(draw.picture(found), tmp_path / "strengths")
     assert (tmp_path / "strengths.svg").stat().st_size > 5000
-    assert len(found["final"]) == 5
+    assert len(found["final"]) == 6
     courses = json.loads((ROOT / "results" / "arena" / "courses.json").read_text())
     draw.save_figure(draw.side_by_side(courses), tmp_path / "courses")
     assert (tmp_path / "courses.svg").stat().st_size > 5000
