@@ -166,6 +166,40 @@ def test_a_recording_that_agrees_is_compared_ever_more_rarely() -> None:
     assert not said
 
 
+def test_a_comparison_draws_the_same_random_numbers_and_leaves_no_trace() -> None:
+    """Dropout of a replay and of its comparison agree, and the next step draws as if nothing was compared."""
+    slope, said = torch.nn.Parameter(torch.tensor(2.0)), list[str]()
+
+    def compute(batch: Batch) -> Tensor:
+        loss = slope * (batch["x"] * torch.rand(2)).sum()
+        loss.backward()
+        return loss.detach()
+
+    def capture(_: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+        loss, gradient = torch.zeros(()), torch.zeros(())
+        slope.grad = gradient
+
+        def replay() -> None:
+            slope.grad = None
+            loss.copy_(compute({"x": torch.ones(2)}))
+            assert slope.grad is not None
+            gradient.copy_(slope.grad)
+
+        return loss, replay
+
+    found = []
+    for eager in (compute, None):
+        torch.manual_seed(5)
+        step = GraphedStep(compute, [slope], said.append, capture, eager=eager)
+        found.append([])
+        for _ in range(WARMUP_STEPS + 9):
+            slope.grad = None
+            found[-1].append(step({"x": torch.ones(2)}).item())
+        assert not step.uses_eager
+    assert found[0] == found[1]
+    assert not said
+
+
 def test_a_comparison_that_fails_is_said_once_and_changes_nothing() -> None:
     line, said = Line(), list[str]()
 

@@ -58,6 +58,17 @@ def capture_on_gpu(compute: Callable[[], Tensor], pool: Any = None) -> tuple[Ten
     return loss, graph.replay
 
 
+def random_state() -> list[Tensor]:
+    """State of the generators that a step draws from: the CPU's and, where it is in use, the GPU's."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def set_random_state(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
 def relative_difference(gradients: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> float:
     """Norm of the difference over the norm of ``right``, all parameters together; None counts as zero.
 
@@ -78,9 +89,9 @@ class GraphedStep:
     compute: forward and backward of a batch on parameters without gradients; returns the loss. A replay
     overwrites the gradients of the one before: they cannot be accumulated over steps.
     Batches of each shape have a warm-up and a graph of their own.
-    eager: the same without compiler and graph, if there is no dropout. Replays 1, 2, 4, 8 and so on are
-    compared with it. This guards against wrong gradients of a compiled step, the suspected cause of runs that
-    did not train (results/pretraining/again.md); if they differ, eager takes over.
+    eager: the same without compiler and graph, if it draws the same random numbers. Replays 1, 2, 4, 8 and so
+    on of each graph are compared with it. This guards against wrong gradients of a captured step, the
+    suspected cause of runs that did not train (results/pretraining/again.md); if they differ, eager takes over.
     """
 
     def __init__(
@@ -94,20 +105,18 @@ class GraphedStep:
     ) -> None:
         self.compute, self.parameters, self.notify, self.capture = compute, parameters, notify, capture
         self.eager = eager
+        self.uses_eager = False
+        """Whether it fell back to eager because gradients differed."""
         self._captured: dict[tuple[torch.Size, ...], CapturedStep] = {}
         self._warm: Counter[tuple[torch.Size, ...]] = Counter()
         self._may_capture = True
-        self._replays = 0
-
-    @property
-    def uses_eager(self) -> bool:
-        """Whether it fell back to eager because gradients differed."""
-        return self.eager is not None and self.compute is self.eager
+        self._replays: Counter[tuple[torch.Size, ...]] = Counter()
 
     def use_eager(self) -> None:
         """Run all further steps without graph and compiler."""
         if self.eager is not None:
             self.compute, self._captured, self._may_capture = self.eager, {}, False
+            self.uses_eager = True
 
     def __call__(self, batch: Batch) -> Tensor:
         """The loss of a batch; afterwards the parameters have its gradients."""
@@ -121,20 +130,32 @@ class GraphedStep:
         held, loss, gradients, replay = self._captured[shapes]
         for name, tensor in held.items():
             tensor.copy_(batch[name])
+        self._replays[shapes] += 1
+        is_power_of_two = self._replays[shapes] & (self._replays[shapes] - 1) == 0
+        if self.eager is None or not is_power_of_two:
+            replay()
+            self._give(gradients)
+            return loss.clone()
+        before = random_state()
         replay()
-        self._replays += 1
-        is_power_of_two = self._replays & (self._replays - 1) == 0
-        if self.eager is not None and is_power_of_two:
-            return self._compared(batch, self.eager, loss, gradients)
-        self._give(gradients)
-        return loss.clone()
+        after = random_state()
+        set_random_state(before)
+        try:
+            return self._compared(batch, self.eager, loss, gradients, self._replays[shapes])
+        finally:
+            set_random_state(after)
 
     def _give(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
     def _compared(
-        self, batch: Batch, eager: Callable[[Batch], Tensor], loss: Tensor, gradients: list[Tensor | None]
+        self,
+        batch: Batch,
+        eager: Callable[[Batch], Tensor],
+        loss: Tensor,
+        gradients: list[Tensor | None],
+        replays: int,
     ) -> Tensor:
         """Loss and gradients of the replayed batch if eager agrees, else those of eager."""
         for parameter in self.parameters:
@@ -154,7 +175,7 @@ class GraphedStep:
         self.use_eager()
         self.notify(
             f"Gradients of the captured step are wrong (apart by {apart:.2g} of their norm at replay "
-            f"{self._replays}), so the run goes on without graph and compiler."
+            f"{replays}), so the run goes on without graph and compiler."
         )
         return other
 

@@ -100,7 +100,9 @@ class TaskTrainer(LeanTrainer):
         assert isinstance(model, PreTrainedModel)
         self.learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if (capture := capture_for(self.args, model)) is not None:
-            self._graphed = GraphedStep(self._launched, self.learning, self.notify, capture)
+            self._graphed = GraphedStep(
+                self._launched, self.learning, self.notify, capture, eager=self._launched
+            )
         try:
             with no_masks_for_full_rows(), temporary_class(model, LeanZeroGrad, learning=self.learning):
                 return super().train(*arguments, **options)
