@@ -90,8 +90,8 @@ class GraphedStep:
     overwrites the gradients of the one before: they cannot be accumulated over steps.
     Batches of each shape have a warm-up and a graph of their own.
     eager: the same without compiler and graph, if it draws the same random numbers. Replays 1, 2, 4, 8 and so
-    on of each graph are compared with it. This guards against wrong gradients of a captured step, the
-    suspected cause of runs that did not train (results/pretraining/again.md); if they differ, eager takes over.
+    on of each graph are compared with it; if gradients differ, eager takes over. Wrong gradients of a
+    captured step are the suspected cause of runs that did not train (results/pretraining/again.md).
     """
 
     def __init__(
