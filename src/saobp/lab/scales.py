@@ -88,7 +88,7 @@ def get_scale(name: str, recipe: str = "fast", batch: int | None = None) -> Scal
         raise ValueError(f"the lab has no recipe {recipe!r}: choose fast or paper")
     if batch is not None and (recipe != "paper" or batch not in PAPER_BATCHES):
         choices = ", ".join(map(str, PAPER_BATCHES))
-        raise ValueError(f"a batch of {batch} is not to be had: with --recipe paper choose one of {choices}")
+        raise ValueError(f"a batch of {batch} is not available: with --recipe paper choose one of {choices}")
     if recipe == "paper":
         if name not in SIZES:
             raise ValueError(f"the paper has no size {name!r}: choose one of {', '.join(SIZES)}")

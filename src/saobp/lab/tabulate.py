@@ -113,7 +113,7 @@ def _overview(outcomes: list[dict[str, Any]]) -> Iterable[str]:
         "intervals leaves zero out by chance alone. Every verdict is of its page's setting: mini, small and "
         "medium are the recipe fast, mini-paper and its like the settings that the paper prints, with the "
         "batch size (32 if none is named) as the one unknown. Texts, token budget and fine-tuning values are "
-        "ours, and * marks tasks of which only a part of the rows is to be had; see "
+        "ours, and * marks tasks of which only a part of the rows is available; see "
         "[how to rerun](../docs/reproduce.md)."
     )
     if any(one["scale"] == "smoke" for one in outcomes):

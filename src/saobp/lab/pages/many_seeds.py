@@ -33,7 +33,7 @@ def many_seeds(results: Results, page: Page) -> None:
             "High less Original after fine-tuning, in points. Grey: where the difference of two runs of one "
             "and the same model lies in 95 % of cases, by the seed of fine-tuning alone. Dots: our pairs of "
             "one seed; bar: their mean with its 95 % interval. Cross: the difference that the paper reports, "
-            "from one run each. * marks tasks of which a part of the training rows is to be had.",
+            "from one run each. * marks tasks of which a part of the training rows is available.",
         )
         page.table(
             (

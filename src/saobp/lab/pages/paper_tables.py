@@ -45,8 +45,8 @@ def pretraining(results: Results, page: Page) -> None:
     words = f"million tokens until the loss is below {PLATEAU:g}"
     if has_any(waiting):
         page.text(
-            "Every run first learns what needs no order of words, and stays there for a while, at a "
-            "perplexity of about 500, before attention tells places and words apart. How long a run waits "
+            "Every run first learns what needs no word order, and stays there for a while, at a perplexity "
+            "of about 500, before attention begins to use word order. How long a run waits "
             f"there and where it ends after all tokens: {plateau_correlation(waiting, values)}."
         )
         never = [
