@@ -30,8 +30,8 @@ def plateau(results: Results, page: Page) -> None:
     level = math.exp(PLATEAU_END)
     page.text(
         "Every run first learns what needs no word order: word frequencies, and which words occur in the "
-        "same row ([what counting gives](without-order.md)). It stays there, at a perplexity of 430 to 500, until "
-        "attention begins to use word order. A run has left that plateau at its first "
+        "same row ([what counting gives](without-order.md)). It stays there, at a perplexity of 430 to 500, "
+        "until attention begins to use word order. A run has left that plateau at its first "
         f"evaluation with a held-out loss below {PLATEAU_END} (perplexity {level:.0f}). Rate, warm-up, "
         "schedule and steps are the paper's; its batch size is not printed, and its texts are not available: "
         "Wikipedia, books and reviews stand in."
