@@ -214,6 +214,21 @@ def test_matrices_of_one_shape_together_move_as_by_muon_of_pytorch() -> None:
         assert moved > 0.5 * 0.2 * 0.02 * one.numel() ** 0.5
 
 
+def test_muon_computes_gradients_by_a_closure_and_waits_where_there_are_none() -> None:
+    matrices = [nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
+    muon = BatchedMuon(matrices, 0.02, 0.0)
+    muon.step()
+    assert all(bool((matrix == 1).all()) for matrix in matrices)
+
+    def closure() -> float:
+        loss = sum(matrix.square().sum() for matrix in matrices)
+        loss.backward()
+        return loss.item()
+
+    assert muon.step(closure) == 48.0
+    assert all(bool((matrix < 1).all()) for matrix in matrices)
+
+
 @pytest.mark.parametrize("method", ["high:learned+temperature", "high:learned+qk-norm", "temperature"])
 def test_numbers_per_head_keep_their_own_rate_beside_muon(method: str, tmp_path: Path) -> None:
     seen: list[dict[int, tuple[float, float]]] = []

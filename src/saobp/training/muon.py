@@ -32,9 +32,12 @@ class BatchedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None if closure is None else closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             learning = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not learning:
+                continue
             gradients = [parameter.grad for parameter in learning]
             for parameter in learning:
                 if not self.state[parameter]:
