@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaModel, MegatronBertConfig, MegatronBertModel, ViTConfig, ViTModel
+from transformers import (
+    ByT5Tokenizer,
+    MambaConfig,
+    MambaModel,
+    MegatronBertConfig,
+    MegatronBertModel,
+    ViTConfig,
+    ViTModel,
+)
 from typer.testing import CliRunner, Result
 
 import saobp
@@ -164,6 +172,14 @@ def test_a_refined_model_is_loaded_with_its_refinement(
     shown = run(folders["bert"], "--text", text, "--out", tmp_path / "out", "--compare", folders["refined"])
     assert shown.exit_code == 0, shown.output
     assert "refined: 8 heads" in shown.output
+
+
+def test_a_tokenizer_of_bytes_needs_no_files(text: Path, tmp_path: Path) -> None:
+    tiny_model("bert", vocab_size=400).save_pretrained(tmp_path / "bytes")
+    ByT5Tokenizer().save_pretrained(tmp_path / "bytes")
+    shown = run(tmp_path / "bytes", "--text", text, "--out", tmp_path / "out")
+    assert shown.exit_code == 0, shown.output
+    assert "bytes: 8 heads" in shown.output
 
 
 def test_the_folder_of_a_run_stands_for_its_model(

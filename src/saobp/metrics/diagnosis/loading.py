@@ -101,9 +101,11 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
     check_manifest(Path(place))
-    check_tokenizer(place)
     with clear_load_errors(place, "a model with its tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(place)
+    if tokenizer.vocab_files_names:  # tokenizers of bytes or characters have no files
+        check_tokenizer(place)
+    with clear_load_errors(place, "a model with its tokenizer"):
         model: Any = AutoModel.from_pretrained(place)
     return model, tokenizer
 
