@@ -194,6 +194,12 @@ def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_pat
     ]
     assert table[0].endswith("| 16.44 | 18.17 | 2.8500 |")
     assert table[1].endswith("| 22.20 | 20.09 | 3.0500 |")  # the run that was made again counts
+    assert "that run counts ([again.json](again.json))" in page
+    (tmp_path / "arena" / "again.json").unlink()
+    CliRunner().invoke(app, ["arena", *folders, *options])
+    page = (tmp_path / "arena" / "README.md").read_text()
+    assert "Which recipe is best for Original?" in page
+    assert "again.json" not in page
     assert table[2].endswith("| 18.17 |  |  |")
     records = json.loads((tmp_path / "arena" / "runs.json").read_text())
     plot = forest(settings_of(records, [(9,), (11, 12, 13, 14)]))

@@ -39,8 +39,9 @@ EFFECT = 0.5
 """Effect of the power analysis, in per cent of perplexity."""
 TUNING = (
     "Plain attention alone, lowest mean first. A recipe is named by what it changes in the first that was "
-    "run. Where a seed was run again, that run counts ([again.json](again.json))."
+    "run."
 )
+AGAIN = "Where a seed was run again, that run counts ([again.json](again.json))."
 COMPARED = 8
 """Methods compared with each other: the lowest, on fresh seeds if there are any."""
 
@@ -70,7 +71,8 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
     repeated = page.with_name("again.json")
     tables = tuning_tables([*records.values(), *(read_json(repeated) if repeated.exists() else ())])
     if tables:
-        parts += ["## Which recipe is best for Original?", TUNING, *tables]
+        words = f"{TUNING} {AGAIN}" if repeated.exists() else TUNING
+        parts += ["## Which recipe is best for Original?", words, *tables]
     parts.append(made_on(list(records.values())))
     if notes.exists():
         parts.append(notes.read_text().strip())
