@@ -1,21 +1,19 @@
-"""Makes the runs of round two of results/arena/plan.md on one GPU: tuning, choice, confirmation, decoders.
+"""Makes the runs of round three of results/arena/plan.md on one GPU.
 
     python benchmarks/arena_runs.py --tokens TOKENS --out runs/arena --jobs 9 --seconds 1200
     python benchmarks/arena_runs.py --out runs/arena --pack records.tar.xz
 
-Each of the processes claims one run after another. When the runs of tuning are done, the rule of
-``arena_plan.py`` chooses a setting, ``chosen.json`` says which and why, and the processes go on with the
-confirmation, then with decoders if TOKENS has GPT-2's. ``log.txt`` gets a line for each run. A second call
-continues after a kill. ``--pack`` puts all records, without models, into one file; it may be called while
-runs are made. Unpacked, ``saobp arena runs --fresh 6,7,8,9,10 --fresh 11,12,13,14,15,16,17,18`` writes the
-page.
+Each of the processes claims one run after another, in the order of ``arena_plan.py``. ``log.txt`` gets a line
+for each run. A second call continues after a kill. TOKENS holds the stores of BERT's and of GPT-2's
+tokens; without the latter there are no decoders. ``--pack`` puts all records, without models, into one file;
+it may be called while runs are made. Unpacked, ``saobp arena runs --fresh 6,7,8,9,10 --fresh
+11,12,13,14,15,16,17,18 --fresh 21,22,23`` writes the page.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import os
 import shutil
 import subprocess
@@ -23,37 +21,22 @@ import sys
 import tarfile
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from arena_plan import (
-    SETTINGS,
-    USUAL,
-    Run,
-    choose,
-    confirming_runs,
-    decoder_runs,
-    recorded_losses,
-    tuning_runs,
-)
+from arena_plan import Run, planned_runs
 from filelock import BaseFileLock
 
 from saobp.data.tokenizer_store import tokenizer_path
 from saobp.runs.layout import CHECKPOINTS, MODEL, RESULT
-from saobp.storage.json_files import append_line, read_json, write_json
+from saobp.storage.json_files import append_line
 from saobp.storage.locks import try_lock
 
-RECORDS = [Path(__file__).parents[1] / "results" / "arena" / name for name in ("runs.json", "again.json")]
-RECORDED_COMMIT = "db11c38"
-"""Commit of the recorded runs of Original that the settings are compared with."""
 LOCK = "lock"
 LEAST_SHARE = 0.4
 """A run that has the GPU for itself takes at least this share of a typical run's time."""
-DECODERS_AT_ONCE = 3
-"""Runs of a decoder that fit on the GPU side by side: 25 GB of its memory each."""
-TUNED = 5
-"""Settings that are tried, beside the recorded one, unless more are asked for."""
+LARGE_AT_ONCE = 2
+"""Runs that need much memory and may be side by side."""
 
 
 class Queue:
@@ -61,25 +44,22 @@ class Queue:
 
     Run folders are in ``out/runs``. A process that creates ``out/claims/NAME`` makes that run, and holds a
     lock in it while it lives.
-    ends, tune_until: seconds since 1970
+    ends: seconds since 1970
     typical: seconds of a run beside ``jobs - 1`` others, with which it shares the GPU
-    settings: how many are tried
-    decoders: whether there are tokens for them
+    families: those whose tokens there are
     """
 
     def __init__(
         self,
         out: Path,
         ends: float,
-        tune_until: float,
         typical: float = 150.0,
         *,
         jobs: int = 1,
-        settings: int = TUNED,
-        decoders: bool = False,
+        families: tuple[str, ...] = ("modernbert",),
     ) -> None:
-        self.out, self.ends, self.tune_until, self.typical = out, ends, tune_until, typical
-        self.jobs, self.settings, self.decoders = jobs, settings, decoders
+        self.out, self.ends, self.typical, self.jobs = out, ends, typical, jobs
+        self.planned = [run for run in planned_runs() if run.family in families]
         self.held: dict[str, BaseFileLock] = {}
 
     def folder(self, run: Run) -> Path:
@@ -105,61 +85,19 @@ class Queue:
 
     def clear_unfinished(self) -> None:
         """Let runs that a killed process had claimed be claimed again."""
-        for run in self.planned():
+        for run in self.planned:
             if self.is_dead(run):
                 shutil.rmtree(self.folder(run), ignore_errors=True)
                 shutil.rmtree(self.claim_of(run))
 
-    def chosen(self) -> str | None:
-        """The chosen setting, None while runs of tuning are running or may still be started."""
-        path = self.out / "chosen.json"
-        if path.exists():
-            return read_json(path)["chosen"]
-        open_ones = [run for run in tuning_runs(self.settings) if not self.is_done(run)]
-        if any(self.is_running(run) for run in open_ones) or (open_ones and time.time() < self.tune_until):
-            return None
-        losses = self.losses()
-        setting, means, left_out = choose(losses)
-        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        found = {"chosen": setting, "changes": SETTINGS[setting], "means": means, "losses": losses}
-        write_json(path, {**found, "left_out": left_out, "time": when})
-        note(self.out, f"chose {setting}: mean losses {means}; left out: {', '.join(left_out) or 'none'}")
-        return setting
-
-    def losses(self) -> dict[str, dict[int, float]]:
-        """Original's held-out losses by setting and seed, of runs made here and of recorded ones."""
-        records = [record for path in RECORDS for record in read_json(path)]
-        found = {USUAL: recorded_losses(records, RECORDED_COMMIT)}
-        for run in tuning_runs(self.settings):
-            result = self.folder(run) / RESULT
-            loss = read_json(result)["eval_loss"] if result.exists() else None
-            if loss is not None:
-                found.setdefault(run.setting, {})[run.seed] = loss
-        return found
-
-    def planned(self) -> Iterator[Run]:
-        """All runs in order, as far as they are known: after the choice those with the chosen setting too."""
-        yield from tuning_runs(self.settings)
-        chosen = self.chosen()
-        if chosen is not None:
-            yield from confirming_runs(chosen)
-            if self.decoders:
-                yield from decoder_runs(chosen)
-
-    def is_open(self, run: Run) -> bool:
-        """Whether a run may be started: one of tuning only before the choice, and in its time."""
-        is_tuning = run in tuning_runs(self.settings)
-        return not is_tuning or (self.chosen() is None and time.time() < self.tune_until)
-
     def claim(self) -> Run | None:
         """The next run that nobody has and that will be done in time."""
-        running = [run for run in self.planned() if self.is_running(run)]
-        decoders = sum(run.family == "llama" for run in running)
-        seconds = self.least_seconds(len(running))
-        for run in self.planned():
-            late = time.time() + seconds > self.ends
-            full = run.family == "llama" and decoders >= DECODERS_AT_ONCE
-            if late or full or self.claim_of(run).exists() or not self.is_open(run):
+        running = [run for run in self.planned if self.is_running(run)]
+        if time.time() + self.least_seconds(len(running)) > self.ends:
+            return None
+        full = sum(run.is_large for run in running) >= LARGE_AT_ONCE
+        for run in self.planned:
+            if (run.is_large and full) or self.claim_of(run).exists():
                 continue
             with contextlib.suppress(FileExistsError):
                 self.claim_of(run).mkdir(parents=True)
@@ -171,9 +109,7 @@ class Queue:
 
     def is_empty(self) -> bool:
         """Whether nothing is left to start."""
-        return self.chosen() is not None and not any(
-            self.is_open(run) and not self.claim_of(run).exists() for run in self.planned()
-        )
+        return all(self.claim_of(run).exists() for run in self.planned)
 
     def least_seconds(self, running: int = 0) -> float:
         """Seconds of one more run if no other follows: faster than typical where fewer share the GPU."""
@@ -187,8 +123,6 @@ def main() -> None:
     parser.add_argument("--pack", type=Path, help="only put all records into this .tar.xz")
     parser.add_argument("--jobs", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of it")
-    parser.add_argument("--tune-within", type=float, help="seconds for tuning (half of all)")
-    parser.add_argument("--settings", type=int, default=TUNED, help="so many settings to try")
     parser.add_argument("--typical", type=float, default=150.0, help="seconds of a run, until one is done")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -197,28 +131,16 @@ def main() -> None:
         return
     if given.tokens is None:
         parser.error("name the folder of token stores by --tokens")
-    now = time.time()
-    within = given.seconds / 2 if given.tune_within is None else given.tune_within
-    ends, until = (
-        float(os.environ.get(name, then))
-        for name, then in (("ARENA_ENDS", now + given.seconds), ("ARENA_TUNE_UNTIL", now + within))
-    )
-    queue = Queue(
-        given.out,
-        ends,
-        until,
-        given.typical,
-        jobs=given.jobs,
-        settings=given.settings,
-        decoders=tokenizer_path(given.tokens, "llama").is_dir(),
-    )
+    ends = float(os.environ.get("ARENA_ENDS", time.time() + given.seconds))
+    families = [one for one in ("modernbert", "llama") if tokenizer_path(given.tokens, one).is_dir()]
+    queue = Queue(given.out, ends, given.typical, jobs=given.jobs, families=tuple(families))
     if given.worker:
         work(queue, given.tokens)
         return
     for name in ("runs", "claims"):
         (given.out / name).mkdir(parents=True, exist_ok=True)
     queue.clear_unfinished()
-    environment = {"ARENA_ENDS": str(ends), "ARENA_TUNE_UNTIL": str(until), "SAOBP_JOBS": str(given.jobs)}
+    environment = {"ARENA_ENDS": str(ends), "SAOBP_JOBS": str(given.jobs)}
     with contextlib.ExitStack() as stack:
         workers = [
             subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The runs of the arena's plan: recorded recipes, the rule of choice, an order that survives kills."""
+"""The runs of the arena's plan: recorded recipes, and an order that survives kills."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from saobp.cli import app
-from saobp.lab.arena_records import method_of, settings_of
+from saobp.lab.arena_records import settings_of
 from saobp.refinement import Refinement
 from saobp.testing.scripts import ROOT, load_script
 from saobp.testing.tiny_training import prose, small_recipe
@@ -23,53 +23,48 @@ RECORDS: list[dict[str, Any]] = json.loads((ROOT / "results" / "arena" / "runs.j
 LATER = time.time() + 10_000
 
 
-def test_the_usual_setting_is_that_of_the_recorded_runs() -> None:
-    recorded = next(record for record in RECORDS if record["run"] == "modernbert-mini-original-42")
-    recipe = {"kind": "pretrain", **plan.Run(plan.USUAL, "temperature", 42).recipe.to_dict()}
+def test_round_two_goes_on_with_the_recipe_and_the_seeds_that_it_has_left() -> None:
+    recorded = next(one for one in RECORDS if one["run"] == "modernbert-mini-masked-30-to-15-original-16")
+    recipe = {"kind": "pretrain", **plan.Run("high:learned", 17).recipe.to_dict()}
     (setting,) = settings_of([recorded, {**recorded, "recipe": recipe}])
-    assert set(setting.losses) == {"none", "temperature"}
+    assert set(setting.losses) == {"none", "high:learned"}
 
 
 def test_the_plan_names_settings_methods_and_seeds() -> None:
-    page = (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round two")[1]
+    page = (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round three")[1]
     for setting in plan.SETTINGS:
-        assert f"`{setting}`" in page
+        assert f"| {setting} |" in page
     for form in plan.FORMS[1:]:
         assert f"`{form}`" in page
         assert str(Refinement.of(form)) == form
-    assert f"{plan.FRESH_SEEDS[0]} to {plan.FRESH_SEEDS[-1]}" in page
-    recorded = {record["recipe"]["seed"] for record in RECORDS if record["started"] < "2026-11-17T16"}
-    assert not recorded & set(plan.FRESH_SEEDS)
+    assert all(str(seed) in page for seed in (*plan.LAST_SEEDS, *plan.NEW_SEEDS))
 
 
-@pytest.mark.parametrize("setting", list(plan.SETTINGS))
-def test_a_record_names_the_command_that_makes_the_run_again(setting: str) -> None:
-    run = plan.Run(setting, "high:learned+temperature", 11)
-    done = CliRunner().invoke(app, [*run.command[1:], "--dry-run"])
+RUNS = {run.name: run for run in plan.planned_runs()}
+
+
+def test_runs_have_names_of_their_own_and_what_is_left_of_round_two_comes_first() -> None:
+    assert len(RUNS) == len(list(plan.planned_runs())) == 12 + 6 * 6
+    first = list(RUNS.values())[:12]
+    assert [(run.seed, run.form) for run in first] == [
+        (seed, form) for seed in (17, 18) for form in plan.FORMS
+    ]
+    assert list(RUNS)[12:14] == ["llama-mini-original-21", "llama-mini-learned-21"]
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("learned-21")])
+def test_a_record_names_the_command_that_makes_the_run_again(name: str) -> None:
+    done = CliRunner().invoke(app, [*RUNS[name].command[1:], "--dry-run"])
     assert done.exit_code == 0, done.output
-    assert json.loads(done.output) == json.loads(json.dumps(run.recipe.to_dict()))
+    assert json.loads(done.output) == json.loads(json.dumps(RUNS[name].recipe.to_dict()))
 
 
-@pytest.mark.parametrize("setting", list(plan.SETTINGS))
-def test_every_setting_trains_on_as_many_tokens_and_numbers_per_head_at_one_rate(setting: str) -> None:
-    recipe = plan.Run(setting, "high:learned", 11).recipe
+@pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("learned-21")])
+def test_every_setting_has_as_many_tokens_and_numbers_per_head_learn_at_one_rate(name: str) -> None:
+    recipe = RUNS[name].recipe
     assert recipe.tokens == 98_304_000
     assert recipe.learning_rate * recipe.strength_rate == pytest.approx(0.01)
-    assert method_of(recipe.to_dict()) == "high:learned"
-
-
-def test_the_lowest_mean_is_chosen_among_settings_with_all_seeds() -> None:
-    losses = {
-        plan.USUAL: {42: 3.34, 9: 3.51},
-        "muon": {42: 3.0},  # lacks a seed
-        "muon-twice": {42: 3.0, 9: float("nan")},
-        "warmup-600": {42: 3.36, 9: 3.40, 11: 1.0},
-        "rate-3e-3": {42: 3.34, 9: 3.46},
-    }
-    setting, means, left_out = plan.choose(losses)
-    assert setting == "warmup-600"
-    assert means["warmup-600"] == pytest.approx(3.38)
-    assert left_out == ["muon", "muon-twice", "masked-30-to-15", "batch-128", "averaged-tenth"]
+    assert recipe.refinement == Refinement.of("high:learned")
 
 
 def finish(queue: Any, run: Any, loss: float) -> None:
@@ -84,91 +79,48 @@ def finish(queue: Any, run: Any, loss: float) -> None:
         (folder / f"{name}.json").write_text(json.dumps(content))
 
 
-def test_tuning_choice_confirmation_and_decoders_follow_each_other(tmp_path: Path) -> None:
-    queue, other = (runs.Queue(tmp_path, LATER, LATER, decoders=True) for _ in range(2))
-    wanted = list(plan.tuning_runs(5))
-    assert len(wanted) == 10
-    for number, run in enumerate(wanted):
-        assert (queue, other)[number % 2].claim() == run
-        if run.setting == "rate-3e-3" and run.seed == 9:
-            (queue.claim_of(run) / "failed").write_text("out of memory")
-        elif run != wanted[-1]:
-            finish(queue, run, 3.2 if run.setting == "muon-twice" else 3.3)
-    assert queue.claim() is None  # the last run of tuning may change the choice
-    assert not queue.is_empty()
-    finish(queue, wanted[-1], 3.1)
+def test_processes_share_the_runs_in_order_and_few_large_ones_are_side_by_side(tmp_path: Path) -> None:
+    queue, other = (runs.Queue(tmp_path, LATER, families=("modernbert", "llama")) for _ in range(2))
+    wanted = [run for run in RUNS.values() if not run.is_large]
+    large = [run for run in RUNS.values() if run.is_large]
     order = []
-    while (run := queue.claim()) is not None:
+    while (run := (queue, other)[len(order) % 2].claim()) is not None:
         order.append(run)
-    said = json.loads((tmp_path / "chosen.json").read_text())
-    assert said["chosen"] == "muon-twice"
-    assert said["changes"] == {"optimizer": "muon", "muon_rate": 2.0}
-    assert said["left_out"] == ["rate-3e-3", "batch-128", "averaged-tenth"]
-    assert said["losses"][plan.USUAL] == {
-        "42": pytest.approx(3.338, abs=1e-3),
-        "9": pytest.approx(3.5134, abs=1e-4),
-    }
-    assert "chose muon-twice" in (tmp_path / "log.txt").read_text()
-    assert {run.setting for run in order} == {"muon-twice"}
-    assert [(run.seed, run.form) for run in order[:48]] == [(s, f) for s in range(11, 19) for f in plan.FORMS]
-    decoders = order[48:]
-    assert [(run.family, run.seed, run.form) for run in decoders] == [
-        ("llama", 11, form) for form in plan.DECODER_FORMS
-    ]
-    assert len(decoders) == runs.DECODERS_AT_ONCE
-    finish(queue, decoders[0], 3.0)
-    assert queue.claim().seed == 12
-    assert len({run.name for run in (*wanted, *order)}) == 10 + 51
+    assert order == [*wanted[:12], *large[: runs.LARGE_AT_ONCE], *wanted[12:]]
+    assert not queue.is_empty()
+    finish(queue, large[0], 3.0)
+    assert other.claim() == large[runs.LARGE_AT_ONCE]
 
 
 def test_without_their_tokens_there_are_no_decoders(tmp_path: Path) -> None:
-    (tmp_path / "chosen.json").write_text('{"chosen": "muon"}')
-    queue = runs.Queue(tmp_path, LATER, LATER)
-    assert {run.family for run in queue.planned()} == {"modernbert"}
-    assert queue.claim() == plan.Run("muon", "none", 11)
+    queue = runs.Queue(tmp_path, LATER)
+    assert {run.family for run in queue.planned} == {"modernbert"}
 
 
-def test_a_second_call_goes_on_and_keeps_the_choice(tmp_path: Path) -> None:
-    queue = runs.Queue(tmp_path, LATER, LATER)
-    first, second, third = (queue.claim() for _ in range(3))
+def test_a_second_call_goes_on_where_a_killed_one_was(tmp_path: Path) -> None:
+    queue = runs.Queue(tmp_path, LATER)
+    first, second = (queue.claim() for _ in range(2))
     finish(queue, first, 3.1)
-    finish(queue, second, 3.1)
-    queue.folder(third).mkdir(parents=True)
-    again = runs.Queue(tmp_path, LATER, LATER)
+    queue.folder(second).mkdir(parents=True)
+    again = runs.Queue(tmp_path, LATER)
     again.clear_unfinished()
-    assert again.is_running(third)
+    assert again.is_running(second)
     queue.held.clear()  # killed while it ran
-    assert not again.is_running(third)
+    assert not again.is_running(second)
     again.clear_unfinished()
-    assert not again.folder(third).exists()
-    assert again.claim() == third
-    again.held.clear()
-    ended = runs.Queue(tmp_path, LATER, time.time() - 1)  # tuning's time is over: two settings are whole
-    assert ended.chosen() == first.setting
-    later = runs.Queue(tmp_path, LATER, LATER)
-    later.clear_unfinished()
-    assert later.claim() == plan.Run(first.setting, "none", 11)  # more tuning would change nothing
-
-
-def test_a_run_that_is_under_way_when_tuning_ends_still_counts(tmp_path: Path) -> None:
-    queue = runs.Queue(tmp_path, LATER, LATER)
-    claimed = [queue.claim() for _ in range(2)]
-    finish(queue, claimed[0], 3.1)
-    ended = runs.Queue(tmp_path, LATER, time.time() - 1)
-    assert ended.claim() is None
-    finish(queue, claimed[1], 3.1)
-    assert ended.claim() == plan.Run(claimed[0].setting, "none", 11)
+    assert not again.folder(second).exists()
+    assert again.claim() == second
 
 
 def test_no_run_starts_that_would_end_too_late(tmp_path: Path) -> None:
-    queue = runs.Queue(tmp_path, time.time() + 100, time.time() + 100, typical=150)
+    queue = runs.Queue(tmp_path, time.time() + 100, typical=150)
     assert queue.claim() is None
     queue.typical = 50
     assert queue.claim() is not None
 
 
 def test_fewer_runs_side_by_side_end_sooner(tmp_path: Path) -> None:
-    queue = runs.Queue(tmp_path, time.time() + 100, time.time() + 100, typical=150, jobs=10)
+    queue = runs.Queue(tmp_path, time.time() + 100, typical=150, jobs=10)
     claimed = [queue.claim() for _ in range(8)]
     assert sum(run is not None for run in claimed) == 6  # a seventh would make all of them too late
     finish(queue, claimed[0], 3.0)
@@ -192,7 +144,7 @@ def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pa
         return small_recipe(**shared, family=run.family, health_texts=0, steps=4, corpus=str(text))
 
     monkeypatch.setattr(plan.Run, "recipe", property(small))
-    monkeypatch.setattr(plan, "FRESH_SEEDS", (11, 12))
+    monkeypatch.setattr(plan, "SETTINGS", {})
     return tokens, tmp_path / "out"
 
 
@@ -200,21 +152,19 @@ def test_the_whole_queue_in_miniature(miniature: tuple[Path, Path], tmp_path: Pa
     tokens, out = miniature
     for name in ("runs", "claims"):
         (out / name).mkdir(parents=True)
-    runs.work(runs.Queue(out, LATER, LATER, settings=2), str(tokens))
+    runs.work(runs.Queue(out, LATER), str(tokens))
     lines = (out / "log.txt").read_text().splitlines()
-    assert len(lines) == 4 + 1 + 12
-    assert sum(", loss " in line for line in lines) == 16
-    chosen = json.loads((out / "chosen.json").read_text())["chosen"]
-    names = [f"modernbert-mini-{chosen}-{form}-12" for form in ("original", "learned-temperature", "qk-norm")]
+    assert len(lines) == sum(", loss " in line for line in lines) == 12
+    names = [f"modernbert-mini-{form}-18" for form in ("original", "learned-temperature", "qk-norm")]
     assert all((out / "runs" / name / "model").is_dir() for name in names)
     runs.pack(out, tmp_path / "records.tar.xz")
     with tarfile.open(tmp_path / "records.tar.xz") as archive:
         archive.extractall(tmp_path / "back", filter="data")
     back = tmp_path / "back"
     assert not list(back.rglob("model"))
-    assert (back / "chosen.json").exists()
+    assert (back / "log.txt").exists()
     done = CliRunner().invoke(
-        app, ["arena", str(back / "runs"), "--out", str(tmp_path / "results"), "--fresh", "11,12"]
+        app, ["arena", str(back / "runs"), "--out", str(tmp_path / "results"), "--fresh", "17,18"]
     )
     assert done.exit_code == 0, done.output
-    assert "fresh seeds 11, 12" in (tmp_path / "results" / "arena" / "README.md").read_text()
+    assert "fresh seeds 17, 18" in (tmp_path / "results" / "arena" / "README.md").read_text()
