@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from saobp.lab.pages import PAGES
 from saobp.lab.pages.common import claim_correlation
 from saobp.lab.result_page import Page, made_on, paper_digits
 from saobp.lab.results import Results
+from saobp.lab.scales import SCALES
 from saobp.lab.tabulate import tabulate, write_overview
 from saobp.testing.fake_runs import make_run, record, write_json
 
@@ -283,43 +285,53 @@ def test_what_was_not_run_is_listed(runs: Path, tmp_path: Path) -> None:
 @unsaved
 def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "results"
-    empty = write_overview(out).read_text()
-    assert "- mini, small, medium, mini-paper" in empty
-    assert "Nothing so far." in empty
+    _, verdicts, undecided = (path.read_text() for path in write_overview(out))
+    assert "- mini, small, medium, mini-paper" in undecided
+    assert "Nothing so far." in verdicts
     tabulate(ExperimentPlan(choose_experiments("gtd,glue"), MINI, 3), runs, out)
     (out / "story.md").write_text("Once upon a time.\n")
-    page = write_overview(out).read_text()
-    assert page.index("Once upon a time.") < page.index("## What reproduces")
-    reproduced = page[page.index("## What reproduces") : page.index("## What does not")]
+    first, verdicts, undecided = (path.read_text() for path in write_overview(out))
+    assert first.startswith("# Results\n\nOnce upon a time.\n\n")
+    assert {"](verdicts.md)", "](undecided.md)"} <= set(re.findall(r"\]\([^)]*\)", first))
+    reproduced = verdicts[verdicts.index("## What reproduces") : verdicts.index("## What does not")]
     assert "High against Original, GTD: the paper has +0.03" in reproduced
-    left_out = page[page.index("## What was not run") :]
+    left_out = undecided[undecided.index("## Not run") :]
     assert "- small, medium, mini-paper" in left_out
     assert "decoders" in left_out
     assert "gtd" not in left_out.split("- mini: ")[1].split("\n")[0].split(", ")
 
 
 @unsaved
-def test_what_two_pages_leave_undecided_is_told_once_and_last(runs: Path, tmp_path: Path) -> None:
+def test_what_two_pages_leave_undecided_is_told_once_on_a_page_of_its_own(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "results"
-    tabulate(ExperimentPlan(choose_experiments("gtd,printed-forms"), MINI, 2), runs, out)
-    page = (out / "README.md").read_text()
-    before, undecided = page.split("## What could not be decided")
+    written = tabulate(ExperimentPlan(choose_experiments("gtd,printed-forms"), MINI, 2), runs, out)
+    assert [path.name for path in written[-3:]] == ["README.md", "verdicts.md", "undecided.md"]
     claim = "| High against Original, GTD: the paper has +0.03 |"
-    assert (before.count(claim), undecided.count(claim)) == (0, 1)
-    assert "## " not in undecided
-    assert undecided.strip().endswith("</details>")
+    assert [path.read_text().count(claim) for path in written[-3:]] == [0, 0, 1]
 
 
 @unsaved
 def test_pages_of_nothing_are_not_written(tmp_path: Path) -> None:
     tabulate(ExperimentPlan(choose_experiments("all"), MINI), tmp_path / "none", tmp_path / "results")
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["README.md"]
+    assert not [path for path in (tmp_path / "results").iterdir() if path.is_dir()]
+
+
+def test_the_committed_overview_is_what_the_records_give(tmp_path: Path) -> None:
+    """Nobody edits a generated page: the story and the records of the repository make all three."""
+    kept = Path(__file__).parents[2] / "results"
+    outcomes = [path for path in kept.glob("*/*.json") if path.stem in SCALES]
+    for path in [kept / "story.md", *outcomes]:
+        copy = tmp_path / path.relative_to(kept)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copy)
+    for path in write_overview(tmp_path):
+        assert path.read_text() == (kept / path.name).read_text(), path.name
 
 
 def test_every_page_copes_with_runs_alone(runs: Path, tmp_path: Path) -> None:
     """Pretraining is there, the rest mostly not: pages say so, and one without any answer is not written."""
     written = tabulate(ExperimentPlan(choose_experiments("all"), MINI, 3), runs, tmp_path / "results")
-    names = {path.parent.name for path in written[:-1]}
+    names = {path.parent.name for path in written[:-3]}
     assert names >= {"gtd", "cost", "strengths", "layers", "gtd-graph"}
     assert not names & {"learned", "steps", "decoders"}
     forms = (tmp_path / "results" / "printed-forms" / "mini.md").read_text()

@@ -1,4 +1,4 @@
-"""The tabulate stage: a page for each experiment, the overview of all pages, and an HTML page of runs."""
+"""The tabulate stage: a page for each experiment, three over all of them, and an HTML page of runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,32 @@ from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_object
 
 STORY = "story.md"
-"""A hand-written introduction; if a results folder has one, the overview starts with it."""
+"""A hand-written introduction; if a results folder has one, its README is made of it."""
 PRINTED = {name for name, scale in SCALES.items() if scale.recipe == "paper"}
 """Scales at the paper's printed settings."""
 LISTED = 3
-"""Claims without runs listed in the overview; the rest are counted."""
+"""Claims without runs listed by name for a page; of more, the number is told."""
+CONTENTS = (
+    "## More\n\nWritten by `saobp reproduce`: [verdicts](verdicts.md) on every claim, with rules and a list "
+    "of all pages; [what is undecided and what was not run](undecided.md)."
+)
+RULES = """\
+Written by `saobp reproduce`. A claim is a difference between methods that the paper reports. Differences \
+are method less base, over pairs of runs with the same seed, with a 95 % t interval.
+
+- **Reproduces**: the interval excludes zero on the claimed side.
+- **Does not reproduce**: the interval lies on the other side; or it includes zero and excludes the paper's \
+difference, where sizes compare.
+- **[Undecided](undecided.md)**: anything else, and whatever has fewer than three pairs.
+- **Questions** whether something is better: yes is a gain, no a loss. No gain shown: the interval of three \
+pairs or more includes zero.
+
+Every verdict holds for its page's setting only: mini, small and medium are the recipe `fast`; mini-paper \
+and its like are the settings that the paper prints, with the batch size (32 unless named) as the one \
+unknown. Texts, token budget and fine-tuning values are ours, and * marks tasks of which only a part of the \
+rows is available ([how to rerun](../docs/reproduce.md)). There are many claims: about one interval in \
+twenty excludes zero by chance alone."""
+SMOKE = "**Pages of the smoke scale only show that the code runs. They say nothing about any method.**"
 SECTIONS: dict[Status, str] = {
     "reproduces": "What reproduces",
     "does not reproduce": "What does not reproduce",
@@ -34,7 +55,7 @@ SECTIONS: dict[Status, str] = {
 
 
 def tabulate(plan: ExperimentPlan, runs: Path, out: Path, notify: Notify = print) -> list[Path]:
-    """Write the pages of the plan's experiments that have results, and the overview.
+    """Write the pages of the plan's experiments that have results, and those over all pages.
 
     An existing page with more runs is not overwritten; a sentence says so.
     """
@@ -57,7 +78,7 @@ def tabulate(plan: ExperimentPlan, runs: Path, out: Path, notify: Notify = print
                 ) from problem
             if page.has_results:
                 written += page.write(out, records, results.missing())
-    return [*written, write_overview(out)]
+    return [*written, *write_overview(out)]
 
 
 def _missing_behind(
@@ -81,16 +102,23 @@ def _missing_behind(
     return ""
 
 
-def write_overview(out: Path) -> Path:
-    """``README.md`` of a results folder, from the outcomes in it."""
+def write_overview(out: Path) -> list[Path]:
+    """``README.md``, ``verdicts.md`` and ``undecided.md`` of a results folder, from the outcomes in it."""
     out.mkdir(parents=True, exist_ok=True)
     outcomes = [_outcome(path) for path in sorted(out.glob("*/*.json")) if path.stem in SCALES]
     outcomes.sort(key=lambda one: (list(EXPERIMENTS).index(one["target"]), list(SCALES).index(one["scale"])))
-    path = out / "README.md"
     story = out / STORY
     introduction = [story.read_text(encoding="utf-8").strip()] if story.exists() else []
-    write_atomically(path, "\n\n".join(["# Results", *introduction, *_overview(outcomes)]) + "\n")
-    return path
+    smoke = [SMOKE] if any(one["scale"] == "smoke" for one in outcomes) else []
+    serious = [one for one in outcomes if one["scale"] != "smoke"] or outcomes
+    pages = {
+        "README.md": ["# Results", *introduction, *smoke, CONTENTS],
+        "verdicts.md": ["# Verdicts", *smoke, RULES, *_verdicts(serious), *_pages(outcomes)],
+        "undecided.md": ["# Undecided, and not run", *smoke, *_undecided(serious), *_not_run(outcomes)],
+    }
+    for name, parts in pages.items():
+        write_atomically(out / name, "\n\n".join(parts) + "\n")
+    return [out / name for name in pages]
 
 
 def _outcome(path: Path) -> dict[str, Any]:
@@ -101,44 +129,35 @@ def _outcome(path: Path) -> dict[str, Any]:
     return found
 
 
-def _overview(outcomes: list[dict[str, Any]]) -> Iterable[str]:
-    yield (
-        "Written by `saobp reproduce`. A claim is a difference between methods that the paper reports, or "
-        "the question of a page. It reproduces if the 95 % interval of the difference between pairs of runs "
-        "with the same seed leaves zero out on the claimed side. It does not if the interval lies on the "
-        "other side, or holds zero and leaves the paper's difference out. Anything else, and whatever has "
-        "fewer than three pairs, could not be decided. A question whether something is better is answered "
-        "by yes only for a gain, and by no for a loss; no gain shown says that the interval of three pairs "
-        "or more holds zero. Differences are method less base. There are many claims, so about one in twenty "
-        "intervals leaves zero out by chance alone. Every verdict is of its page's setting: mini, small and "
-        "medium are the recipe fast, mini-paper and its like the settings that the paper prints, with the "
-        "batch size (32 if none is named) as the one unknown. Texts, token budget and fine-tuning values are "
-        "ours, and * marks tasks of which only a part of the rows is available; see "
-        "[how to rerun](../docs/reproduce.md)."
-    )
-    if any(one["scale"] == "smoke" for one in outcomes):
-        yield "**Pages of the smoke scale only show that the code runs. They say nothing about any method.**"
-    serious = [one for one in outcomes if one["scale"] != "smoke"] or outcomes
+def _verdicts(outcomes: list[dict[str, Any]]) -> Iterable[str]:
+    for status, title in SECTIONS.items():
+        yield f"## {title}"
+        yield _claims(outcomes, status) or "Nothing so far."
     answers = [
-        [_link(one), claim["words"], ANSWERS.get(claim["status"], claim["status"]), claim["detail"]]
-        for one in serious
+        [claim["words"], ANSWERS.get(claim["status"], claim["status"]), claim["detail"], _link(one)]
+        for one in outcomes
         for claim in one["claims"]
         if one["kind"] == "question" and claim["status"] not in ("not run", UNDECIDED)
     ]
-    yield "## Answers to the questions"
-    header = ("page", "is it so?", "answer", "our difference")
-    yield markdown_table(header, answers) if answers else "None so far."
-    for status, title in SECTIONS.items():
-        yield f"## {title}"
-        yield _claims(serious, status) or "Nothing so far."
+    yield "## Questions of ours"
+    header = ("is it so?", "answer", "our difference", "page")
+    yield markdown_table(header, answers) if answers else "None answered so far."
+
+
+def _pages(outcomes: list[dict[str, Any]]) -> Iterable[str]:
     yield "## Pages"
-    rows = [[_link(one), one["kind"], str(one["runs"]), str(len(one["missing"]))] for one in outcomes]
-    yield markdown_table(("page", "kind", "runs behind it", "runs missing"), rows) if rows else "None so far."
-    yield "## What was not run"
-    yield _not_run(outcomes)
-    yield "## What could not be decided"
-    undecided = _claims(serious, UNDECIDED, questions=True)
-    yield f"<details><summary>All of it</summary>\n\n{undecided}\n\n</details>" if undecided else "Nothing."
+    rows = [
+        [one["title"], _link(one), one["kind"], str(one["runs"]), str(len(one["missing"]))]
+        for one in outcomes
+    ]
+    header = ("what", "page", "kind", "runs behind it", "runs missing")
+    yield markdown_table(header, rows) if rows else "None so far."
+
+
+def _undecided(outcomes: list[dict[str, Any]]) -> Iterable[str]:
+    yield "## Undecided"
+    yield "What the [rules](verdicts.md) decide neither way, mostly for want of three pairs."
+    yield _claims(outcomes, UNDECIDED, questions=True) or "Nothing."
 
 
 def _claims(outcomes: list[dict[str, Any]], status: Status, *, questions: bool = False) -> str:
@@ -148,11 +167,12 @@ def _claims(outcomes: list[dict[str, Any]], status: Status, *, questions: bool =
         for claim in one["claims"]:
             if claim["status"] == status and (questions or one["kind"] != "question"):
                 found = (claim["words"], claim["detail"])
-                rows.setdefault(found, [_link(one), *found])
-    return markdown_table(("page", "claim", "our difference"), list(rows.values())) if rows else ""
+                rows.setdefault(found, [*found, _link(one)])
+    return markdown_table(("claim", "our difference", "page"), list(rows.values())) if rows else ""
 
 
-def _not_run(outcomes: list[dict[str, Any]]) -> str:
+def _not_run(outcomes: list[dict[str, Any]]) -> Iterable[str]:
+    yield "## Not run"
     there = {(one["target"], one["scale"]) for one in outcomes}
     lines, nothing_of = [], []
     for scale in (name for name in SCALES if name != "smoke"):
@@ -169,11 +189,11 @@ def _not_run(outcomes: list[dict[str, Any]]) -> str:
         if skipped and one["scale"] != "smoke":
             words = "; ".join(skipped) if len(skipped) <= LISTED else f"{len(skipped)} claims of the page"
             lines.append(f"- {_link(one)}: {words}")
-    return "\n".join(lines) if lines else "Nothing was left out."
+    yield "\n".join(lines) if lines else "Nothing was left out."
 
 
 def _link(outcome: dict[str, Any]) -> str:
-    return f"[{outcome['title']} ({outcome['scale']})]({outcome['target']}/{outcome['scale']}.md)"
+    return f"[{outcome['target']}, {outcome['scale']}]({outcome['target']}/{outcome['scale']}.md)"
 
 
 MOST_RUNS = 8
