@@ -290,6 +290,8 @@ def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> No
     assert "Nothing so far." in verdicts
     tabulate(ExperimentPlan(choose_experiments("gtd,glue"), MINI, 3), runs, out)
     (out / "story.md").write_text("Once upon a time.\n")
+    (out / "arena").mkdir()
+    (out / "arena" / "README.md").write_text("Written by another command.\n")
     first, verdicts, undecided = (path.read_text() for path in write_overview(out))
     assert first.startswith("# Results\n\nOnce upon a time.\n\n")
     assert {"](verdicts.md)", "](undecided.md)"} <= set(re.findall(r"\]\([^)]*\)", first))
@@ -298,7 +300,8 @@ def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> No
     left_out = undecided[undecided.index("## Not run") :]
     assert "- small, medium, mini-paper" in left_out
     assert "decoders" in left_out
-    assert "gtd" not in left_out.split("- mini: ")[1].split("\n")[0].split(", ")
+    assert not {"gtd", "arena"} & set(left_out.split("- mini: ")[1].split("\n")[0].split(", "))
+    assert "- arena: [see its page](arena/README.md)" in left_out
 
 
 @unsaved
@@ -320,7 +323,7 @@ def test_the_committed_overview_is_what_the_records_give(tmp_path: Path) -> None
     """Nobody edits a generated page: the story and the records of the repository make all three."""
     kept = Path(__file__).parents[2] / "results"
     outcomes = [path for path in kept.glob("*/*.json") if path.stem in SCALES]
-    for path in [kept / "story.md", *outcomes]:
+    for path in [kept / "story.md", kept / "arena" / "README.md", *outcomes]:
         copy = tmp_path / path.relative_to(kept)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(path, copy)

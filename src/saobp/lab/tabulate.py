@@ -111,10 +111,11 @@ def write_overview(out: Path) -> list[Path]:
     introduction = [story.read_text(encoding="utf-8").strip()] if story.exists() else []
     smoke = [SMOKE] if any(one["scale"] == "smoke" for one in outcomes) else []
     serious = [one for one in outcomes if one["scale"] != "smoke"] or outcomes
+    own = [path.parent.name for path in sorted(out.glob("*/README.md")) if path.parent.name in EXPERIMENTS]
     pages = {
         "README.md": ["# Results", *introduction, *smoke, CONTENTS],
         "verdicts.md": ["# Verdicts", *smoke, RULES, *_verdicts(serious), *_pages(outcomes)],
-        "undecided.md": ["# Undecided, and not run", *smoke, *_undecided(serious), *_not_run(outcomes)],
+        "undecided.md": ["# Undecided, and not run", *smoke, *_undecided(serious), *_not_run(outcomes, own)],
     }
     for name, parts in pages.items():
         write_atomically(out / name, "\n\n".join(parts) + "\n")
@@ -171,12 +172,17 @@ def _claims(outcomes: list[dict[str, Any]], status: Status, *, questions: bool =
     return markdown_table(("claim", "our difference", "page"), list(rows.values())) if rows else ""
 
 
-def _not_run(outcomes: list[dict[str, Any]]) -> Iterable[str]:
+def _not_run(outcomes: list[dict[str, Any]], own: Sequence[str]) -> Iterable[str]:
+    """own: experiments with a page of their own, as the arena's, which says what of them was not run"""
     yield "## Not run"
     there = {(one["target"], one["scale"]) for one in outcomes}
     lines, nothing_of = [], []
     for scale in (name for name in SCALES if name != "smoke"):
-        asked = [name for name, one in EXPERIMENTS.items() if scale in PRINTED or not one.batches]
+        asked = [
+            name
+            for name, one in EXPERIMENTS.items()
+            if (scale in PRINTED or not one.batches) and name not in own
+        ]
         absent = [name for name in asked if (name, scale) not in there]
         if len(absent) == len(asked):
             nothing_of.append(scale)
@@ -184,6 +190,7 @@ def _not_run(outcomes: list[dict[str, Any]]) -> Iterable[str]:
             lines.append(f"- {scale}: {', '.join(absent)}")
     if nothing_of:
         lines.append(f"- {', '.join(nothing_of)}: everything")
+    lines += [f"- {name}: [see its page]({name}/README.md)" for name in own]
     for one in outcomes:
         skipped = [claim["words"] for claim in one["claims"] if claim["status"] == "not run"]
         if skipped and one["scale"] != "smoke":
