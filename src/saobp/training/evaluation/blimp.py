@@ -9,7 +9,6 @@ import hashlib
 import math
 from collections.abc import Sequence
 from io import BytesIO
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,17 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pyarrow import csv
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from saobp.data.tasks import Split
 from saobp.data.tasks.checks import WrongRowsError
 from saobp.data.tasks.load import read_table, table_checksum
+from saobp.data.tokenizers import tokenizer_text
+from saobp.data.word_encoder import CachedEncoder
 from saobp.storage.atomic import first_line, write_atomically
 from saobp.training.evaluation.perplexity import Advance, masked_losses, tokens_at_a_time
 from saobp.training.evaluation.zero_shot import log_likelihoods
+from saobp.training.finetune.encoding import Layout
 
 HUB = "nyu-mll/blimp"
 ROWS = 67_000
@@ -66,7 +68,7 @@ def _from_hub() -> pa.Table:
 
 def judge_pairs(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     split: Split,
     *,
     is_decoder: bool,
@@ -147,32 +149,39 @@ def read_items(folder: str | Path) -> pa.Table:
 @torch.no_grad()
 def pseudo_log_likelihoods(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     texts: Sequence[str],
     *,
     advance: Advance | None = None,
 ) -> np.ndarray:
     """Sum over a text's tokens of the log-likelihood of each, masked alone, in nats. ``[texts]``
 
-    Batches have texts of one length, so nothing is padded.
+    Batches have texts of one length, so nothing is padded, and the device is waited for once per length.
     """
     if tokenizer.mask_token_id is None:
         raise ValueError("pseudo-log-likelihood needs a tokenizer with a mask token")
     model.eval()
-    encoded = tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
-    special = set(tokenizer.all_special_ids)
+    tokens, sizes = CachedEncoder(tokenizer_text(tokenizer)).encode(texts)
+    starts = np.cumsum(sizes) - sizes
+    layout = Layout.of(tokenizer)
+    special = torch.tensor(tokenizer.all_special_ids, device=model.device)
     found, done = np.zeros(len(texts)), 0
-    order = sorted(range(len(texts)), key=lambda text: len(encoded[text]))
-    for length, group in groupby(order, key=lambda text: len(encoded[text])):
-        rows = [(text, at) for text in group for at in range(length) if encoded[text][at] not in special]
-        size = max(1, tokens_at_a_time(model) // max(length, 1))
-        for begin in range(0, len(rows), size):
-            part = rows[begin : begin + size]
-            owners, positions = (np.array(column) for column in zip(*part, strict=True))
-            ids = torch.tensor([encoded[text] for text in owners], device=model.device)
-            losses = masked_losses(model, ids, positions, tokenizer.mask_token_id)
-            np.subtract.at(found, owners, losses.double().cpu().numpy())
-        done = done + len({text for text, _ in rows})
+    for size in np.unique(sizes):
+        group = np.flatnonzero(sizes == size)
+        inner = tokens[starts[group, None] + np.arange(size)].astype(np.int64)
+        before, after = (np.tile(part, (len(group), 1)) for part in (layout.before, layout.after))
+        table = torch.from_numpy(np.hstack([before, inner, after])).to(model.device)
+        owners, positions = torch.isin(table, special, invert=True).nonzero(as_tuple=True)
+        rows = max(1, tokens_at_a_time(model) // max(table.shape[1], 1))
+        losses = [
+            masked_losses(model, table[owner], position, tokenizer.mask_token_id)
+            for owner, position in zip(owners.split(rows), positions.split(rows), strict=True)
+            if len(owner)
+        ]
+        if losses:
+            values = torch.cat(losses).double().cpu().numpy()
+            found[group] = -np.bincount(owners.cpu().numpy(), values, len(group))
+        done += len(group)
         if advance is not None:
             advance(done, len(texts))
     return found

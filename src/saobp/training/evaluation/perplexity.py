@@ -131,9 +131,9 @@ def masked_perplexity(
     return {**_mean_perplexity(torch.cat(losses)), "positions": sum(len(part) for part in losses)}
 
 
-def masked_losses(model: PreTrainedModel, ids: Tensor, positions: np.ndarray, mask: int) -> Tensor:
+def masked_losses(model: PreTrainedModel, ids: Tensor, positions: np.ndarray | Tensor, mask: int) -> Tensor:
     """Loss of one token of each row of ``ids``, at ``positions``, after masking it; ``[rows]``."""
-    rows, columns = torch.arange(len(ids), device=ids.device), torch.from_numpy(positions).to(ids.device)
+    rows, columns = torch.arange(len(ids), device=ids.device), torch.as_tensor(positions, device=ids.device)
     targets = ids[rows, columns]
     ids[rows, columns] = mask
     return token_losses(model, hidden_states(model, ids, "fp32")[rows, columns], targets)
