@@ -29,6 +29,7 @@ from filelock import BaseFileLock
 
 from saobp.data.tokenizer_store import tokenizer_path
 from saobp.runs.layout import CHECKPOINTS, MODEL, RESULT
+from saobp.runs.layout import LOCK as LOCK_OF_RUN
 from saobp.storage.json_files import append_line
 from saobp.storage.locks import try_lock
 
@@ -37,6 +38,8 @@ LEAST_SHARE = 0.4
 """A run that has the GPU for itself takes at least this share of a typical run's time."""
 LARGE_AT_ONCE = 2
 """Runs that need much memory and may be side by side."""
+BLIMP_ITEMS = "blimp.csv"
+"""Likelihoods of all sentences, several megabytes a run, where ``arena_tasks.py`` has evaluated BLiMP."""
 
 
 class Queue:
@@ -155,18 +158,18 @@ def main() -> None:
 
 
 def pack(out: Path, file: Path) -> None:
-    """Write the records of all runs, without models, as folders in a compressed archive."""
+    """Write the records of all runs, without models and BLiMP's items, as folders in a compressed archive.
 
-    def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        return None if Path(member.name).name in (MODEL, CHECKPOINTS) else member
-
-    paths = [
-        out / "runs",
-        *(path for path in sorted(out.iterdir()) if path.suffix in (".json", ".txt", ".log")),
-    ]
+    Files that are replaced or removed meanwhile are left out.
+    """
+    paths = [path for path in sorted(out.iterdir()) if path.suffix in (".json", ".txt", ".log")]
+    for folder, inner, names in os.walk(out / "runs"):
+        inner[:] = [name for name in inner if name not in (MODEL, CHECKPOINTS)]
+        paths += [Path(folder, name) for name in names if name not in (LOCK_OF_RUN, BLIMP_ITEMS)]
     with tarfile.open(file, "w:xz") as archive:
         for path in paths:
-            archive.add(path, path.name, filter=kept)
+            with contextlib.suppress(FileNotFoundError):
+                archive.add(path, path.relative_to(out))
 
 
 def work(queue: Queue, tokens: str) -> None:

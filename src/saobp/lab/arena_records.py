@@ -26,6 +26,10 @@ from saobp.training.recipes import PretrainRecipe, named_recipe
 ORIGINAL = "none"
 BLIMP = "blimp"
 """Subfolder of a run with the output of ``saobp evaluate --tasks blimp``."""
+GLUE = "glue"
+"""Subfolder of a run with a folder of the output of ``saobp finetune`` for each task."""
+GLUE_TASKS = ("mnli", "qqp", "sst2", "cola", "qnli", "stsb", "mrpc", "rte")
+"""The longest first. Without WNLI, whose validation rows repeat training sentences with the other label."""
 FREE = (
     "refinement",
     "regularizer",
