@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab.arena import SHARED, write_arena
-from saobp.lab.arena_records import combinations, method_of, recorded, settings_of, title_of
+from saobp.lab.arena_records import GLUE_TASKS, combinations, method_of, recorded, settings_of, title_of
 from saobp.lab.experiment_plan import FAMILIES, ExperimentPlan
 from saobp.lab.experiments import choose_experiments
 from saobp.lab.forest import forest
@@ -277,6 +277,36 @@ def test_blimp_beside_the_runs_is_compared_in_pairs(tmp_path: Path) -> None:
             (folder / "result.json").write_text(json.dumps({"blimp": {"accuracy": accuracy}}))
     page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
     assert "| Gated heads | 63.17 ± 0.58 (3) | +1.50 [+1.50, +1.50] | gain |" in page
+
+
+def test_the_mean_of_glue_decides_where_all_tasks_are_there(tmp_path: Path) -> None:
+    for seed in (42, 1, 2, 3):
+        for method, more in (("none", 0.0), ("gate", 0.5 + 0.1 * (seed % 3))):
+            made_up_run(tmp_path / "runs", "modernbert", method, seed, 3.0 - more / 100)
+            for number, task in enumerate(GLUE_TASKS):
+                if (seed, method, task) == (3, "gate", "rte"):
+                    continue  # not yet fine-tuned: the pair does not count
+                folder = tmp_path / "runs" / f"modernbert-{method}-{seed}" / "glue" / task
+                folder.mkdir(parents=True)
+                score = 60.0 + number + seed % 4 + more * (-1 if task == "rte" else 1)
+                (folder / "result.json").write_text(json.dumps({"last": {"mean": score, "std": 0.0}}))
+    page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
+    records = json.loads((tmp_path / "arena" / "runs.json").read_text())
+    kept = {record["run"]: record["glue"] for record in records}
+    assert set(kept["modernbert-none-3"]) == set(GLUE_TASKS)
+    assert len(kept["modernbert-gate-3"]) == 7
+    assert kept["modernbert-gate-42"]["rte"] == pytest.approx(60 + 7 + 2 - 0.5)
+    (setting,) = settings_of(records)
+    scores = setting.scores["glue"]
+    differences = [0.75 * (0.5 + 0.1 * (seed % 3)) for seed in (42, 1, 2)]
+    assert [scores["gate"][seed] - scores["none"][seed] for seed in (42, 1, 2)] == pytest.approx(differences)
+    reach = stats.t.ppf(0.975, 2) * np.std(differences, ddof=1) / math.sqrt(3)
+    low, middle, high = (np.mean(differences) + reach * side for side in (-1, 0, 1))
+    own = list(scores["gate"].values())
+    mean = f"{np.mean(own):.2f} ± {np.std(own, ddof=1):.2f} (3)"
+    assert f"| Gated heads | {mean} | {middle:+.2f} [{low:+.2f}, {high:+.2f}] | gain |" in page
+    assert f"| mean over seeds | {' | '.join(GLUE_TASKS)} |" in page
+    assert "| Original | 62.00 | 63.00 |" in page
 
 
 def test_reproduce_plans_the_arena_on_the_recipe_modern() -> None:

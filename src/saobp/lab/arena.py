@@ -11,11 +11,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from saobp.lab.arena_records import (
+    BLIMP,
+    GLUE,
+    GLUE_TASKS,
     ORIGINAL,
     Setting,
     combinations,
@@ -42,6 +46,12 @@ TUNING = (
     "run."
 )
 AGAIN = "Where a seed was run again, that run counts ([again.json](again.json))."
+GLUE_RULE = (
+    "Each model fine-tuned once on eight tasks of GLUE, with the seed of its pretraining "
+    "(recipe and rule: `benchmarks/arena_tasks.py`). The mean of their main metrics decides, single tasks do "
+    "not. Accuracy, but Matthews correlation of CoLA and Spearman's of STS-B; rows are partial, so "
+    "scores do not compare with published ones."
+)
 COMPARED = 8
 """Methods compared with each other: the lowest, on fresh seeds if there are any."""
 
@@ -104,8 +114,12 @@ def _page(settings: Sequence[Setting], times: StepTimes | None) -> Iterable[str]
         if both:
             yield "Does a method still gain beside another?"
             yield markdown_table(TOGETHER, both)
-        if setting.blimp:
-            yield _blimp(setting)
+        if BLIMP in setting.scores:
+            yield _scores(setting, BLIMP, "BLiMP, %")
+        if GLUE in setting.scores:
+            yield GLUE_RULE
+            yield _scores(setting, GLUE, "GLUE, mean of eight")
+            yield _single_tasks(setting)
         yield power(setting)
         yield _recipe(setting, settings[0])
 
@@ -178,16 +192,26 @@ def _together(setting: Setting) -> Iterable[list[str]]:
             yield [title_of(one), title_of(other), *cells]
 
 
-def _blimp(setting: Setting) -> str:
-    """Accuracies on BLiMP and their paired differences from Original, in points of a hundred."""
+def _scores(setting: Setting, measure: str, title: str) -> str:
+    """Scores of a measure and their paired differences from Original, in points of a hundred."""
+    scores = setting.scores[measure]
     lines = []
-    for method in [method for method in (ORIGINAL, *setting.gains()) if method in setting.blimp]:
-        own = spread(setting.blimp[method].values())
-        base = setting.blimp.get(ORIGINAL, {})
-        gain = None if method == ORIGINAL else paired_gain(setting.blimp[method], base)
+    for method in [method for method in (ORIGINAL, *setting.gains()) if method in scores]:
+        own = spread(scores[method].values())
+        gain = None if method == ORIGINAL else paired_gain(scores[method], scores.get(ORIGINAL, {}))
         verdict = "" if gain is None else verdict_in_words(gain, own)
         lines.append([title_of(method), in_words(own, 2), gain_in_words(gain, 2), verdict])
-    return markdown_table(("method", "BLiMP, %", "difference [95 % interval]", "verdict"), lines)
+    return markdown_table(("method", title, "difference [95 % interval]", "verdict"), lines)
+
+
+def _single_tasks(setting: Setting) -> str:
+    """Means over seeds of every task of GLUE."""
+    lines = [
+        [title_of(method), *(f"{fmean(setting.scores[task][method].values()):.2f}" for task in GLUE_TASKS)]
+        for method in (ORIGINAL, *setting.gains())
+        if method in setting.scores[GLUE]
+    ]
+    return markdown_table(("mean over seeds", *GLUE_TASKS), lines)
 
 
 def power(setting: Setting) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from saobp.lab.methods import METHODS
@@ -46,7 +47,7 @@ FREE = (
 
 @dataclass
 class Setting:
-    """Runs that differ in method and seed alone: loss, BLiMP's accuracy and results by method.
+    """Runs that differ in method and seed alone: losses and results by method, scores by measure and method.
 
     fresh: whether its seeds confirm a choice that was made on others
     distinct: recipe fields in which other compared settings of the same model and budget differ
@@ -56,7 +57,7 @@ class Setting:
     fresh: bool = False
     distinct: dict[str, Any] = field(default_factory=dict)
     losses: dict[str, dict[int, float]] = field(default_factory=dict)
-    blimp: dict[str, dict[int, float]] = field(default_factory=dict)
+    scores: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
@@ -173,6 +174,20 @@ def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
                 }
                 if (path / BLIMP / RESULT).exists():
                     found[path.name][BLIMP] = read_object(path / BLIMP / RESULT)[BLIMP]
+                tuned = {task: path / GLUE / task / RESULT for task in GLUE_TASKS}
+                if any(one.exists() for one in tuned.values()):
+                    found[path.name][GLUE] = {
+                        task: read_object(one)["last"]["mean"] for task, one in tuned.items() if one.exists()
+                    }
+    return found
+
+
+def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """BLiMP's accuracy, and the eight scores of GLUE with their mean where none is missing."""
+    found = {BLIMP: record[BLIMP]["accuracy"]} if BLIMP in record else {}
+    own = record.get(GLUE, {})
+    if set(own) == set(GLUE_TASKS):
+        found |= {**own, GLUE: fmean(own.values())}
     return found
 
 
@@ -193,8 +208,8 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[i
         if result.get("eval_loss") is not None:
             setting.losses.setdefault(method, {})[recipe["seed"]] = result["eval_loss"]
             setting.results.setdefault(method, []).append(result)
-        if BLIMP in record:
-            setting.blimp.setdefault(method, {})[recipe["seed"]] = record[BLIMP]["accuracy"]
+        for measure, score in scores_of(record).items():
+            setting.scores.setdefault(measure, {}).setdefault(method, {})[recipe["seed"]] = score
     ordered = sorted(
         found.values(), key=lambda one: (one[1].is_decoder, -one[0], -sum(map(len, one[1].losses.values())))
     )
