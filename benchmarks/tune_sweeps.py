@@ -45,8 +45,8 @@ def states(batch: int, heads: int, length: int, dim: int) -> list[torch.Tensor]:
 def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stride: int) -> torch.Tensor:
     strength = torch.full((query.shape[1],), 0.2, device="cuda")
     length, dim = query.shape[2:]
-    hears, bound = (1, 0.18) if stride == 1 else (2, 0.0)
-    numbers = (length, dim**-0.5, 0.0, 1.0, hears, bound, 1, 0.0, stride)
+    receives, bound = (1, 0.18) if stride == 1 else (2, 0.0)
+    numbers = (length, dim**-0.5, 0.0, 1.0, receives, bound, 1, 0.0, stride)
     return family_of(stride)(query, key, value, strength, None, None, None, *numbers)
 
 

@@ -81,7 +81,7 @@ def test_every_factor_with_unknown_strengths(factor: str, length: int, dtype: to
     ],
 )
 def test_a_key_bias(factor: str, length: int, dtype: torch.dtype) -> None:
-    """A row hears its own message too."""
+    """A row receives its own message too."""
     inputs = attention_inputs(
         1, 2, length, 16, strength=(0.3, 1.5), padding="left", dtype=dtype, device=DEVICE
     )

@@ -259,10 +259,10 @@ def test_operators_are_sound() -> None:
     inputs = attention_inputs(1, 2, 20, 16, key_heads=1, strength=0.7, device=DEVICE)
     query, key, value, strength = inputs.leaves()
     strength = strength.detach().requires_grad_()
-    for hears in (True, False):
+    for receives in (True, False):
         torch.library.opcheck(
             causal_refined_attention,
-            (query, key, value, strength, None, None, None, 20, 0.25, 0.0, 1.0, hears, 0.0),
+            (query, key, value, strength, None, None, None, 20, 0.25, 0.0, 1.0, receives, 0.0),
             test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
         )
 

@@ -80,9 +80,9 @@ def states(length: int, **options: Any) -> AttentionInputs:
     return attention_inputs(options.pop("batch", 1), options.pop("heads", 2), length, 64, **options)
 
 
-def forward(inputs: AttentionInputs, dropout: float = 0.0, hears: bool = True) -> tuple[Tensor, ...]:
+def forward(inputs: AttentionInputs, dropout: float = 0.0, receives: bool = True) -> tuple[Tensor, ...]:
     """Output, lse and key_part."""
-    numbers = (inputs.query.shape[2], 0.125, dropout, 1.0, hears, -math.expm1(-STRENGTH))
+    numbers = (inputs.query.shape[2], 0.125, dropout, 1.0, receives, -math.expm1(-STRENGTH))
     return short_refined_attention(
         inputs.query, inputs.key, inputs.value, inputs.strength, inputs.padding_mask, None,
         torch.tensor(7, device=DEVICE), *numbers,
@@ -100,7 +100,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared key heads": ({"length": 128, "heads": 4, "key_heads": 2}, {}),
     "strengths": ({"length": 128, "strength": (0.0, STRENGTH)}, {}),
     "dropout": ({"length": 128}, {"dropout": 0.3}),
-    "silent": ({"length": 128}, {"hears": False}),
+    "listing": ({"length": 128}, {"receives": False}),
 }
 
 

@@ -42,10 +42,10 @@ DIM = 16
 def by(operator: Any, inputs: AttentionInputs, factor: str = "high", **options: Any) -> Operation:
     """Attention by an operator; ``options`` are those of its arguments that are not usual."""
     length, dim = inputs.query.shape[2:]
-    sign, hears = POTTS[factor]
+    sign, receives = POTTS[factor]
 
     longest, dropout, bound = (options.get(name) for name in ("longest", "dropout", "bound"))
-    numbers = (longest or length, dim**-0.5, dropout or 0.0, sign, hears, bound or 0.0)
+    numbers = (longest or length, dim**-0.5, dropout or 0.0, sign, receives, bound or 0.0)
 
     def operation(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
         given = (inputs.padding_mask, options.get("cu"), options.get("seed"))
@@ -168,7 +168,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_it_gives_what_the_sweeps_give(name: str) -> None:
-    """Output and gradients; the same entries are dropped and no sequence of a packed batch hears another."""
+    """Output and gradients; the same entries are dropped; packed sequences exchange no messages."""
     sizes, options = CALLS[name]
     dtype, near = (torch.float16, 0.01) if GPU else (torch.float32, 2e-5)
     usual = {"batch": 1, "dim": 24, "strength": (0.3, 1.1), "dtype": dtype, "device": DEVICE}
@@ -228,8 +228,8 @@ def test_repeats_are_bit_equal_for_any_layout_of_gradients() -> None:
 @pytest.mark.parametrize("factor", ["high", "low-listing"])
 def test_the_operator_is_sound(factor: str, length: int) -> None:
     inputs = attention_inputs(1, 2, length, DIM, key_heads=1, strength=0.7, device=DEVICE)
-    sign, hears = POTTS[factor]
-    arguments = (*inputs.leaves(), None, None, None, length, DIM**-0.5, 0.0, sign, hears, 0.0)
+    sign, receives = POTTS[factor]
+    arguments = (*inputs.leaves(), None, None, None, length, DIM**-0.5, 0.0, sign, receives, 0.0)
     torch.library.opcheck(
         short_causal_refined_attention,
         arguments,

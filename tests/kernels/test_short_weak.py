@@ -117,7 +117,7 @@ def forward(inputs: AttentionInputs, **options: Any) -> tuple[Tensor, ...]:
         0.25,
         options.get("dropout", 0.0),
         1.0,
-        options.get("hears", True),
+        options.get("receives", True),
     )
     return short_refined_attention(
         inputs.query, inputs.key, inputs.value, inputs.strength, inputs.padding_mask, options.get("cu"), seed,
@@ -131,7 +131,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tail": ({"length": 111}, {}),
     "dropout": ({"length": 100}, {"dropout": 0.3}),
     "padding": ({"length": 128, "padding": "both", "batch": 2}, {"dropout": 0.2}),
-    "silent": ({"length": 128}, {"hears": False}),
+    "listing": ({"length": 128}, {"receives": False}),
     "packed": ({"length": 285}, {"cu": (0, 1, 8, 8, 45, 109, 174, 285), "longest": 111}),
 }
 

@@ -113,7 +113,7 @@ def are_same(one: Tensor, other: Tensor) -> bool:
 def spec(**changed: Any) -> CallSpec:
     usual = CallSpec(
         batch=8, sequences=8, heads=16, group=1, length=2048, longest=2048, dim=64, dtype=torch.bfloat16,
-        scale=0.125, dropout=0.0, sign=1.0, hears=True, bound=WEAK, masked=False, packed=False,
+        scale=0.125, dropout=0.0, sign=1.0, receives=True, bound=WEAK, masked=False, packed=False,
     )  # fmt: skip
     return replace(usual, **changed)
 

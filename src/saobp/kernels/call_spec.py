@@ -66,15 +66,15 @@ def layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 class CallNumbers(NamedTuple):
     """Scalars of a call, in the order of every operator: length of the longest sequence, scale of scores, dropout
-    probability, sign of the strength, whom a row hears (0: none, 1: the others, 2: its own message too), a bound on
-    gamma (0 if unknown), steps of propagation, the share of the old belief that each of several keeps, and the distance
-    of rows that send messages (1: all rows do)."""
+    probability, sign of the strength, whose messages a row receives (0: no others', 1: all others', 2: its own too), a
+    bound on gamma (0 if unknown), steps of propagation, the share of the old belief that each of several keeps, and the
+    distance of rows that send messages (1: all rows do)."""
 
     longest: int
     scale: float
     dropout: float = 0.0
     sign: float = 1.0
-    hears: int = 0
+    receives: int = 0
     bound: float = 0.0
     steps: int = 1
     damping: float = 0.0
@@ -85,8 +85,7 @@ class CallNumbers(NamedTuple):
 class CallSpec:
     """Everything about a call but its tensors. ``sequences`` differs from ``batch`` when packed.
 
-    A row *hears* another when its belief depends on that row's message; gamma = 1 - e^(-sign strength) is the message's
-    weight.
+    ``receives`` is that of ``CallNumbers``; gamma = 1 - e^(-sign strength) is the weight of messages.
     """
 
     batch: int
@@ -100,7 +99,7 @@ class CallSpec:
     scale: float
     dropout: float
     sign: float
-    hears: int
+    receives: int
     bound: float
     masked: bool
     packed: bool
@@ -113,11 +112,11 @@ class CallSpec:
     @classmethod
     def of(cls, tensors: CallTensors, numbers: CallNumbers) -> CallSpec:
         batch, heads, length, dim = tensors.query.shape
-        longest, scale, dropout, sign, hears, bound, steps, damping, stride = numbers
+        longest, scale, dropout, sign, receives, bound, steps, damping, stride = numbers
         return cls(
             batch=batch, sequences=batch if tensors.cu is None else tensors.cu.shape[0] - 1, heads=heads,
             group=heads // tensors.key.shape[1], length=length, longest=longest, dim=dim, dtype=tensors.query.dtype,
-            scale=scale, dropout=dropout, sign=sign, hears=hears, bound=bound,
+            scale=scale, dropout=dropout, sign=sign, receives=receives, bound=bound,
             masked=tensors.mask is not None, packed=tensors.cu is not None,
             heads_first=all(one.is_contiguous() for one in tensors[:3]), steps=steps, damping=damping,
             stride=stride,
@@ -184,7 +183,7 @@ class CallSpec:
     @cached_property
     def may_underflow(self) -> bool:
         """Whether a row's normaliser can fall below ``lowest_sum``: it is at least e^(-strength length)."""
-        if not self.hears:
+        if not self.receives:
             return False
         strongest = abs(math.log1p(-self.bound)) if self.bound else math.inf
         return strongest * self.longest * math.log2(math.e) > -math.log2(self.lowest_sum) - 2

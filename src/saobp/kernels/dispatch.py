@@ -27,7 +27,7 @@ POTTS = {
     "high": (1.0, 1), "low": (-1.0, 1), "high-key-bias": (1.0, 2), "low-key-bias": (-1.0, 2),
     "high-listing": (1.0, 0), "low-listing": (-1.0, 0),
 }  # fmt: skip
-"""Sign of the strength, and whom a row hears: nobody (0), the other rows (1), or its own message too (2)."""
+"""Sign of the strength, and whose messages a row receives: no others' (0), all others' (1), or its own too (2)."""
 
 MAX_STEPS = 4
 """The kernels for several steps hold the beliefs of every step of a tile in registers."""
@@ -275,7 +275,7 @@ def numbers_of(
 ) -> CallNumbers:  # fmt: skip
     """Scalar arguments of the operators. The bound is set only for strengths without gradient: kernels given a bound
     compute none."""
-    sign, hears = POTTS.get(refinement.factor, (1.0, 0))
+    sign, receives = POTTS.get(refinement.factor, (1.0, 0))
     known = strongest is not None and refinement.factor in POTTS
     bound = -math.expm1(-sign * min(strongest, MAX_STRENGTH)) if known and strongest is not None else 0.0
     scale, damping = (
@@ -283,7 +283,7 @@ def numbers_of(
         refinement.damping if refinement.steps > 1 else 0.0,
     )
     return CallNumbers(
-        longest, scale, dropout_p, sign, hears, bound, refinement.steps, damping, refinement.message_stride
+        longest, scale, dropout_p, sign, receives, bound, refinement.steps, damping, refinement.message_stride
     )
 
 
@@ -337,7 +337,7 @@ def select_kernels(
     fetched = half and aligned and spec.dim == 64 and not spec.packed and capability >= HOPPER
     if family == "short":  # with fewer than 64 keys the tiles of the weak kernel would be mostly empty
         weak = weak and not spec.may_underflow and all_keys(spec) >= 64 and spec.stride == 1
-        strong = spec.hears > 0 and spec.dtype == ANY_STRENGTH and not (spec.stride > 1 and spec.masked)
+        strong = spec.receives > 0 and spec.dtype == ANY_STRENGTH and not (spec.stride > 1 and spec.masked)
         hopper = (weak or strong) and fetched and all_keys(spec) == SHORT and has_hopper_kernel(capability)
         return KernelChoice(weak, spec.may_underflow, hopper and spec.sequences * spec.heads >= HOPPER_FROM)
     long = entries(spec) >= SPLIT_FROM
@@ -345,7 +345,7 @@ def select_kernels(
         return KernelChoice(weak, split_axis=split_axis(spec) if long and not spec.masked else None)
     fetched = fetched and entries(spec) >= COPIED_FROM
     if family == "causal":  # the weak kernels are for messages that lower beliefs
-        weak = weak and spec.hears > 0 and spec.bound > 0
+        weak = weak and spec.receives > 0 and spec.bound > 0
         return KernelChoice(weak, not weak or spec.may_underflow, copy_engine=weak and fetched)
     if family == "long":
         axis = split_axis(spec) if long else None

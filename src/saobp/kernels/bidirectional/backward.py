@@ -57,7 +57,8 @@ def value_gradient(
     keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV of a block of keys and dc, the gradient of their summed messages; if PRECISE is 0 also -gamma dc, rounded."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
@@ -79,9 +80,9 @@ def value_gradient(
     pair = pair_message(message, KIND)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-    key_part = load_vector(key_part_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True).to(tl.float32)
+    key_part = load_vector(key_part_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True).to(tl.float32)
     # A key's factor is the same for all rows, so it is applied to their sum, if the type has the range.
-    LATE_PART: tl.constexpr = HEARS and not CAREFUL and not POWER
+    LATE_PART: tl.constexpr = RECEIVES and not CAREFUL and not POWER
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     own = tl.zeros([KEYS, 16], tl.float32)
     for start in tl.range(0, tokens, ROWS):
@@ -93,7 +94,7 @@ def value_gradient(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows_real[None, :],
             score_scale, False, PRECISE,
         )  # fmt: skip
-        if PRECISE == 0 and not CAREFUL and HEARS == 2:
+        if PRECISE == 0 and not CAREFUL and RECEIVES == 2:
             refined = a.to(KIND)
         elif PRECISE == 0 and not CAREFUL:
             refined = boosted(a.to(KIND), spoken_pair(pair, rows_real[None, :].to(KIND), MASKED))
@@ -102,8 +103,8 @@ def value_gradient(
             power = load_power(power_ptr + row_base, rows, tokens, TAIL, POWER)
             inverse = spoken_inverse(a, rows_real[None, :], message, PRECISE, MASKED)
             refined = before_normalising(
-                scores, a if HEARS == 2 else a * inverse, inverse, anchor[None, :], power[None, :], key_part[:, None],
-                HEARS and not LATE_PART, CAREFUL, POWER,
+                scores, a if RECEIVES == 2 else a * inverse, inverse, anchor[None, :], power[None, :], key_part[:, None],
+                RECEIVES and not LATE_PART, CAREFUL, POWER,
             ).to(KIND)  # fmt: skip
         if PRECISE == 2:
             delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, TAIL)
@@ -143,7 +144,8 @@ def query_gradient(
     keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of rows, t, and E, the gradient of gamma, unless PRECISE is 0."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
@@ -197,21 +199,21 @@ def query_gradient(
             keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
         centred = d_rows - delta[:, None]
-        key_part = load_vector(key_part_ptr + row_base, keys, tokens if HEARS else 0, 0.0, TAIL or not HEARS)[
-            None, :
-        ]
+        key_part = load_vector(
+            key_part_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, TAIL or not RECEIVES
+        )[None, :]
         if PRECISE == 0 and not CAREFUL:
             u = boosted(a.to(KIND), pair)
             d_logits = centred.to(KIND)
             heard = tl.zeros([1, KEYS], KIND)
-            if HEARS:
-                d_logits = multiply(d_logits, multiply(a.to(KIND) if HEARS == 2 else u, key_part))
+            if RECEIVES:
+                d_logits = multiply(d_logits, multiply(a.to(KIND) if RECEIVES == 2 else u, key_part))
                 heard = load_vector(heard_half_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
             else:
                 d_logits = multiply(d_logits, u)
             if MASKED:
                 u = multiply(u, speaks)
-            d_heard = heard if HEARS == 2 else multiply_add(d_logits, pair[0], heard)
+            d_heard = heard if RECEIVES == 2 else multiply_add(d_logits, pair[0], heard)
             d_scores = multiply_add(u, d_heard, d_logits)
             # Summed from gamma H itself, which d_scores loses to rounding where d_logits is much larger.
             row_terms = add_row_sums(
@@ -221,21 +223,14 @@ def query_gradient(
             inverse = spoken_inverse(a, rows_real, message, PRECISE, MASKED)
             u = a * inverse
             weights = before_normalising(
-                scores,
-                a if HEARS == 2 else u,
-                inverse,
-                anchor[:, None],
-                power[:, None],
-                key_part,
-                HEARS,
-                CAREFUL,
-                POWER,
-            )
+                scores, a if RECEIVES == 2 else u, inverse, anchor[:, None], power[:, None], key_part, RECEIVES,
+                CAREFUL, POWER,
+            )  # fmt: skip
             d_logits = centred * weights
             heard = load_vector(
-                heard_grad_ptr + row_base, keys, tokens if HEARS else 0, 0.0, TAIL or not HEARS
+                heard_grad_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, TAIL or not RECEIVES
             )
-            d_message = -u * heard[None, :] if HEARS == 2 else u * (d_logits - heard[None, :])
+            d_message = -u * heard[None, :] if RECEIVES == 2 else u * (d_logits - heard[None, :])
             if MASKED:
                 d_message = tl.where(rows_real, d_message, 0.0)
             strength_grad += tl.sum(d_message, 1)
@@ -270,7 +265,8 @@ def key_gradient(
     keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
@@ -292,10 +288,10 @@ def key_gradient(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-    key_part = load_vector(key_part_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True).to(tl.float32)[
-        :, None
-    ]
-    heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)[:, None]
+    key_part = load_vector(key_part_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True).to(
+        tl.float32
+    )[:, None]
+    heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True)[:, None]
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     for start in tl.range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
@@ -317,25 +313,18 @@ def key_gradient(
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
         centred = d_rows - delta[None, :]
-        if PRECISE == 0 and HEARS == 2 and not CAREFUL and not MASKED:
+        if PRECISE == 0 and RECEIVES == 2 and not CAREFUL and not MASKED:
             d_scores = a * (key_part * centred - gamma * inverse * heard_grad - row_term[None, :])
-        elif PRECISE == 0 and HEARS and not CAREFUL and not MASKED:
+        elif PRECISE == 0 and RECEIVES and not CAREFUL and not MASKED:
             # The same in fewer operations: 1 + gamma u is the inverse message.
             d_scores = a * (inverse * (inverse * key_part * centred - gamma * heard_grad) - row_term[None, :])
         else:
             u = a * inverse
             d_logits = centred * before_normalising(
-                scores,
-                a if HEARS == 2 else u,
-                inverse,
-                anchor[None, :],
-                power[None, :],
-                key_part,
-                HEARS,
-                CAREFUL,
-                POWER,
-            )
-            d_message = -u * heard_grad if HEARS == 2 else u * (d_logits - heard_grad)
+                scores, a if RECEIVES == 2 else u, inverse, anchor[None, :], power[None, :], key_part, RECEIVES,
+                CAREFUL, POWER,
+            )  # fmt: skip
+            d_message = -u * heard_grad if RECEIVES == 2 else u * (d_logits - heard_grad)
             if MASKED:
                 d_message = tl.where(rows_real, d_message, 0.0)
             d_scores = d_logits + gamma * d_message - a * row_term[None, :]

@@ -41,23 +41,23 @@ def add_row_sums(totals, tile, ones, PRECISE: tl.constexpr):
 @triton.jit
 def refined_tile(
     raw, high, low, rows_real, weight, score_scale, message, pair,
-    KIND: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    KIND: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Refined weights as a product, a * weight / message: one exponential per entry. Padding rows send no message."""
     a = tl.exp2(relative(raw, high[:, None], low[:, None], score_scale, PRECISE))
-    if HEARS == 2:
+    if RECEIVES == 2:
         refined = multiply(a.to(KIND), weight[None, :]) if PRECISE == 0 else (a * weight[None, :]).to(KIND)
     elif PRECISE == 0:
         refined = boosted(a.to(KIND), pair)
         if MASKED:
             refined = tl.where(rows_real[:, None], refined, a.to(KIND))
-        if HEARS:
+        if RECEIVES:
             refined = multiply(refined, weight[None, :])
     else:
         inverse = inverse_message(a, message, PRECISE)
         if MASKED:
             inverse = tl.where(rows_real[:, None], inverse, 1.0)
-        if HEARS:
+        if RECEIVES:
             a *= weight[None, :]
         refined = (a * inverse).to(KIND)
     return refined
@@ -87,7 +87,7 @@ def refined_output(
     heads, group, length, blocks, low_plane, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Output of a block of rows, the inverse of each row's normaliser, and the block's smallest normaliser."""
@@ -127,13 +127,13 @@ def refined_output(
         v = fetch_tile(value_states, start, tokens, KEYS, DIM, BLOCK_DIM, TAIL, MAPPED)
         real = real_tokens(mask_base, keys, tokens, MASKED)
         weight = real
-        if HEARS:
+        if RECEIVES:
             weight = load_vector(weight_ptr + row_base, keys, tokens, 0.0, TAIL)
         raw = raw_scores(q, k, real, TAIL or MASKED, PRECISION)
         if SPLIT and not MAPPED:
             raw_2 = raw_scores(q_2, k, real, TAIL or MASKED, PRECISION)
         refined = refined_tile(
-            raw, high, low, rows_real, weight, score_scale, message, pair, KIND, HEARS, PRECISE, MASKED
+            raw, high, low, rows_real, weight, score_scale, message, pair, KIND, RECEIVES, PRECISE, MASKED
         )
         totals = add_row_sums(totals, refined, ones, PRECISE)
         if DROPS:
@@ -143,7 +143,7 @@ def refined_output(
             if MAPPED:  # with few registers, one half after the other
                 raw_2 = raw_scores(q_2, k, real, TAIL or MASKED, PRECISION)
             refined_2 = refined_tile(
-                raw_2, high_2, low_2, rows_real_2, weight, score_scale, message, pair, KIND, HEARS, PRECISE, MASKED
+                raw_2, high_2, low_2, rows_real_2, weight, score_scale, message, pair, KIND, RECEIVES, PRECISE, MASKED
             )  # fmt: skip
             totals_2 = add_row_sums(totals_2, refined_2, ones, PRECISE)
             if DROPS:
@@ -172,7 +172,7 @@ def careful_output(
     heads, group, length, blocks, low_plane, score_scale, lowest_sum, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Recomputes a block of rows in the log domain if its product of weights came near underflow.
@@ -202,7 +202,7 @@ def careful_output(
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
         raw = raw_scores(q, k, real_tokens(mask_base, keys, tokens, MASKED), True, PRECISION)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
-        if HEARS == 2:
+        if RECEIVES == 2:
             inverse = tl.full(scores.shape, 1.0, tl.float32)
         else:
             inverse = inverse_message(tl.exp2(scores), message, PRECISE)

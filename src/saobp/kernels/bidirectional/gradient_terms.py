@@ -111,19 +111,19 @@ def spoken_pair(pair, speaks, MASKED: tl.constexpr):
 
 @triton.jit
 def before_normalising(
-    scores, u, inverse, anchor, power, key_part, HEARS: tl.constexpr, CAREFUL: tl.constexpr, POWER: tl.constexpr
+    scores, u, inverse, anchor, power, key_part, RECEIVES: tl.constexpr, CAREFUL: tl.constexpr, POWER: tl.constexpr
 ):  # fmt: skip
     """Refined weights times their row's normaliser. CAREFUL: key_part is a logarithm; else a factor.
 
-    ``u`` are the prior weights, divided by the own message unless a row hears that too (HEARS 2).
+    ``u`` are the prior weights, divided by the own message unless the row receives that too (RECEIVES 2).
     """
     if CAREFUL:
-        if HEARS:
+        if RECEIVES:
             scores += key_part
         weights = tl.exp2(scores - anchor)
-        if HEARS != 2:
+        if RECEIVES != 2:
             weights *= inverse
-    elif HEARS:
+    elif RECEIVES:
         weights = u * key_part
     else:
         weights = u

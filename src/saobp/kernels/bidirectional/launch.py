@@ -67,9 +67,9 @@ def lowest_blocks(spec: CallSpec) -> int:
 def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
     """What the backward pass needs besides the output, and each block of keys' largest sum of messages."""
     floats, rows = torch.float32, spec.rows_shape
-    keys = rows if spec.hears else (0,)
+    keys = rows if spec.receives else (0,)
     lowest = spec.sequences * spec.heads * lowest_blocks(spec)
-    peaks = spec.programs(sweep_block(spec, "column_messages").keys) if spec.hears else 0
+    peaks = spec.programs(sweep_block(spec, "column_messages").keys) if spec.receives else 0
     return lay_out_buffer("saved", {
         "lse": (spec.lse_shape, floats), "heard": (keys, floats), "anchor": (rows, floats), "inverse": (rows, floats),
         "lowest": ((lowest,), floats), "peak": ((peaks,), floats), "weight": (keys, spec.weight_dtype),
@@ -111,7 +111,7 @@ def _add_sums(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any],
     block = sweep_block(spec, "row_sums")
     own = blocks(spec, block, block.rows, block.keys)
     launches.add(sums.row_sums, spec.programs(block.rows), numbers | own, senders="strength")
-    if not spec.hears:
+    if not spec.receives:
         return
     block = sweep_block(spec, "column_messages")
     programs, count = spec.programs(block.keys), ceil_div(spec.longest, block.keys)
@@ -139,7 +139,7 @@ def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[
     return {
         **strides("q", query), **strides("k", key), **strides("v", value), **spec.numbers, **spec.constants,
         **spec.drop_numbers, **spec.message_numbers, "low_plane": spec.low_plane, "scale": spec.scale,
-        "HEARS": spec.hears, "PRECISE": spec.precise, "DROPS": spec.dropout > 0, "POWER": spec.splits_inverse,
+        "RECEIVES": spec.receives, "PRECISE": spec.precise, "DROPS": spec.dropout > 0, "POWER": spec.splits_inverse,
         "lowest_blocks": lowest, "LOWEST_BLOCKS": next_power_of_2(lowest), "lowest_sum": spec.lowest_sum,
         "CHECKED": spec.may_underflow,
     }  # fmt: skip

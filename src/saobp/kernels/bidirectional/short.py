@@ -55,13 +55,13 @@ def log_weights(raw, real, score_scale, GAPS: tl.constexpr):
 
 @triton.jit
 def careful_rows(
-    raw, real, says, heard, score_scale, gamma, GAPS: tl.constexpr, HEARS: tl.constexpr
+    raw, real, says, heard, score_scale, gamma, GAPS: tl.constexpr, RECEIVES: tl.constexpr
 ):  # fmt: skip
     """Refined weights of some rows in the log domain, in float32; the largest of a row is 1."""
     scores, _ = log_weights(raw, real, score_scale, GAPS)
     e = tl.exp2(scores)
     beliefs = scores + heard[None, :]
-    if HEARS != 2:
+    if RECEIVES != 2:
         slope = gamma * says * inverse_or_zero(tl.sum(e, 1), GAPS)
         beliefs -= _hardware_log2(1.0 - slope[:, None] * e)
     anchor = tl.max(beliefs, 1)
@@ -76,7 +76,7 @@ def short_forward(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, RECEIVES: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, SAVES: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def short_forward(
     PAIRS: tl.constexpr = PRECISE == 0 and not CAREFUL
     KIND: tl.constexpr = v_ptr.dtype.element_ty
     heard = tl.zeros([KEYS], tl.float32)
-    if HEARS:
+    if RECEIVES:
         sent = log2_message(a, message, PRECISE)
         sends, share = senders_of_map(real, places, tokens, STRIDE, MASKED)
         if MASKED or STRIDE > 1:
@@ -132,14 +132,14 @@ def short_forward(
             tl.store(key_part_ptr + row_base + places, heard, mask=places < tokens)
     if PAIRS:
         refined = a.to(KIND)
-        if HEARS != 2:
+        if RECEIVES != 2:
             refined = boosted(refined, pair_message(message, KIND))
-        if MASKED and HEARS != 2:
+        if MASKED and RECEIVES != 2:
             refined = tl.where(real[:, None], refined, a.to(KIND))
-        if HEARS:
+        if RECEIVES:
             refined = multiply(refined, tl.exp2(heard).to(KIND)[None, :])
     else:
-        if HEARS == 2:
+        if RECEIVES == 2:
             weights = tl.full(a.shape, 1.0, tl.float32)
         else:
             weights = inverse_message(a, message, PRECISE)
@@ -151,7 +151,7 @@ def short_forward(
             if TAIL or MASKED:
                 anchor = tl.where(visible, anchor, 0.0)
             weights *= tl.exp2(beliefs - anchor[:, None])
-        elif HEARS:
+        elif RECEIVES:
             weights *= a * tl.exp2(heard)[None, :]
         else:
             weights *= a
@@ -171,7 +171,7 @@ def short_careful(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, lines, score_scale, drop_threshold, keep_scale, sign,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    HEARS: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    RECEIVES: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
     HEADS_EACH: tl.constexpr,
 ):  # fmt: skip
     """The output of a head again if one of its rows' normalisers, which ``short_hopper_forward`` stored, is too small.
@@ -205,7 +205,7 @@ def short_careful(
                     says = real_or(mask_base, rows, tokens, 1.0, 0.0, MASKED)
                     raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                     refined = careful_rows(
-                        raw, real, says, heard, score_scale, gamma, TAIL or MASKED, HEARS
+                        raw, real, says, heard, score_scale, gamma, TAIL or MASKED, RECEIVES
                     ).to(v.dtype)
                     factor = keep_scale * inverse_or_zero(tl.sum(refined.to(tl.float32), 1), TAIL or MASKED)
                     if DROPS:
@@ -223,7 +223,7 @@ def short_backward(
     d_batch, d_head, d_row,
     heads, group, length, scale, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, HEARS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, RECEIVES: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -248,7 +248,7 @@ def short_backward(
     v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
     grad = load_rows(g_base, 0, tokens, g_row, KEYS, DIM, BLOCK_DIM, TAIL)
     high, _ = load_lse(lse_ptr + row_base, 0, places, tokens, PRECISE, TAIL)
-    if HEARS:
+    if RECEIVES:
         heard = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), TAIL)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if TAIL or MASKED:
@@ -260,8 +260,8 @@ def short_backward(
     if MASKED:
         inverse = tl.where(real[:, None], inverse, 1.0)
     u = a * inverse
-    refined = a if HEARS == 2 else u
-    if HEARS:
+    refined = a if RECEIVES == 2 else u
+    if RECEIVES:
         refined *= tl.exp2(heard)[None, :]
     total = tl.sum(refined, 1)
     if CAREFUL:  # noqa: SIM102 - Triton would evaluate both sides of "and"
@@ -269,7 +269,7 @@ def short_backward(
             raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             bound = tl.where(real, float("inf"), float("-inf"))
             says = tl.where(real & (high < float("inf")), 1.0, 0.0)
-            refined = careful_rows(raw, bound, says, heard, score_scale, gamma, TAIL or MASKED, HEARS)
+            refined = careful_rows(raw, bound, says, heard, score_scale, gamma, TAIL or MASKED, RECEIVES)
             total = tl.sum(refined, 1)
     refined *= inverse_or_zero(total, TAIL or MASKED)[:, None]
 
@@ -285,9 +285,9 @@ def short_backward(
     if DROPS:
         d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
     d_logits = refined * (d_rows - tl.sum(refined * d_rows, 1)[:, None])
-    if HEARS == 2:
+    if RECEIVES == 2:
         d_message = -u * tl.sum(d_logits, 0)[None, :]
-    elif HEARS:
+    elif RECEIVES:
         d_message = u * (d_logits - tl.sum(d_logits, 0)[None, :])
     else:
         d_message = u * d_logits

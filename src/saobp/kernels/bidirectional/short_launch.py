@@ -40,9 +40,9 @@ CHECKED_HEADS = 16
 
 
 def saved_vectors(spec: CallSpec) -> Saved:
-    """Shapes of lse and key_part, the logarithms of the keys' factors, if rows hear each other."""
+    """Shapes of lse and key_part, the sums of log messages, if rows receive any."""
     floats, rows = torch.float32, spec.rows_shape
-    return {"lse": (rows, floats), "key_part": (rows if spec.hears else (0,), floats)}
+    return {"lse": (rows, floats), "key_part": (rows if spec.receives else (0,), floats)}
 
 
 def plan_forward(spec: CallSpec, tensors: CallTensors, saves: bool) -> LaunchPlan:
@@ -102,7 +102,7 @@ def call_numbers(spec: CallSpec, tensors: CallTensors, block: Block) -> dict[str
         **strides("q", tensors.query), **strides("k", tensors.key), **strides("v", tensors.value),
         **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
         "ROWS": block.rows, "KEYS": block.keys, "TAIL": spec.packed or spec.length != block.keys,
-        "HEARS": spec.hears, "CAREFUL": spec.may_underflow, "PRECISE": spec.precise, "DROPS": spec.dropout > 0,
+        "RECEIVES": spec.receives, "CAREFUL": spec.may_underflow, "PRECISE": spec.precise, "DROPS": spec.dropout > 0,
         **resources(block),
     }  # fmt: skip
 

@@ -121,7 +121,7 @@ def boosted_rows(e, inverse, message):
 @triton.jit
 def hear_and_boost(
     sums, q, k, bound, says, rows, lse_base, tokens, score_scale, message,
-    KIND: tl.constexpr, HEARS: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr, SAVES: tl.constexpr,
+    KIND: tl.constexpr, RECEIVES: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
     """``add_heard`` and ``boosted_rows`` of a part of the rows; padding rows send no message."""
     fine, coarse, high, total = prior_rows(q, k, bound, score_scale, KIND, GAPS, PRECISION)
@@ -130,9 +130,9 @@ def hear_and_boost(
     inverse = inverse_or_zero(total, GAPS)
     if GAPS:
         inverse *= says
-    if HEARS:
+    if RECEIVES:
         sums = add_heard(sums, fine, inverse, message)
-    if HEARS != 2:
+    if RECEIVES != 2:
         coarse = boosted_rows(coarse, inverse, message)
     return sums, coarse
 
@@ -140,13 +140,13 @@ def hear_and_boost(
 @triton.jit
 def store_refined(
     refined, weight, v, out_base, begin, tokens, o_row, seed, drop_threshold, keep_scale,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, HEARS: tl.constexpr, DROPS: tl.constexpr, GAPS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, RECEIVES: tl.constexpr, DROPS: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output of some rows, from ``boosted_rows`` and the keys' factors."""
     ROWS: tl.constexpr = refined.shape[0]
     KEYS: tl.constexpr = refined.shape[1]
-    if HEARS:
+    if RECEIVES:
         refined = multiply(refined, weight[None, :])
     total = tl.max(row_sums_of(refined), 1)
     if DROPS:
@@ -166,7 +166,7 @@ def short_weak_forward(
     heads, group, length, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    HEARS: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    RECEIVES: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
     """Output of one head, and what the backward pass needs, as ``short.short_forward``; in parts of ROWS rows, all or half."""
@@ -200,17 +200,17 @@ def short_weak_forward(
     sums = tl.zeros([KEYS, COLUMNS], tl.float32)
     sums, refined = hear_and_boost(
         sums, q, k, bound, says, rows, lse_ptr + row_base, tokens, score_scale, message,
-        KIND, HEARS, GAPS, PRECISION, SAVES,
+        KIND, RECEIVES, GAPS, PRECISION, SAVES,
     )  # fmt: skip
     if SPLIT:
         sums, refined_2 = hear_and_boost(
             sums, q_2, k, bound, says_2, rows_2, lse_ptr + row_base, tokens, score_scale, message,
-            KIND, HEARS, GAPS, PRECISION, SAVES,
+            KIND, RECEIVES, GAPS, PRECISION, SAVES,
         )  # fmt: skip
 
     v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
     weight = tl.zeros([KEYS], tl.float32)
-    if HEARS:
+    if RECEIVES:
         heard = tl.sum(sums, 1) * pair_logarithm(message)[0]
         if GAPS:
             heard = tl.minimum(heard, bound)
@@ -223,10 +223,10 @@ def short_weak_forward(
     seed = head_seed(seed_ptr, row_base, DROPS)
     store_refined(
         refined, weight, v, out_base, 0, tokens, o_row, seed, drop_threshold, keep_scale,
-        DIM, BLOCK_DIM, HEARS, DROPS, GAPS, PRECISION,
+        DIM, BLOCK_DIM, RECEIVES, DROPS, GAPS, PRECISION,
     )  # fmt: skip
     if SPLIT:
         store_refined(
             refined_2, weight, v, out_base, ROWS, tokens, o_row, seed, drop_threshold, keep_scale,
-            DIM, BLOCK_DIM, HEARS, DROPS, GAPS, PRECISION,
+            DIM, BLOCK_DIM, RECEIVES, DROPS, GAPS, PRECISION,
         )  # fmt: skip

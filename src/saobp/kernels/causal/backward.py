@@ -64,7 +64,7 @@ def _climb(
     belief_base, delta_base, past_base, later_base, length, span_start, start, stop, tokens, score_scale,
     seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, TYPE: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS; ``own`` is P^T D so far."""
@@ -81,16 +81,16 @@ def _climb(
             raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         messages = spoken(tl.exp2(scores), rows_real, message, PRECISE, MASKED)
-        if HEARS:
+        if RECEIVES:
             place = slot_place((begin - span_start) // ROWS, span_start, length, ROWS, PACKED)
             later = tl.sum(v.to(tl.float32) * dv, 1) - own
             seen = keys < min(tokens, begin + ROWS)
             tl.store(later_base + place + keys, tl.where(keys_real, later, 0.0), mask=seen)
             heard, lost = add_heard(heard, lost, -tl.sum(messages, 1), PRECISE)
             tl.store(past_base + place + keys, tl.where(keys_real, heard + lost, 0.0), mask=seen)
-        beliefs = heard_in_order(scores, messages, (heard + lost)[:, None], ROWS, TYPE, HEARS, PRECISE)
+        beliefs = heard_in_order(scores, messages, (heard + lost)[:, None], ROWS, TYPE, RECEIVES, PRECISE)
         refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
-        if HEARS:
+        if RECEIVES:
             # The rounded weights that multiply dO, so that rounding errors cancel in ``later``.
             delta = load_vector(delta_base + begin, local, tokens - begin, 0.0, EDGE)[None, :]
             own += tl.sum(refined.to(v.dtype).to(tl.float32) * delta, 1)
@@ -111,7 +111,7 @@ def causal_value_gradient(
     heads, group, length, blocks, section, sums_plane, span_start, span_stop, low_plane, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
-    CHECKED: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    CHECKED: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds a span's part to dV; LAST: the sequence's last span, which is processed first and starts the sum."""
@@ -137,7 +137,7 @@ def causal_value_gradient(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-    heard, lost = load_heard(heard_ptr + row_base, low_plane, keys, tokens if HEARS else 0, PRECISE)
+    heard, lost = load_heard(heard_ptr + row_base, low_plane, keys, tokens if RECEIVES else 0, PRECISE)
     own = tl.zeros([KEYS], tl.float32)
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     if not LAST:
@@ -150,11 +150,11 @@ def causal_value_gradient(
             lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
             later_ptr + sums_base, length, span_start,
             walk[leg], walk[leg + 1], tokens, score_scale, seed, drop_threshold, keep_scale,
-            ROWS, DIM, BLOCK_DIM, leg != 1, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
+            ROWS, DIM, BLOCK_DIM, leg != 1, TYPE, RECEIVES, PRECISE, MASKED, PACKED, DROPS, PRECISION,
         )  # fmt: skip
     dv = tl.where(keys_real[:, None], dv, 0.0)
     store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
-    if HEARS:
+    if RECEIVES:
         store_heard(heard_ptr + row_base, low_plane, keys, tokens, keys_real, heard, lost, PRECISE)
         tl.store(own_ptr + row_base + keys, tl.where(keys_real, own, 0.0), mask=keys < tokens)
 
@@ -165,7 +165,7 @@ def _query_loop(
     k_base, k_row, v_base, v_row, mask_base, past_base, later_base,
     start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
-    TYPE: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
+    TYPE: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     for begin in tl.range(start, stop, KEYS):
@@ -177,8 +177,12 @@ def _query_loop(
         keys_real = real_tokens(mask_base, keys, tokens, MASKED)
         raw = causal_scores(q, k, rows, keys, keys_real, EDGE, MASKED, PRECISION)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
-        past = load_vector(past_base + begin, local, stop - begin if HEARS else 0, 0.0, EDGE or not HEARS)
-        a, beliefs = believed(scores, rows_real, past[None, :], message, ROWS, TYPE, HEARS, PRECISE, MASKED)
+        past = load_vector(
+            past_base + begin, local, stop - begin if RECEIVES else 0, 0.0, EDGE or not RECEIVES
+        )
+        a, beliefs = believed(
+            scores, rows_real, past[None, :], message, ROWS, TYPE, RECEIVES, PRECISE, MASKED
+        )
         prior_k = tl.dot(a.to(k.dtype), k, prior_k, input_precision=PRECISION)
         refined = tl.exp2(relative(beliefs, belief[:, None], part[:, None], 1.0, PRECISE))
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
@@ -186,7 +190,7 @@ def _query_loop(
             keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
         d_beliefs = refined * (d_rows - delta[:, None])
-        if HEARS:
+        if RECEIVES:
             later = load_vector(later_base + begin, local, stop - begin, 0.0, EDGE)
             g = tl.dot(smaller(ROWS, k.dtype), d_beliefs.to(k.dtype), input_precision="ieee") + later[None, :]
         else:
@@ -208,7 +212,7 @@ def causal_query_gradient(
     heads, group, length, blocks, section, sums_plane, span_start, low_plane, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of the span's rows, and E: the gradient of gamma per row."""
@@ -249,7 +253,7 @@ def causal_query_gradient(
             dq, prior_k, strength_grad, row_term, q, grad, high, low, belief, part, delta, rows, rows_real, message,
             k_base, k_row, v_base, v_row, mask_base, past_ptr + sums_base, later_ptr + sums_base,
             start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
-            ROWS, KEYS, DIM, BLOCK_DIM, EDGE, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+            ROWS, KEYS, DIM, BLOCK_DIM, EDGE, TYPE, RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
         )  # fmt: skip
     dq = (dq - row_term[:, None] * prior_k) * scale
     dq_base = states_base(dq_ptr, batch, head, first, d_batch, d_head, d_row)
@@ -263,7 +267,7 @@ def _key_loop(
     belief_base, delta_base, strength_grad_base, past_base, later_base, length, span_start,
     start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, TYPE: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
@@ -283,8 +287,8 @@ def _key_loop(
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         a = tl.exp2(scores)
         messages = spoken(a, rows_real, message, PRECISE, MASKED)
-        past = load_vector(past_base + place, keys, seen if HEARS else 0, 0.0, True)[:, None]
-        beliefs = heard_in_order(scores, messages, past, ROWS, TYPE, HEARS, PRECISE)
+        past = load_vector(past_base + place, keys, seen if RECEIVES else 0, 0.0, True)[:, None]
+        beliefs = heard_in_order(scores, messages, past, ROWS, TYPE, RECEIVES, PRECISE)
         refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         if DROPS:
@@ -293,7 +297,7 @@ def _key_loop(
         d_beliefs = refined * (
             d_rows - load_vector(delta_base + begin, local, tokens - begin, 0.0, EDGE)[None, :]
         )
-        if HEARS:
+        if RECEIVES:
             later = load_vector(later_base + place, keys, seen, 0.0, True)[:, None]
             g = tl.dot(d_beliefs.to(q.dtype), larger(ROWS, q.dtype), input_precision="ieee") + later
         else:
@@ -314,7 +318,7 @@ def causal_key_gradient(
     heads, group, length, blocks, section, sums_plane, span_start, span_stop, low_plane, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
-    CHECKED: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    CHECKED: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds a span's part to dK; LAST: the sequence's last span, which is processed first and starts the sum."""
@@ -350,7 +354,7 @@ def causal_key_gradient(
             belief_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base, past_ptr + sums_base,
             later_ptr + sums_base, length, span_start,
             walk[leg], walk[leg + 1], tokens, score_scale, seed, drop_threshold, keep_scale,
-            ROWS, DIM, BLOCK_DIM, leg != 1, TYPE, HEARS, PRECISE, MASKED, PACKED, DROPS, PRECISION,
+            ROWS, DIM, BLOCK_DIM, leg != 1, TYPE, RECEIVES, PRECISE, MASKED, PACKED, DROPS, PRECISION,
         )  # fmt: skip
     # Earlier spans do not see the keys of this one: their sum is complete.
     if block * KEYS >= span_start:

@@ -235,19 +235,19 @@ def earlier_messages(
 
 @triton.jit
 def believed(
-    scores, rows_real, past, message, ROWS: tl.constexpr, TYPE: tl.constexpr, HEARS: tl.constexpr,
+    scores, rows_real, past, message, ROWS: tl.constexpr, TYPE: tl.constexpr, RECEIVES: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Prior weights of a tile ``[ROWS, keys]`` and its log beliefs, before normalisation.
 
     ``past`` ``[1, keys]`` is the sum of messages before the tile; earlier rows of the tile are added to it.
-    Without HEARS a row receives only its own message, inverted.
+    Without RECEIVES a row receives only its own message, inverted.
     """
     a = tl.exp2(scores)
     messages = spoken(a, rows_real, message, PRECISE, MASKED)
-    if HEARS and PRECISE == 2:
+    if RECEIVES and PRECISE == 2:
         beliefs = scores + (past + tl.dot(larger(ROWS, TYPE), messages, input_precision="ieee"))
-    elif HEARS:
+    elif RECEIVES:
         # The sum has at most ROWS terms, so half precision suffices.
         beliefs = tl.dot(larger(ROWS, TYPE), messages.to(TYPE), scores + past)
     else:
@@ -257,12 +257,12 @@ def believed(
 
 @triton.jit
 def heard_in_order(
-    scores, messages, past, ROWS: tl.constexpr, TYPE: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr
+    scores, messages, past, ROWS: tl.constexpr, TYPE: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr
 ):  # fmt: skip
     """Log beliefs of a tile ``[keys, ROWS]``: ``believed`` transposed. ``past`` is ``[keys, 1]``."""
-    if HEARS and PRECISE == 2:
+    if RECEIVES and PRECISE == 2:
         return scores + (past + tl.dot(messages, smaller(ROWS, TYPE), input_precision="ieee"))
-    if HEARS:
+    if RECEIVES:
         return tl.dot(messages.to(TYPE), smaller(ROWS, TYPE), scores + past)
     return scores - messages
 
@@ -272,7 +272,7 @@ def _add_output(
     total, top, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
     start, stop, tokens, score_scale, message, seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
-    TYPE: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
+    TYPE: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     for begin in tl.range(start, stop, KEYS):
@@ -283,9 +283,11 @@ def _add_output(
         real = real_tokens(mask_base, keys, tokens, MASKED)
         raw = causal_scores(q, k, rows, keys, real, EDGE, MASKED, PRECISION)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
-        past = load_vector(past_base + begin, local, stop - begin if HEARS else 0, 0.0, EDGE or not HEARS)
+        past = load_vector(
+            past_base + begin, local, stop - begin if RECEIVES else 0, 0.0, EDGE or not RECEIVES
+        )
         _, beliefs = believed(
-            scores, rows_real[:, None], past[None, :], message, ROWS, TYPE, HEARS, PRECISE, MASKED
+            scores, rows_real[:, None], past[None, :], message, ROWS, TYPE, RECEIVES, PRECISE, MASKED
         )
         raised = tl.maximum(top, tl.max(beliefs, 1))
         anchor = tl.where(raised == float("-inf"), 0.0, raised)
@@ -308,7 +310,7 @@ def causal_output(
     heads, group, length, blocks, section, sums_plane, span_start, low_plane, lowest_blocks, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output of a block of the span's rows and the base-2 log normaliser of each refined row.
@@ -346,7 +348,7 @@ def causal_output(
         total, top, out = _add_output(
             total, top, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
             start, stop, tokens, score_scale, message, seed, drop_threshold, keep_scale,
-            ROWS, KEYS, DIM, BLOCK_DIM, EDGE, TYPE, HEARS, PRECISE, MASKED, DROPS, PRECISION,
+            ROWS, KEYS, DIM, BLOCK_DIM, EDGE, TYPE, RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
         )  # fmt: skip
     visible = (high < float("inf")) & (total > 0)
     out *= tl.where(visible, 1.0 / total, 0.0)[:, None]

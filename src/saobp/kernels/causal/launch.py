@@ -83,14 +83,14 @@ def causal_block(spec: CallSpec, sweep: str) -> Block:
 
 def spans(spec: CallSpec) -> list[tuple[int, int]]:
     """The longest sequence's rows cut into spans; one span if rows exchange no messages."""
-    step = SPAN if spec.hears else spec.longest
+    step = SPAN if spec.receives else spec.longest
     return [(start, min(start + step, spec.longest)) for start in range(0, spec.longest, step)]
 
 
 def sums_plane(spec: CallSpec) -> int:
     """Size of a head's sums: one number per block of a span's rows and key up to that block (``slot_place``)."""
     rows = causal_block(spec, "output").rows
-    if not spec.hears:
+    if not spec.receives:
         return 0
     if spec.packed:
         return ceil_div(min(SPAN, spec.longest), rows) * spec.length
@@ -113,7 +113,7 @@ def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
     floats, rows = torch.float32, spec.lse_shape
     lowest = spec.sequences * spec.heads * row_blocks(spec) if choose(spec).weak else 0
     return lay_out_buffer("saved", {
-        "lse": (rows, floats), "heard": (rows if spec.hears else (0,), floats),
+        "lse": (rows, floats), "heard": (rows if spec.receives else (0,), floats),
         "belief": (rows, floats), "lowest": ((lowest,), floats),
     }, alignment=4)  # fmt: skip
 
@@ -137,9 +137,9 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
     sweeps.over_rows(forward.causal_row_sums, "row_sums", spec.longest, numbers)
     for start, stop in spans(spec):
         numbers |= {"span_start": start, "span_stop": stop}
-        if spec.hears and choice.weak:
+        if spec.receives and choice.weak:
             sweeps.over_keys(weak_forward.weak_messages, "weak_messages", stop, numbers)
-        elif spec.hears:
+        elif spec.receives:
             sweeps.over_keys(forward.earlier_messages, "earlier_messages", stop, numbers)
         if choice.weak:
             sweeps.over_rows(weak_forward.weak_output, "weak_output", stop - start, numbers)
@@ -209,7 +209,7 @@ def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[
         **named_strides("d", spec.gradient_strides),
         **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
         "low_plane": spec.low_plane, "sums_plane": sums_plane(spec), "scale": spec.scale,
-        "HEARS": spec.hears, "PRECISE": spec.precise, "DROPS": spec.dropout > 0,
+        "RECEIVES": spec.receives, "PRECISE": spec.precise, "DROPS": spec.dropout > 0,
         "lowest_blocks": row_blocks(spec), "lowest_sum": spec.lowest_sum, "CHECKED": choice.weak and choice.careful,
     }  # fmt: skip
 
@@ -249,7 +249,7 @@ def _scratch_slices(spec: CallSpec, dtype: torch.dtype, dk_sums: str) -> tuple[d
     choice = choose(spec)
     slices: Saved = {
         "past": (sums_shape(spec), floats), "later": (sums_shape(spec), floats), "own": (rows, floats),
-        "heard_left": (spec.lse_shape if spec.hears else (0,), floats), "inverse": ((0,), floats),
+        "heard_left": (spec.lse_shape if spec.receives else (0,), floats), "inverse": ((0,), floats),
         "head_lowest": ((spec.sequences * spec.heads if choice.weak and choice.careful else 0,), floats),
     }  # fmt: skip
     if choice.weak:
@@ -267,7 +267,7 @@ def _scratch_slices(spec: CallSpec, dtype: torch.dtype, dk_sums: str) -> tuple[d
 def _add_preparations(launches: LaunchSequence, spec: CallSpec, grad: Tensor, out: Tensor) -> None:
     """Adds the kernels that compute per-row inputs of the sweeps."""
     choice, size = choose(spec), 1024
-    if spec.hears:
+    if spec.receives:
         count = math.prod(spec.lse_shape)
         numbers = {"count": count, "SIZE": size, "WEAK": choice.weak}
         launches.add(row_kernels.prepared_rows, ceil_div(count, size), numbers)

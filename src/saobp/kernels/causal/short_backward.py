@@ -52,10 +52,10 @@ def weight_gradients(
 @triton.jit
 def message_gradients(
     a, d_beliefs, later, rows_real, message,
-    LAST: tl.constexpr, KIND: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    LAST: tl.constexpr, KIND: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dT + gamma H of a tile, and its part of E; if not LAST, ``later`` is the sum of dT over rows of later parts."""
-    if HEARS:
+    if RECEIVES:
         earlier = smaller(d_beliefs.shape[0], KIND)
         g = tl.dot(earlier, rounded(d_beliefs, KIND), input_precision="ieee")
         if not LAST:
@@ -70,7 +70,7 @@ def message_gradients(
 def part_gradients(
     dk, dv, later, past, q, k, v, grad, k_before, v_before, real, before_real, start, tokens, message,
     dq_base, dk_base, dv_base, d_row, strength_grad_base, scale, score_scale, seed, drop_threshold, keep_scale,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BEFORE: tl.constexpr, HEARS: tl.constexpr, CAREFUL: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BEFORE: tl.constexpr, RECEIVES: tl.constexpr, CAREFUL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores dQ and E of a part's rows, and dK and dV of its keys, added to the contributions of later rows.
@@ -83,7 +83,7 @@ def part_gradients(
     rows = start + local
     a, a_before, refined, refined_before, _ = refined_rows(
         q, k, k_before, real, before_real, past, message, score_scale,
-        BEFORE, HEARS, CAREFUL, PRECISE, MASKED, PRECISION,
+        BEFORE, RECEIVES, CAREFUL, PRECISE, MASKED, PRECISION,
     )  # fmt: skip
     total = tl.sum(refined, 1)
     if BEFORE:
@@ -111,12 +111,12 @@ def part_gradients(
     gamma, r0, r1, r2, l0, l1, l2 = message
     message = (gamma + 0.0 * score_scale, r0, r1, r2, l0, l1, l2)
     d_scores, strength_grad = message_gradients(
-        a, d_beliefs, later, real, message, BEFORE, KIND, HEARS, PRECISE, MASKED
+        a, d_beliefs, later, real, message, BEFORE, KIND, RECEIVES, PRECISE, MASKED
     )
     if BEFORE:
         later = tl.sum(d_before, 0)
         d_before, other = message_gradients(
-            a_before, d_before, later, real, message, True, KIND, HEARS, PRECISE, MASKED
+            a_before, d_before, later, real, message, True, KIND, RECEIVES, PRECISE, MASKED
         )
         strength_grad += other
     tl.store(strength_grad_base + rows, strength_grad, mask=rows < tokens)
@@ -143,7 +143,7 @@ def short_causal_backward(
     heads, group, length, scale, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, TAIL: tl.constexpr,
-    HEARS: tl.constexpr, CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    RECEIVES: tl.constexpr, CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of one head, and the gradient of its gamma per row; parts of rows as in ``short_forward.py``."""
@@ -168,7 +168,7 @@ def short_causal_backward(
         # Loaded earlier, they would take the shared memory of a second program on the multiprocessor.
         fetch_ahead(q_base, tokens, q_row, ROWS)
         fetch_ahead(g_base, tokens, g_row, ROWS)
-        if HEARS:
+        if RECEIVES:
             past = tl.load(past_ptr + tl.program_id(0) * ROWS + rows)
         q = load_rows(q_base, ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
         own_k = load_rows(k_base, ROWS, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
@@ -179,7 +179,7 @@ def short_causal_backward(
             dk, dv, later, past, q, own_k, own_v, grad, k, v, own_real, real, ROWS, tokens, message,
             dq_ptr + d_base, dk_ptr + d_base, dv_ptr + d_base, d_row, strength_grad_ptr + row_base,
             scale, score_scale, seed, drop_threshold, keep_scale,
-            DIM, BLOCK_DIM, True, HEARS, CAREFUL, PRECISE, MASKED, DROPS, PRECISION,
+            DIM, BLOCK_DIM, True, RECEIVES, CAREFUL, PRECISE, MASKED, DROPS, PRECISION,
         )  # fmt: skip
     q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
     grad = load_rows(g_base, 0, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
@@ -187,5 +187,5 @@ def short_causal_backward(
         dk, dv, later, past, q, k, v, grad, k, v, real, real, 0, tokens, message,
         dq_ptr + d_base, dk_ptr + d_base, dv_ptr + d_base, d_row, strength_grad_ptr + row_base,
         scale, score_scale, seed, drop_threshold, keep_scale,
-        DIM, BLOCK_DIM, False, HEARS, CAREFUL, PRECISE, MASKED, DROPS, PRECISION,
+        DIM, BLOCK_DIM, False, RECEIVES, CAREFUL, PRECISE, MASKED, DROPS, PRECISION,
     )  # fmt: skip

@@ -52,10 +52,10 @@ def sent_by(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def beliefs_of(scores, sent, message, HEARS: tl.constexpr, PRECISE: tl.constexpr):
-    """Log beliefs of a tile: scores plus received messages; without HEARS the own message, inverted."""
+def beliefs_of(scores, sent, message, RECEIVES: tl.constexpr, PRECISE: tl.constexpr):
+    """Log beliefs of a tile: scores plus received messages; without RECEIVES the own message, inverted."""
     unit = message_unit(message, PRECISE)
-    if HEARS:
+    if RECEIVES:
         earlier = (larger(sent.shape[0], tl.float32) * unit).to(sent.dtype)
         if PRECISE == 2:
             return scores + tl.dot(earlier, sent, input_precision="ieee")
@@ -68,7 +68,7 @@ def beliefs_of(scores, sent, message, HEARS: tl.constexpr, PRECISE: tl.constexpr
 @triton.jit
 def refined_rows(
     q, k, k_before, rows_real, before_real, past, message, score_scale,
-    BEFORE: tl.constexpr, HEARS: tl.constexpr, CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    BEFORE: tl.constexpr, RECEIVES: tl.constexpr, CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Prior and refined weights of a part's rows, the latter not normalised, on its own keys and on those BEFORE.
@@ -94,14 +94,14 @@ def refined_rows(
     a *= inverse
     a_before *= inverse
     sent = sent_by(a, rows_real, message, PRECISE, MASKED)
-    beliefs = beliefs_of(scores, sent, message, HEARS, PRECISE)
+    beliefs = beliefs_of(scores, sent, message, RECEIVES, PRECISE)
     beliefs_before = beliefs
     if BEFORE:
         sent_before = sent_by(a_before, rows_real, message, PRECISE, MASKED)
-        if HEARS:
+        if RECEIVES:
             scores_before += past[None, :]
-        beliefs_before = beliefs_of(scores_before, sent_before, message, HEARS, PRECISE)
-    elif HEARS:
+        beliefs_before = beliefs_of(scores_before, sent_before, message, RECEIVES, PRECISE)
+    elif RECEIVES:
         past = tl.sum(sent.to(tl.float32), 0) * message_unit(message, PRECISE)
     if CAREFUL:
         anchor = tl.max(beliefs, 1)
@@ -146,7 +146,7 @@ def short_causal_forward(
     heads, group, length, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, TAIL: tl.constexpr,
-    HEARS: tl.constexpr, CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    RECEIVES: tl.constexpr, CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output of one head of one sequence of at most ROWS tokens, or if SPLIT twice as many; not TAIL: exactly.
@@ -175,18 +175,18 @@ def short_causal_forward(
     real = real_tokens(mask_base, tl.arange(0, ROWS), tokens, MASKED)
     past = tl.zeros([ROWS], tl.float32)
     _, _, refined, _, past = refined_rows(
-        q, k, k, real, real, past, message, score_scale, False, HEARS, CAREFUL, PRECISE, MASKED, PRECISION
+        q, k, k, real, real, past, message, score_scale, False, RECEIVES, CAREFUL, PRECISE, MASKED, PRECISION
     )
     store_output(
         refined, refined, v, v, out_base, 0, tokens, o_row, seed, drop_threshold, keep_scale,
         DIM, BLOCK_DIM, False, PRECISE, MASKED, DROPS, PRECISION,
     )  # fmt: skip
     if SPLIT:
-        if HEARS:
+        if RECEIVES:
             tl.store(past_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS), past)
         real_2 = real_tokens(mask_base, ROWS + tl.arange(0, ROWS), tokens, MASKED)
         _, _, refined_2, refined_21, _ = refined_rows(
-            q_2, k_2, k, real_2, real, past, message, score_scale, True, HEARS, CAREFUL, PRECISE, MASKED, PRECISION
+            q_2, k_2, k, real_2, real, past, message, score_scale, True, RECEIVES, CAREFUL, PRECISE, MASKED, PRECISION
         )  # fmt: skip
         store_output(
             refined_2, refined_21, v_2, v, out_base, ROWS, tokens, o_row, seed, drop_threshold, keep_scale,

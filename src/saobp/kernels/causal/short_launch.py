@@ -51,7 +51,7 @@ def width(spec: CallSpec) -> int:
 
 def saved_past(spec: CallSpec) -> Saved:
     """The first part's sum of messages about its keys, if there is a second part that needs it."""
-    needed = spec.hears and spec.longest > FORWARD.rows
+    needed = spec.receives and spec.longest > FORWARD.rows
     return {"past": ((spec.sequences, spec.heads, FORWARD.rows) if needed else (0,), torch.float32)}
 
 

@@ -33,7 +33,7 @@ def add_hopper_launch(
     lines = spec.sequences * spec.heads
     numbers = {
         **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
-        "lines": lines, "TAIL": spec.length != SHORT, "HEARS": spec.hears, "STRONG": strong,
+        "lines": lines, "TAIL": spec.length != SHORT, "RECEIVES": spec.receives, "STRONG": strong,
         "share": spec.length / spec.senders,
         "DROPS": spec.dropout > 0, "SAVES": saves, **resources(BLOCK),
     }  # fmt: skip

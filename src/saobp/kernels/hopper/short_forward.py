@@ -141,7 +141,7 @@ def prior_rows(raw, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr):
 
 @gluon.jit
 def strong_rows(
-    raw, bound, score_scale, gamma, says, KIND: tl.constexpr, HEARS: tl.constexpr, GAPS: tl.constexpr, STRIDE: tl.constexpr
+    raw, bound, score_scale, gamma, says, KIND: tl.constexpr, RECEIVES: tl.constexpr, GAPS: tl.constexpr, STRIDE: tl.constexpr
 ):  # fmt: skip
     """For any strength: messages of pairs of rows, refined weights without the keys' factors, largest scores and sums."""
     if GAPS:
@@ -154,7 +154,7 @@ def strong_rows(
     slope = gamma * inverse_or_zero(total, GAPS)
     if GAPS or STRIDE > 1:
         slope *= says
-    sent, refined = messages_and_weights(e, slope, KIND, HEARS == 2)
+    sent, refined = messages_and_weights(e, slope, KIND, RECEIVES == 2)
     return sent, gl.convert_layout(refined, product_layout(KEYS, gl.num_warps())), high, total
 
 
@@ -221,7 +221,7 @@ def short_hopper_forward(
     q_map, k_map, v_map, out_map,
     heads, group, length, lines, score_scale, drop_threshold, keep_scale, share,
     sign, r0, r1, r2, l0, l1, l2,
-    TAIL: tl.constexpr, HEARS: tl.constexpr, STRONG: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
+    TAIL: tl.constexpr, RECEIVES: tl.constexpr, STRONG: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
     SAVES: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Output of several heads, and what the backward pass needs, as ``short_weak.short_weak_forward``.
@@ -307,7 +307,7 @@ def short_hopper_forward(
                 if STRIDE > 1:
                     says *= gl.where(rows % STRIDE == 0, 1.0, 0.0)
                 fine, coarse, high, total = strong_rows(
-                    raw, bound, score_scale, message[0], says, KIND, HEARS, GAPS, STRIDE
+                    raw, bound, score_scale, message[0], says, KIND, RECEIVES, GAPS, STRIDE
                 )
             else:
                 fine, coarse, high, total = prior_rows(raw, bound, score_scale, KIND, GAPS)
@@ -321,17 +321,17 @@ def short_hopper_forward(
                 inverse = inverse_or_zero(total, GAPS)
                 if GAPS:
                     inverse *= real_or(mask_base, rows, length, 1.0, 0.0, MASKED)
-                if HEARS:
+                if RECEIVES:
                     say(messages, factors, fine, inverse, message)
-                if HEARS != 2:
+                if RECEIVES != 2:
                     coarse = boosted_rows(coarse, inverse, message)
-            if HEARS:
+            if RECEIVES:
                 fence_async_shared()
                 tl.debug_barrier()
                 sums = warpgroup_mma(messages.permute((1, 0)), factors, sums, use_acc=part > 0, is_async=True)
             waiting += (coarse,)
 
-        if HEARS:
+        if RECEIVES:
             sums = warpgroup_mma_wait(0, deps=(sums,))
             weight = key_weights(
                 sums, heard_memory, key_part_ptr + row_base, mask_base, length, message, share,
@@ -341,7 +341,7 @@ def short_hopper_forward(
             weight = weight_memory.load(by_key)
         for part in gl.static_range(PARTS):
             refined = waiting[part]
-            if HEARS:
+            if RECEIVES:
                 refined = multiply(refined, weight[None, :])
             total = row_sums_of(refined)
             if STRONG:

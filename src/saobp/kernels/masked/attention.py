@@ -39,10 +39,10 @@ def masked_attention(
         nodes = nodes.contiguous()
     if mask is not None and mask.dtype == torch.float64:
         mask = mask.float()
-    sign, hears = POTTS[refinement.factor]
+    sign, receives = POTTS[refinement.factor]
     seed = torch.randint(2**31, (1,), device=query.device) if dropout_p else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    numbers = (window or 0, scale, dropout_p, sign, hears, is_causal)
+    numbers = (window or 0, scale, dropout_p, sign, receives, is_causal)
     call = (query, key, value, strength.contiguous(), nodes, mask, seed, *numbers)
     mask_learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     if not mask_learns and not requires_grad(*call[:4]):

@@ -67,7 +67,7 @@ def masked_value_gradient(
     d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
     heads, group, length, blocks, window, back, slots, lowest, low_plane, score_scale, sign, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
-    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
+    RECEIVES: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV of a block of keys and dc, the gradient of their summed messages."""
@@ -87,7 +87,7 @@ def masked_value_gradient(
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
-    heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS and not CAUSAL else 0, 0.0, True)
+    heard = load_vector(heard_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True)
     v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     heard_grad = tl.zeros([KEYS], tl.float32)
@@ -103,18 +103,18 @@ def masked_value_gradient(
         top, rest = load_lse(belief_ptr + row_base, low_plane, rows, tokens, 2, True)
         speaks = real_tokens(nodes_base, rows, tokens, NODES)[None, :]
         places = table_places(batch * heads + head, place, keys, back, slots, length, ROWS)
-        if CAUSAL and HEARS:
+        if CAUSAL and RECEIVES:
             heard = tl.load(past_ptr + places, mask=keys < place, other=0.0)
         scores = seen_scores(
             raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED, CAUSAL
         )
         _, refined = weights(
             scores, (high[None, :], low[None, :]), (top[None, :], rest[None, :]), heard[:, None], speaks, message,
-            HEARS, EXACT, CAUSAL, False, PRECISION,
+            RECEIVES, EXACT, CAUSAL, False, PRECISION,
         )  # fmt: skip
         delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
         grad = load_rows(g_base, place, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
-        if HEARS:
+        if RECEIVES:
             if CAUSAL:
                 tl.store(future_ptr + places, heard_grad, mask=keys < tokens)
             d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
@@ -129,17 +129,17 @@ def masked_value_gradient(
     dv *= keep_scale
     dv_base = states_base(dv_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dv_base, begin, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
-    if HEARS and not CAUSAL:
+    if RECEIVES and not CAUSAL:
         tl.store(heard_grad_ptr + row_base + keys, heard_grad, mask=keys < tokens)
 
 
 @triton.jit
-def message_gradient(a, d_logits, heard_grad, speaks, message, HEARS: tl.constexpr, CAUSAL: tl.constexpr):
+def message_gradient(a, d_logits, heard_grad, speaks, message, RECEIVES: tl.constexpr, CAUSAL: tl.constexpr):
     """H, the gradient of a tile's log messages over -gamma: u (dT - dc) with u = a / (1 - gamma a); CAUSAL: -u S."""
     d_own = -heard_grad
-    if HEARS == 0:
+    if RECEIVES == 0:
         d_own = d_logits
-    elif HEARS == 1 and not CAUSAL:
+    elif RECEIVES == 1 and not CAUSAL:
         d_own = d_logits - heard_grad
     return tl.where(speaks, a / (1.0 - message[0] * a) * d_own, 0.0)
 
@@ -163,7 +163,7 @@ def masked_query_gradient(
     d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
     heads, group, length, blocks, window, back, slots, lowest, low_plane, scale, score_scale, sign, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
-    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
+    RECEIVES: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of rows, and E, the gradient of gamma."""
@@ -200,13 +200,13 @@ def masked_query_gradient(
         scores = seen_scores(
             raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED, CAUSAL
         )
-        heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS and not CAUSAL else 0, 0.0, True)
+        heard = load_vector(heard_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True)
         places = table_places(batch * heads + head, begin, keys, back, slots, length, ROWS)
-        if CAUSAL and HEARS:
+        if CAUSAL and RECEIVES:
             heard = tl.load(past_ptr + places, mask=keys < begin, other=0.0)
         a, refined = weights(
             scores, (high[:, None], low[:, None]), (top[:, None], rest[:, None]), heard[None, :], speaks, message,
-            HEARS, EXACT, CAUSAL, True, PRECISION,
+            RECEIVES, EXACT, CAUSAL, True, PRECISION,
         )  # fmt: skip
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         if DROPS:
@@ -214,14 +214,14 @@ def masked_query_gradient(
                 kept(seed, rows[:, None], keys[None, :], drop_threshold), d_rows * keep_scale, 0.0
             )
         d_logits = refined * (d_rows - delta[:, None])
-        if CAUSAL and HEARS:
+        if CAUSAL and RECEIVES:
             after = tl.load(future_ptr + places, mask=keys < tokens, other=0.0)[None, :]
             heard_grad = after + tl.dot(strict_triangle(ROWS, True), d_logits, input_precision=PRECISION)
         else:
-            heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)[
+            heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True)[
                 None, :
             ]
-        d_message = message_gradient(a, d_logits, heard_grad, speaks, message, HEARS, CAUSAL)
+        d_message = message_gradient(a, d_logits, heard_grad, speaks, message, RECEIVES, CAUSAL)
         gamma_grad += tl.sum(d_message, 1)
         dq = add_product(dq, d_logits + message[0] * d_message, k, CAUSAL, PRECISION)
         prior_k = add_product(prior_k, a, k, CAUSAL, PRECISION)
@@ -239,7 +239,7 @@ def masked_key_gradient(
     d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
     heads, group, length, blocks, window, back, slots, lowest, low_plane, scale, score_scale, sign, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
-    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
+    RECEIVES: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
     DROPS: tl.constexpr, LEARNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys and, if the mask LEARNS, the gradient of its entries ``[batch, heads, length, length]``."""
@@ -261,8 +261,10 @@ def masked_key_gradient(
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
-    heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS and not CAUSAL else 0, 0.0, True)
-    sums_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if HEARS and not CAUSAL else 0, 0.0, True)
+    heard = load_vector(heard_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True)
+    sums_grad = load_vector(
+        heard_grad_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True
+    )
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     span_base = key_spans_ptr + batch * s_batch + head * s_head
     start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED, False, CAUSAL)
@@ -280,11 +282,11 @@ def masked_key_gradient(
             raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED, CAUSAL
         )
         places = table_places(batch * heads + head, place, keys, back, slots, length, ROWS)
-        if CAUSAL and HEARS:
+        if CAUSAL and RECEIVES:
             heard = tl.load(past_ptr + places, mask=keys < place, other=0.0)
         a, refined = weights(
             scores, (high[None, :], low[None, :]), (top[None, :], rest[None, :]), heard[:, None], speaks, message,
-            HEARS, EXACT, CAUSAL, False, PRECISION,
+            RECEIVES, EXACT, CAUSAL, False, PRECISION,
         )  # fmt: skip
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         if DROPS:
@@ -292,12 +294,12 @@ def masked_key_gradient(
                 kept(seed, rows[None, :], keys[:, None], drop_threshold), d_rows * keep_scale, 0.0
             )
         d_logits = refined * (d_rows - delta[None, :])
-        if CAUSAL and HEARS:
+        if CAUSAL and RECEIVES:
             after = tl.load(future_ptr + places, mask=keys < tokens, other=0.0)[:, None]
             heard_grad = after + tl.dot(d_logits, strict_triangle(ROWS, False), input_precision=PRECISION)
         else:
             heard_grad = sums_grad[:, None]
-        d_message = message_gradient(a, d_logits, heard_grad, speaks, message, HEARS, CAUSAL)
+        d_message = message_gradient(a, d_logits, heard_grad, speaks, message, RECEIVES, CAUSAL)
         d_scores = d_logits + gamma * d_message - a * row_term[None, :]
         dk = tl.dot(d_scores.to(KIND), q, dk, input_precision=PRECISION)
         if LEARNS:

@@ -5,7 +5,7 @@
 3. ``masked_output``: refined rows times values.
 
 ``heard`` is such a sum of log messages about a key. Padding is no node: its rows send no message, and no row sees its keys.
-HEARS is 1 if a row receives the messages of all other rows, 2 if its own too, 0 if none: only its own is subtracted.
+RECEIVES is 1 if a row receives the messages of all other rows, 2 if its own too, 0 if none: only its own is subtracted.
 
 CAUSAL, under a window: rows receive messages of earlier rows only. Sweep 2 goes down the rows and stores, before each block
 of rows, the sums so far about the keys that the block sees (``past``); within a tile, the product with a strictly triangular
@@ -130,7 +130,7 @@ def masked_output(
     n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
     heads, group, length, blocks, window, back, slots, lowest, low_plane, score_scale, sign, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
-    HEARS: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
+    RECEIVES: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
     DROPS: tl.constexpr, SAVES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output of a block of rows; if SAVES also its rounding error, and log2 of the rows' normalisers in two parts."""
@@ -165,13 +165,13 @@ def masked_output(
         )
         prior = (scores - high[:, None]) - low[:, None]
         a = tl.exp2(prior)
-        if CAUSAL and HEARS:
+        if CAUSAL and RECEIVES:
             places = table_places(batch * heads + head, begin, keys, back, slots, length, ROWS)
             past = tl.load(past_ptr + places, mask=keys < begin, other=0.0)
             heard = heard_so_far(a, past[None, :], speaks[:, None], message, EXACT, True, PRECISION)
         else:
-            heard = load_vector(heard_ptr + row_base, keys, tokens if HEARS else 0, 0.0, True)[None, :]
-        beliefs = log_belief(prior, a, heard, speaks[:, None], message, HEARS, EXACT, CAUSAL)
+            heard = load_vector(heard_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True)[None, :]
+        beliefs = log_belief(prior, a, heard, speaks[:, None], message, RECEIVES, EXACT, CAUSAL)
         raised = tl.maximum(top, tl.max(beliefs, 1))
         anchor = tl.where(raised == float("-inf"), 0.0, raised)
         shrink = tl.exp2(top - anchor)

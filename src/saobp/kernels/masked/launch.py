@@ -24,7 +24,7 @@ from saobp.kernels.runtime.custom_op import operator, register_autograd
 from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, cached, lay_out_buffer
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor strength, Tensor? nodes, Tensor? mask, Tensor? seed"
-NUMBERS = "SymInt window, float scale, float dropout, float sign, int hears, bool causal"
+NUMBERS = "SymInt window, float scale, float dropout, float sign, int receives, bool causal"
 INPUT_NAMES = ("q", "k", "v", "strength", "nodes", "mask", "seed")
 TENSORS = len(INPUT_NAMES)
 SPAN_STEP = 128
@@ -39,7 +39,7 @@ class MaskNumbers(NamedTuple):
     scale: float
     dropout: float
     sign: float
-    hears: int
+    receives: int
     causal: bool
 
 
@@ -54,8 +54,8 @@ class MaskedCall(NamedTuple):
     @classmethod
     def of(cls, tensors: tuple[Any, ...], numbers: MaskNumbers) -> MaskedCall:
         query, key, value, strength, _, mask, _ = tensors
-        window, scale, dropout, sign, hears, causal = numbers
-        of_call = CallNumbers(query.shape[2], scale, dropout, sign, hears)
+        window, scale, dropout, sign, receives, causal = numbers
+        of_call = CallNumbers(query.shape[2], scale, dropout, sign, receives)
         spec = CallSpec.of(CallTensors(query, key, value, strength), of_call)
         return cls(spec, window, causal, None if mask is None else (mask.shape[0], mask.shape[1]))
 
@@ -67,7 +67,7 @@ class MaskedCall(NamedTuple):
         spans = (0,) if self.mask_shape is None else (*self.mask_shape, self.grains, 2)
         rest = self.spec.states_shape if saves and self.spec.dtype != torch.float32 else (0,)
         belief = (2, *rows) if saves else (0,)
-        heard = rows if self.spec.hears and not self.causal else (0,)
+        heard = rows if self.spec.receives and not self.causal else (0,)
         return lay_out_buffer("saved", {
             "lse": ((2, *rows), floats), "belief": (belief, floats), "heard": (heard, floats), "past": (tables, floats),
             "spans": (spans, torch.int32), "key_spans": (spans, torch.int32), "rest": (rest, self.spec.dtype),
@@ -82,7 +82,7 @@ class MaskedCall(NamedTuple):
     @property
     def tables(self) -> tuple[int, ...]:
         """Shape of ``past`` and ``future``, sums per causal block of rows and key that it sees: linear in length."""
-        if not self.causal or not self.spec.hears:
+        if not self.causal or not self.spec.receives:
             return (0,)
         rows = common_block(self.spec).rows
         return (self.spec.batch * self.spec.heads, ceil_div(self.spec.length, rows), self.back + rows)
@@ -127,7 +127,7 @@ def plan_forward(call: MaskedCall, tensors: tuple[Any, ...], saves: bool) -> Lau
             count = call.grains * call.mask_shape[0] * call.mask_shape[1]
             launches.add(tiles.mask_spans, count, numbers | own, spans=name)
     sweeps = [forward.masked_row_sums, forward.masked_column_messages, forward.masked_output]
-    if not call.spec.hears:
+    if not call.spec.receives:
         del sweeps[1]
     for sweep in sweeps:
         _add_sweep(launches, call, sweep, numbers, by_rows=sweep is not forward.masked_column_messages)
@@ -208,7 +208,7 @@ def _numbers(call: MaskedCall, tensors: tuple[Any, ...]) -> dict[str, Any]:
         **dict(zip(("m_batch", "m_head", "m_row", "m_key"), mask_steps, strict=True)),
         "s_batch": spans[0], "s_head": spans[1], "window": call.window,
         "lowest": torch.finfo(mask.dtype).min / 2 if adds else 0.0, "low_plane": spec.low_plane, "scale": spec.scale,
-        "sign": spec.sign, "HEARS": spec.hears, "EXACT": spec.dtype == torch.float32, "DROPS": spec.dropout > 0,
+        "sign": spec.sign, "RECEIVES": spec.receives, "EXACT": spec.dtype == torch.float32, "DROPS": spec.dropout > 0,
         "MASK": 0 if mask is None else 2 if adds else 1, "NODES": nodes is not None, "WINDOWED": call.window > 0,
         "CAUSAL": call.causal, "back": call.back if call.causal else 0, "slots": call.tables[-1],
     }  # fmt: skip

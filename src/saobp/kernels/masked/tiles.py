@@ -153,7 +153,7 @@ def _sum_earlier(messages, past, BY_ROWS: tl.constexpr, PRECISION: tl.constexpr)
 
 @triton.jit
 def weights(
-    scores, lse, belief, heard, speaks, message, HEARS: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr,
+    scores, lse, belief, heard, speaks, message, RECEIVES: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr,
     BY_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Prior and refined weights of a tile, all in the log domain.
@@ -164,20 +164,20 @@ def weights(
     """
     prior = (scores - lse[0]) - lse[1]
     a = tl.exp2(prior)
-    if CAUSAL and HEARS:
+    if CAUSAL and RECEIVES:
         heard = heard_so_far(a, heard, speaks, message, EXACT, BY_ROWS, PRECISION)
-    refined = log_belief(prior, a, heard, speaks, message, HEARS, EXACT, CAUSAL)
+    refined = log_belief(prior, a, heard, speaks, message, RECEIVES, EXACT, CAUSAL)
     return a, tl.exp2((refined - belief[0]) - belief[1])
 
 
 @triton.jit
 def log_belief(
-    prior, a, heard, speaks, message, HEARS: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr
+    prior, a, heard, speaks, message, RECEIVES: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """Unnormalised base-2 log beliefs: prior plus received messages. The row's own message is subtracted, unless HEARS
+    """Unnormalised base-2 log beliefs: prior plus received messages. The row's own message is subtracted, unless RECEIVES
     is 2 or, CAUSAL, ``heard`` is without it."""
-    if HEARS:
+    if RECEIVES:
         prior += heard
-    if HEARS != 2 and not (CAUSAL and HEARS):
+    if RECEIVES != 2 and not (CAUSAL and RECEIVES):
         prior -= tl.where(speaks, log2_own(a, message, EXACT), 0.0)
     return prior

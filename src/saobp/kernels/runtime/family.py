@@ -21,7 +21,10 @@ from saobp.kernels.runtime.launcher import KernelLaunch, LaunchSequence, cached
 
 TENSORS = len(CallTensors._fields)
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor strength, Tensor? mask, Tensor? cu, Tensor? seed"
-NUMBERS = "SymInt longest, float scale, float dropout, float sign, int hears, float bound, int steps=1, float damping=0.0, int stride=1"
+NUMBERS = (
+    "SymInt longest, float scale, float dropout, float sign, int receives, float bound, int steps=1, "
+    "float damping=0.0, int stride=1"
+)
 INPUT_NAMES = ("q", "k", "v", "strength", "mask", "cu", "seed")
 """Kernel argument names of a call's tensors."""
 

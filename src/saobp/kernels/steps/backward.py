@@ -69,11 +69,11 @@ def logit_gradient(pull, updated, delta, damping, DAMPED: tl.constexpr):
 
 
 @triton.jit
-def message_gradient(d_logits, inverse, heard_grad, HEARS: tl.constexpr):
+def message_gradient(d_logits, inverse, heard_grad, RECEIVES: tl.constexpr):
     """H of a step."""
-    if HEARS == 2:
+    if RECEIVES == 2:
         return -inverse * heard_grad
-    elif HEARS == 1:
+    elif RECEIVES == 1:
         return inverse * (d_logits - heard_grad)
     else:
         return inverse * d_logits
@@ -88,13 +88,13 @@ def pull_before(pull, d_message, gamma, damping, DAMPED: tl.constexpr):
 @triton.jit
 def pull_after(
     pull, updated, inverses, deltas, heard_grads, messages, damping,
-    STEP: tl.constexpr, STEPS: tl.constexpr, HEARS: tl.constexpr, DAMPED: tl.constexpr,
+    STEP: tl.constexpr, STEPS: tl.constexpr, RECEIVES: tl.constexpr, DAMPED: tl.constexpr,
 ):  # fmt: skip
     """G after t = STEP from G_T."""
     for back in tl.static_range(STEPS - 1 - STEP):
         d_logits = logit_gradient(pull, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED)
         d_message = message_gradient(
-            d_logits, inverses[STEPS - 1 - back], heard_grads[STEPS - 1 - back], HEARS
+            d_logits, inverses[STEPS - 1 - back], heard_grads[STEPS - 1 - back], RECEIVES
         )
         pull = pull_before(pull, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
     return pull
@@ -118,7 +118,7 @@ def step_row_sums(
     damping, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     STEP: tl.constexpr, STEPS: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, LEARNS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """D_t of a block of rows for t = STEP; undamped also d gamma_t+1, since D_t = gamma_t+1 sum of b_t+1 H_t+1."""
@@ -162,16 +162,16 @@ def step_row_sums(
             pull = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
             pull = drop(pull, seed, rows[:, None], keys[None, :], drop_threshold, keep_scale, DROPS)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
-        key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, TAIL, 0, HEARS)
+        key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, TAIL, 0, RECEIVES)
         heard_grads = load_steps(heard_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, TAIL, 0)
         _, updated, inverses = run_steps(
-            scores, tl.exp2(scores), key_parts, anchors, norms, messages, damping, STEPS, HEARS, PRECISE, CAREFUL, DAMPED
+            scores, tl.exp2(scores), key_parts, anchors, norms, messages, damping, STEPS, RECEIVES, PRECISE, CAREFUL, DAMPED
         )  # fmt: skip
         if LIGHT:
             total += sums_by_thread(updated[0] * inverses[1] * heard_grads[1])
         elif DAMPED or LAST:
             pull = pull_after(
-                pull, updated, inverses, deltas, heard_grads, messages, damping, STEP, STEPS, HEARS, DAMPED
+                pull, updated, inverses, deltas, heard_grads, messages, damping, STEP, STEPS, RECEIVES, DAMPED
             )
             pulled = updated[STEP] * pull
             total += sums_by_thread(pulled)
@@ -181,10 +181,10 @@ def step_row_sums(
                 overlap += sums_by_thread(weights * updated[1])
         else:
             pull = pull_after(
-                pull, updated, inverses, deltas, heard_grads, messages, damping, STEP + 1, STEPS, HEARS, DAMPED
+                pull, updated, inverses, deltas, heard_grads, messages, damping, STEP + 1, STEPS, RECEIVES, DAMPED
             )  # fmt: skip
             d_logits = logit_gradient(pull, updated[STEP + 1], deltas[STEP + 1], damping, DAMPED)
-            d_message = message_gradient(d_logits, inverses[STEP + 1], heard_grads[STEP + 1], HEARS)
+            d_message = message_gradient(d_logits, inverses[STEP + 1], heard_grads[STEP + 1], RECEIVES)
             total += sums_by_thread(updated[STEP] * d_message)
     delta = tl.sum(total, 1)
     delta_base = delta_ptr + row_base
@@ -213,7 +213,7 @@ def step_key_sums(
     damping, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     STEP: tl.constexpr, STEPS: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dc_t of a block of keys for t = STEP; in the last step also dV."""
@@ -239,7 +239,7 @@ def step_key_sums(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-    key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, True, 1, HEARS)
+    key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, True, 1, RECEIVES)
     heard_grads = load_steps(heard_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, True, 1)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
     seed = head_seed(seed_ptr, row_base, DROPS)
@@ -258,7 +258,7 @@ def step_key_sums(
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         before, updated, inverses = run_steps(
-            scores, tl.exp2(scores), key_parts, anchors, norms, messages, damping, STEPS, HEARS, PRECISE, CAREFUL, DAMPED
+            scores, tl.exp2(scores), key_parts, anchors, norms, messages, damping, STEPS, RECEIVES, PRECISE, CAREFUL, DAMPED
         )  # fmt: skip
         if LIGHT:
             total += sums_by_thread(updated[0] * deltas[0])
@@ -267,7 +267,7 @@ def step_key_sums(
             pull = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             pull = drop(pull, seed, rows[None, :], keys[:, None], drop_threshold, keep_scale, DROPS)
             pull = pull_after(
-                pull, updated, inverses, deltas, heard_grads, messages, damping, STEP, STEPS, HEARS, DAMPED
+                pull, updated, inverses, deltas, heard_grads, messages, damping, STEP, STEPS, RECEIVES, DAMPED
             )
             d_logits = logit_gradient(pull, updated[STEP], deltas[STEP], damping, DAMPED)
             total += sums_by_thread(d_logits)

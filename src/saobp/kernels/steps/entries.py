@@ -9,7 +9,7 @@ m_t is the message that a row sends about a key, ``heard_t`` the sum over rows o
 others only through these vectors. So every sweep recomputes the beliefs of its tiles from a, and 2 T vectors are stored
 instead of T maps.
 
-HEARS is 1 above: a row receives all messages but its own, hence / m_t. 2: its own too, without / m_t; 0: none, so
+RECEIVES is 1 above: a row receives all messages but its own, hence / m_t. 2: its own too, without / m_t; 0: none, so
 weight_t is left out. PRECISE is that of ``CallSpec.precise``.
 
 Undamped, with x = 1 - gamma_0 a, two steps need one division: m_1 = y / x with y = x - gamma_1 a weight_0 norm_0. And the
@@ -69,21 +69,21 @@ def load_steps(
 
 @triton.jit
 def load_key_parts(
-    base, plane, keys, tokens, STEPS: tl.constexpr, TAIL: tl.constexpr, AXIS: tl.constexpr, HEARS: tl.constexpr
+    base, plane, keys, tokens, STEPS: tl.constexpr, TAIL: tl.constexpr, AXIS: tl.constexpr, RECEIVES: tl.constexpr
 ):  # fmt: skip
-    """weight_t of keys, or heard_t for a CAREFUL sweep, of each step; zeros, with nothing read, if HEARS is 0."""
-    if HEARS:
+    """weight_t of keys, or heard_t for a CAREFUL sweep, of each step; zeros, with nothing read, if RECEIVES is 0."""
+    if RECEIVES:
         return load_steps(base, plane, keys, tokens, 0.0, STEPS, TAIL, AXIS)
     else:
         return load_steps(base, 0, keys, 0, 0.0, STEPS, True, AXIS)
 
 
 @triton.jit
-def weigh(scores, a, key_part, anchor, HEARS: tl.constexpr, CAREFUL: tl.constexpr):
+def weigh(scores, a, key_part, anchor, RECEIVES: tl.constexpr, CAREFUL: tl.constexpr):
     """a weight_t. CAREFUL: ``key_part`` is the logarithm heard_t, and the product is divided by 2^anchor of its row."""
     if CAREFUL:
         return tl.exp2(scores + key_part - anchor)
-    elif HEARS:
+    elif RECEIVES:
         return a * key_part
     else:
         return a
@@ -109,25 +109,25 @@ def mix(updated, before, damping, PRECISE: tl.constexpr, DAMPED: tl.constexpr):
 @triton.jit
 def run_steps(
     scores, a, key_parts, anchors, norms, messages, damping,
-    STEPS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
+    STEPS: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
 ):  # fmt: skip
     """b_t, u_t and 1 / m_t of each step, as three tuples."""
-    if STEPS == 2 and PRECISE == 1 and HEARS == 1 and not DAMPED:
+    if STEPS == 2 and PRECISE == 1 and RECEIVES == 1 and not DAMPED:
         x = 1.0 - messages[0][0] * a
-        first = weigh(scores, a, key_parts[0], anchors[0], HEARS, CAREFUL) * norms[0]
+        first = weigh(scores, a, key_parts[0], anchors[0], RECEIVES, CAREFUL) * norms[0]
         y = x - messages[1][0] * first
         both = _hardware_inverse(x * y)
         inverse, inverse_2 = both * y, both * x * x
         first *= inverse
-        second = weigh(scores, a, key_parts[1], anchors[1], HEARS, CAREFUL) * norms[1] * inverse_2
+        second = weigh(scores, a, key_parts[1], anchors[1], RECEIVES, CAREFUL) * norms[1] * inverse_2
         return (a, first), (first, second), (inverse, inverse_2)
     else:
         before, updated, inverses = (), (), ()
         belief = a
         for step in tl.static_range(STEPS):
             inverse = inverse_message(belief, messages[step], PRECISE)
-            new = weigh(scores, a, key_parts[step], anchors[step], HEARS, CAREFUL)
-            if HEARS != 2:
+            new = weigh(scores, a, key_parts[step], anchors[step], RECEIVES, CAREFUL)
+            if RECEIVES != 2:
                 new *= inverse
             new = normalise(new, norms[step], PRECISE)
             before, updated, inverses = before + (belief,), updated + (new,), inverses + (inverse,)
@@ -138,13 +138,13 @@ def run_steps(
 @triton.jit
 def belief_before(
     scores, a, key_parts, anchors, norms, messages, damping,
-    STEP: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
+    STEP: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
 ):  # fmt: skip
     """b_t for t = STEP."""
     belief = a
     for step in tl.static_range(STEP):
-        new = weigh(scores, a, key_parts[step], anchors[step], HEARS, CAREFUL)
-        if HEARS != 2:
+        new = weigh(scores, a, key_parts[step], anchors[step], RECEIVES, CAREFUL)
+        if RECEIVES != 2:
             new *= inverse_message(belief, messages[step], PRECISE)
         new = normalise(new, norms[step], PRECISE)
         belief = mix(new, belief, damping, PRECISE, DAMPED)
@@ -154,12 +154,12 @@ def belief_before(
 @triton.jit
 def own_inverse(
     scores, a, belief, key_parts, anchors, norms, messages,
-    STEP: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
+    STEP: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
 ):  # fmt: skip
     """1 / m_t for t = STEP from b_t; for the second of undamped steps m_1 = y / x, as above."""
-    if STEP == 1 and PRECISE == 1 and HEARS == 1 and not DAMPED:
+    if STEP == 1 and PRECISE == 1 and RECEIVES == 1 and not DAMPED:
         x = 1.0 - messages[0][0] * a
-        first = weigh(scores, a, key_parts[0], anchors[0], HEARS, CAREFUL) * norms[0]
+        first = weigh(scores, a, key_parts[0], anchors[0], RECEIVES, CAREFUL) * norms[0]
         return x * _hardware_inverse(x - messages[1][0] * first)
     else:
         return inverse_message(belief, messages[STEP], PRECISE)
@@ -168,15 +168,15 @@ def own_inverse(
 @triton.jit
 def log2_sent(
     scores, a, key_parts, anchors, norms, messages, damping,
-    STEP: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
+    STEP: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
 ):  # fmt: skip
     """log2(m_t) for t = STEP; of the second undamped step log2(y) = log2(m_0 m_1): ``step_messages`` subtracts heard_0."""
-    if STEP == 1 and PRECISE == 1 and HEARS == 1 and not DAMPED:
-        first = weigh(scores, a, key_parts[0], anchors[0], HEARS, CAREFUL) * norms[0]
+    if STEP == 1 and PRECISE == 1 and RECEIVES == 1 and not DAMPED:
+        first = weigh(scores, a, key_parts[0], anchors[0], RECEIVES, CAREFUL) * norms[0]
         return _hardware_log2(1.0 - messages[0][0] * a - messages[1][0] * first)
     else:
         belief = belief_before(
-            scores, a, key_parts, anchors, norms, messages, damping, STEP, HEARS, PRECISE, CAREFUL, DAMPED
+            scores, a, key_parts, anchors, norms, messages, damping, STEP, RECEIVES, PRECISE, CAREFUL, DAMPED
         )
         return log2_message(belief, messages[STEP], PRECISE)
 

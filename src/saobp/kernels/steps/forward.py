@@ -50,7 +50,7 @@ def step_rows(
     damping, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     STEP: tl.constexpr, VALUES: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """norm_t of a block of rows for t = STEP and its smallest sum; with VALUES also their output."""
@@ -97,9 +97,9 @@ def step_rows(
         raw = raw_scores(q, k, real_tokens(mask_base, keys, tokens, MASKED), TAIL or MASKED, PRECISION)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
         a = tl.exp2(scores)
-        key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEP + 1, TAIL, 0, HEARS)
+        key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEP + 1, TAIL, 0, RECEIVES)
         belief = belief_before(
-            scores, a, key_parts, anchors, norms, messages, damping, STEP, HEARS, PRECISE, CAREFUL, DAMPED
+            scores, a, key_parts, anchors, norms, messages, damping, STEP, RECEIVES, PRECISE, CAREFUL, DAMPED
         )
         if CAREFUL:
             raised = tl.maximum(top, tl.max(scores + key_parts[STEP], 1))
@@ -109,11 +109,11 @@ def step_rows(
             total *= shrink[:, None]
             rounded *= shrink[:, None]
             out *= shrink[:, None]
-        refined = weigh(scores, a, key_parts[STEP], anchor[:, None], HEARS, CAREFUL)
-        if HEARS != 2:
+        refined = weigh(scores, a, key_parts[STEP], anchor[:, None], RECEIVES, CAREFUL)
+        if RECEIVES != 2:
             refined *= own_inverse(
-                scores, a, belief, key_parts, anchors, norms, messages, STEP, HEARS, PRECISE, CAREFUL, DAMPED
-            )
+                scores, a, belief, key_parts, anchors, norms, messages, STEP, RECEIVES, PRECISE, CAREFUL, DAMPED,
+            )  # fmt: skip
         total += sums_by_thread(refined)
         if VALUES:
             refined = refined.to(KIND)
@@ -158,7 +158,7 @@ def step_messages(
     damping, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     STEP: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, LOWEST_BLOCKS: tl.constexpr,
-    HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """heard_t of a block of keys for t = STEP, up to a constant of the head, and its largest."""
     pid = tl.program_id(0)
@@ -177,7 +177,7 @@ def step_messages(
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
-    key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEP, True, 1, HEARS)
+    key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEP, True, 1, RECEIVES)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEP + 1)
     sums = tl.zeros([KEYS, 8], tl.float32)
     for start in tl.range(0, tokens, ROWS):
@@ -192,10 +192,10 @@ def step_messages(
         sums += sums_by_thread(
             log2_sent(
                 scores, tl.exp2(scores), key_parts, anchors, norms, messages, damping,
-                STEP, HEARS, PRECISE, CAREFUL, DAMPED,
+                STEP, RECEIVES, PRECISE, CAREFUL, DAMPED,
             )
         )  # fmt: skip
-    if STEP == 1 and PRECISE == 1 and HEARS == 1 and not DAMPED:  # log2_sent is log2(m_0 m_1)
+    if STEP == 1 and PRECISE == 1 and RECEIVES == 1 and not DAMPED:  # log2_sent is log2(m_0 m_1)
         known = load_vector(first_heard_ptr + row_base, keys, tokens, 0.0, True)
         known = tl.where(known == float("-inf"), 0.0, known)
         sums -= tl.where(tl.arange(0, 8)[None, :] == 0, known[:, None], 0.0)

@@ -43,7 +43,7 @@ def step_query_gradient(
     keep_scale, damping, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     STEPS: tl.constexpr, COLUMNS: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, LEARNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of rows, and E (``row_term``; dT sums to 0 in a row, so it is the sum of dT + a G_0).
@@ -92,10 +92,10 @@ def step_query_gradient(
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
         a = tl.exp2(scores)
         prior_k = tl.dot(a.to(KIND), k, prior_k, input_precision=PRECISION)
-        key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, TAIL, 0, HEARS)
+        key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, TAIL, 0, RECEIVES)
         heard_grads = load_steps(heard_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, TAIL, 0)
         before, updated, inverses = run_steps(
-            scores, a, key_parts, anchors, norms, messages, damping, STEPS, HEARS, PRECISE, CAREFUL, DAMPED
+            scores, a, key_parts, anchors, norms, messages, damping, STEPS, RECEIVES, PRECISE, CAREFUL, DAMPED
         )
         pull = drop(pull, seed, rows[:, None], keys[None, :], drop_threshold, keep_scale, DROPS)
         d_scores = tl.zeros([ROWS, KEYS], tl.float32)
@@ -104,7 +104,7 @@ def step_query_gradient(
                 pull, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED
             )
             d_message = message_gradient(
-                d_logits, inverses[STEPS - 1 - back], heard_grads[STEPS - 1 - back], HEARS
+                d_logits, inverses[STEPS - 1 - back], heard_grads[STEPS - 1 - back], RECEIVES
             )
             if LEARNS and DAMPED:
                 own = tl.sum(before[STEPS - 1 - back] * d_message, 1)
@@ -154,7 +154,7 @@ def step_key_gradient(
     keep_scale, damping, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     STEPS: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys."""
@@ -177,7 +177,7 @@ def step_key_gradient(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-    key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, True, 1, HEARS)
+    key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, True, 1, RECEIVES)
     heard_grads = load_steps(heard_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, True, 1)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
     seed = head_seed(seed_ptr, row_base, DROPS)
@@ -197,7 +197,7 @@ def step_key_gradient(
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         a = tl.exp2(scores)
         _, updated, inverses = run_steps(
-            scores, a, key_parts, anchors, norms, messages, damping, STEPS, HEARS, PRECISE, CAREFUL, DAMPED
+            scores, a, key_parts, anchors, norms, messages, damping, STEPS, RECEIVES, PRECISE, CAREFUL, DAMPED
         )
         pull = drop(pull, seed, rows[None, :], keys[:, None], drop_threshold, keep_scale, DROPS)
         d_scores = tl.zeros([KEYS, ROWS], tl.float32)
@@ -206,7 +206,7 @@ def step_key_gradient(
                 pull, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED
             )
             d_message = message_gradient(
-                d_logits, inverses[STEPS - 1 - back], heard_grads[STEPS - 1 - back], HEARS
+                d_logits, inverses[STEPS - 1 - back], heard_grads[STEPS - 1 - back], RECEIVES
             )
             d_scores += d_logits
             pull = pull_before(pull, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)

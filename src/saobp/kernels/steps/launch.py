@@ -51,12 +51,12 @@ def lowest_blocks(spec: CallSpec) -> int:
 def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
     """What the backward pass needs besides the output, a step's vectors right after those of the step before."""
     floats, rows = torch.float32, spec.rows_shape
-    keys = rows if spec.hears else (0,)
+    keys = rows if spec.receives else (0,)
     lowest = (spec.sequences * spec.heads * lowest_blocks(spec),)
     tile = min(sweep_block(spec, "column_messages").keys, step_block(spec, "step_messages").keys)
     shapes = {"heard": keys, "weight": keys, "anchor": rows, "norm": rows, "lowest": lowest}
     return lay_out_buffer("saved", {
-        "lse": (spec.lse_shape, floats), "peak": ((spec.programs(tile) if spec.hears else 0,), floats),
+        "lse": (spec.lse_shape, floats), "peak": ((spec.programs(tile) if spec.receives else 0,), floats),
         **{f"{name}_{step}": (shape, floats) for name, shape in shapes.items() for step in range(spec.steps)},
     }, alignment=4)  # fmt: skip
 
@@ -73,7 +73,7 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
     own = numbers | blocks(spec, block, block.rows, block.keys)
     launches.add(sums.row_sums, spec.programs(block.rows), own, senders="strength")
     for step in range(spec.steps):
-        if spec.hears:
+        if spec.receives:
             _add_messages(launches, spec, numbers, step)
         own = {"STEP": step, "VALUES": step == spec.steps - 1}
         _add_sweep(launches, spec, forward.step_rows, numbers | own, by_rows=True)
@@ -110,7 +110,7 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, _saved: Te
     last = spec.steps - 1
     for step in range(last, -1, -1):
         _add_sweep(launches, spec, backward.step_row_sums, numbers | {"STEP": step}, by_rows=True)
-        if spec.hears or step == last:
+        if spec.receives or step == last:
             _add_sweep(launches, spec, backward.step_key_sums, numbers | {"STEP": step})
     _add_sweep(launches, spec, gradients.step_query_gradient, numbers, by_rows=True)
     _add_sweep(launches, spec, gradients.step_key_gradient, numbers)
@@ -150,9 +150,9 @@ def step_numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> d
         "scale": spec.scale, "damping": spec.damping, "lowest_sum": spec.lowest_sum, "lowest_blocks": lowest,
         "lowest_plane": spec.sequences * spec.heads * lowest, "LOWEST_BLOCKS": next_power_of_2(lowest),
         "STEPS": spec.steps, "COLUMNS": next_power_of_2(spec.steps), "DAMPED": spec.damping > 0,
-        "CHECKED": spec.may_underflow, "HEARS": spec.hears, "PRECISE": spec.precise, "DROPS": spec.dropout > 0,
+        "CHECKED": spec.may_underflow, "RECEIVES": spec.receives, "PRECISE": spec.precise, "DROPS": spec.dropout > 0,
         "LEARNS": not spec.bound,
-        "SHARED": spec.steps == 2 and spec.hears == 1 and not spec.damping and spec.precise != 2,
+        "SHARED": spec.steps == 2 and spec.receives == 1 and not spec.damping and spec.precise != 2,
     }  # fmt: skip
 
 

@@ -34,12 +34,12 @@ def softmax_rows(logits):
 
 
 @triton.jit
-def whole_step(log_prior, belief, message, HEARS: tl.constexpr, PRECISE: tl.constexpr):
+def whole_step(log_prior, belief, message, RECEIVES: tl.constexpr, PRECISE: tl.constexpr):
     """u_t of all rows from b_t."""
     sent = log2_message(belief, message, PRECISE)
-    if HEARS == 1:
+    if RECEIVES == 1:
         logits = log_prior + (tl.sum(sent, 0)[None, :] - sent)
-    elif HEARS == 2:
+    elif RECEIVES == 2:
         logits = log_prior + tl.sum(sent, 0)[None, :]
     else:
         logits = log_prior - sent
@@ -52,7 +52,7 @@ def short_steps_forward(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, score_scale, drop_threshold, keep_scale, damping, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    STEPS: tl.constexpr, DAMPED: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    STEPS: tl.constexpr, DAMPED: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
     PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output of one head of one sequence of at most KEYS tokens, and the rows' log-sum-exp."""
@@ -77,7 +77,7 @@ def short_steps_forward(
     log_prior = scores - lse[:, None]
     belief = tl.exp2(log_prior)
     for step in tl.static_range(STEPS):
-        updated = whole_step(log_prior, belief, messages[step], HEARS, PRECISE)
+        updated = whole_step(log_prior, belief, messages[step], RECEIVES, PRECISE)
         belief = mix(updated, belief, damping, PRECISE, DAMPED)
     refined = belief.to(KIND)
     if DROPS:
@@ -97,7 +97,7 @@ def short_steps_backward(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head, d_row,
     heads, group, length, scale, score_scale, drop_threshold, keep_scale, damping, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    STEPS: tl.constexpr, DAMPED: tl.constexpr, HEARS: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    STEPS: tl.constexpr, DAMPED: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
     PACKED: tl.constexpr, DROPS: tl.constexpr, LEARNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of one head; if strengths learn also the rows' parts of each step's d gamma."""
@@ -121,7 +121,7 @@ def short_steps_backward(
     before, updated = (), ()
     belief = a
     for step in tl.static_range(STEPS):
-        new = whole_step(log_prior, belief, messages[step], HEARS, PRECISE)
+        new = whole_step(log_prior, belief, messages[step], RECEIVES, PRECISE)
         before, updated = before + (belief,), updated + (new,)
         belief = mix(new, belief, damping, PRECISE, DAMPED)
     seed = head_seed(seed_ptr, row_base, DROPS)
@@ -147,7 +147,7 @@ def short_steps_backward(
         d_logits = logit_gradient(pull, updated[STEPS - 1 - back], delta[:, None], damping, DAMPED)
         d_scores += d_logits
         inverse = inverse_message(before[STEPS - 1 - back], messages[STEPS - 1 - back], PRECISE)
-        d_message = message_gradient(d_logits, inverse, tl.sum(d_logits, 0)[None, :], HEARS)
+        d_message = message_gradient(d_logits, inverse, tl.sum(d_logits, 0)[None, :], RECEIVES)
         if LEARNS:
             own = tl.where(real, tl.sum(before[STEPS - 1 - back] * d_message, 1), 0.0)
             step_base = strength_base + (STEPS - 1 - back) * heads * length
