@@ -84,7 +84,7 @@ class Call(NamedTuple):
 
 
 class Path(NamedTuple):
-    """What computes a call. ``obstacle`` says why not something faster, in words that fit behind 'because'.
+    """What computes a call. ``obstacle`` is why not something faster, in words that fit behind 'because'.
 
     ``kernels`` is set if the layout of the tensors is known, as in ``saobp.explain``.
     """

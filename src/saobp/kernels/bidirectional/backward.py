@@ -29,8 +29,8 @@ from saobp.kernels.bidirectional.gradient_terms import (
     closeness,
     load_power,
     prior_weights,
-    spoken_inverse,
-    spoken_pair,
+    sender_inverse,
+    sender_pair,
 )
 from saobp.kernels.library.arithmetic import (
     head_message,
@@ -50,7 +50,8 @@ from saobp.kernels.library.packed_bf16 import boosted, multiply, multiply_add, p
 @triton.jit
 def value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, parts_ptr, dv_ptr, heard_grad_ptr, heard_half_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, parts_ptr, dv_ptr,
+    sums_grad_ptr, minus_gamma_dc_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row, part_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
@@ -97,11 +98,11 @@ def value_gradient(
         if PRECISE == 0 and not CAREFUL and RECEIVES == 2:
             refined = a.to(KIND)
         elif PRECISE == 0 and not CAREFUL:
-            refined = boosted(a.to(KIND), spoken_pair(pair, rows_real[None, :].to(KIND), MASKED))
+            refined = boosted(a.to(KIND), sender_pair(pair, rows_real[None, :].to(KIND), MASKED))
         else:
             anchor = load_anchor(anchor_ptr + row_base, rows, tokens, TAIL, CAREFUL)
             power = load_power(power_ptr + row_base, rows, tokens, TAIL, POWER)
-            inverse = spoken_inverse(a, rows_real[None, :], message, PRECISE, MASKED)
+            inverse = sender_inverse(a, rows_real[None, :], message, PRECISE, MASKED)
             refined = before_normalising(
                 scores, a if RECEIVES == 2 else a * inverse, inverse, anchor[None, :], power[None, :], key_part[:, None],
                 RECEIVES and not LATE_PART, CAREFUL, POWER,
@@ -116,27 +117,27 @@ def value_gradient(
             refined = tl.where(kept(seed, rows[None, :], keys[:, None], drop_threshold), refined, 0.0)
         grad = load_rows(g_base, start, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
         dv = tl.dot(refined, grad, dv, input_precision=PRECISION)
-    heard_grad = -tl.sum(own, 1)
+    sums_grad = -tl.sum(own, 1)
     if DROPS:
         dv *= keep_scale
     if LATE_PART:
         dv *= key_part[:, None]
-        heard_grad *= key_part
+        sums_grad *= key_part
     dv = tl.where(keys_real[:, None], dv, 0.0)
     dv_base = states_base(dv_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
-    heard_grad += tl.sum(v.to(tl.float32) * dv, 1)
-    heard_grad = tl.where(keys_real, heard_grad, 0.0)
-    tl.store(heard_grad_ptr + row_base + keys, heard_grad, mask=keys < tokens)
+    sums_grad += tl.sum(v.to(tl.float32) * dv, 1)
+    sums_grad = tl.where(keys_real, sums_grad, 0.0)
+    tl.store(sums_grad_ptr + row_base + keys, sums_grad, mask=keys < tokens)
     if PRECISE == 0:
-        tl.store(heard_half_ptr + row_base + keys, -message[0] * heard_grad, mask=keys < tokens)
+        tl.store(minus_gamma_dc_ptr + row_base + keys, -message[0] * sums_grad, mask=keys < tokens)
 
 
 @triton.jit
 def query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, heard_half_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr,
     dq_ptr, strength_grad_ptr, row_term_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
@@ -173,8 +174,8 @@ def query_gradient(
     norm = load_vector(inverse_ptr + row_base, rows, tokens, 0.0, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)[:, None]
     KIND: tl.constexpr = q_ptr.dtype.element_ty
-    speaks = rows_real.to(KIND)
-    pair = spoken_pair(pair_message(message, KIND), speaks, MASKED)
+    sends = rows_real.to(KIND)
+    pair = sender_pair(pair_message(message, KIND), sends, MASKED)
     along = closeness(norm).to(KIND)[:, None]
     ones = tl.full([KEYS, 16], 1.0, KIND)
     dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
@@ -205,32 +206,32 @@ def query_gradient(
         if PRECISE == 0 and not CAREFUL:
             u = boosted(a.to(KIND), pair)
             d_logits = centred.to(KIND)
-            heard = tl.zeros([1, KEYS], KIND)
+            minus_gamma_dc = tl.zeros([1, KEYS], KIND)
             if RECEIVES:
                 d_logits = multiply(d_logits, multiply(a.to(KIND) if RECEIVES == 2 else u, key_part))
-                heard = load_vector(heard_half_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
+                minus_gamma_dc = load_vector(minus_gamma_dc_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
             else:
                 d_logits = multiply(d_logits, u)
             if MASKED:
-                u = multiply(u, speaks)
-            d_heard = heard if RECEIVES == 2 else multiply_add(d_logits, pair[0], heard)
-            d_scores = multiply_add(u, d_heard, d_logits)
+                u = multiply(u, sends)
+            gamma_d_own = minus_gamma_dc if RECEIVES == 2 else multiply_add(d_logits, pair[0], minus_gamma_dc)
+            d_scores = multiply_add(u, gamma_d_own, d_logits)
             # Summed from gamma H itself, which d_scores loses to rounding where d_logits is much larger.
             row_terms = add_row_sums(
-                row_terms, multiply_add(d_logits, along, multiply(u, d_heard)), ones, PRECISE
+                row_terms, multiply_add(d_logits, along, multiply(u, gamma_d_own)), ones, PRECISE
             )
         else:
-            inverse = spoken_inverse(a, rows_real, message, PRECISE, MASKED)
+            inverse = sender_inverse(a, rows_real, message, PRECISE, MASKED)
             u = a * inverse
             weights = before_normalising(
                 scores, a if RECEIVES == 2 else u, inverse, anchor[:, None], power[:, None], key_part, RECEIVES,
                 CAREFUL, POWER,
             )  # fmt: skip
             d_logits = centred * weights
-            heard = load_vector(
-                heard_grad_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, TAIL or not RECEIVES
+            sums_grad = load_vector(
+                sums_grad_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, TAIL or not RECEIVES
             )
-            d_message = -u * heard[None, :] if RECEIVES == 2 else u * (d_logits - heard[None, :])
+            d_message = -u * sums_grad[None, :] if RECEIVES == 2 else u * (d_logits - sums_grad[None, :])
             if MASKED:
                 d_message = tl.where(rows_real, d_message, 0.0)
             strength_grad += tl.sum(d_message, 1)
@@ -258,7 +259,7 @@ def query_gradient(
 @triton.jit
 def key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, row_term_ptr, dk_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
@@ -291,7 +292,7 @@ def key_gradient(
     key_part = load_vector(key_part_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True).to(
         tl.float32
     )[:, None]
-    heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True)[:, None]
+    sums_grad = load_vector(sums_grad_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True)[:, None]
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     for start in tl.range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
@@ -307,24 +308,24 @@ def key_gradient(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows_real,
             score_scale, False, PRECISE,
         )  # fmt: skip
-        inverse = spoken_inverse(a, rows_real, message, PRECISE, MASKED)
+        inverse = sender_inverse(a, rows_real, message, PRECISE, MASKED)
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         if DROPS:
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
             d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
         centred = d_rows - delta[None, :]
         if PRECISE == 0 and RECEIVES == 2 and not CAREFUL and not MASKED:
-            d_scores = a * (key_part * centred - gamma * inverse * heard_grad - row_term[None, :])
+            d_scores = a * (key_part * centred - gamma * inverse * sums_grad - row_term[None, :])
         elif PRECISE == 0 and RECEIVES and not CAREFUL and not MASKED:
             # The same in fewer operations: 1 + gamma u is the inverse message.
-            d_scores = a * (inverse * (inverse * key_part * centred - gamma * heard_grad) - row_term[None, :])
+            d_scores = a * (inverse * (inverse * key_part * centred - gamma * sums_grad) - row_term[None, :])
         else:
             u = a * inverse
             d_logits = centred * before_normalising(
                 scores, a if RECEIVES == 2 else u, inverse, anchor[None, :], power[None, :], key_part, RECEIVES,
                 CAREFUL, POWER,
             )  # fmt: skip
-            d_message = -u * heard_grad if RECEIVES == 2 else u * (d_logits - heard_grad)
+            d_message = -u * sums_grad if RECEIVES == 2 else u * (d_logits - sums_grad)
             if MASKED:
                 d_message = tl.where(rows_real, d_message, 0.0)
             d_scores = d_logits + gamma * d_message - a * row_term[None, :]

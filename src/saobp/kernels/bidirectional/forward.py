@@ -81,7 +81,7 @@ def store_output(
 
 @triton.jit
 def refined_output(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, heard_ptr, weight_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, message_sums_ptr, weight_ptr,
     anchor_ptr, inverse_ptr, lowest_ptr, k_map, v_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, blocks, low_plane, score_scale, drop_threshold, keep_scale,
@@ -166,7 +166,7 @@ def refined_output(
 
 @triton.jit
 def careful_output(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, heard_ptr, weight_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, message_sums_ptr, weight_ptr,
     anchor_ptr, inverse_ptr, lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, blocks, low_plane, score_scale, lowest_sum, drop_threshold, keep_scale,
@@ -208,7 +208,7 @@ def careful_output(
             inverse = inverse_message(tl.exp2(scores), message, PRECISE)
             if MASKED:
                 inverse = tl.where(rows_real[:, None], inverse, 1.0)
-        scores += load_vector(heard_ptr + row_base, keys, tokens, float("-inf"), TAIL)[None, :]
+        scores += load_vector(message_sums_ptr + row_base, keys, tokens, float("-inf"), TAIL)[None, :]
         raised = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(raised == float("-inf"), 0.0, raised)
         shrink = tl.exp2(top - anchor)

@@ -91,7 +91,7 @@ def prior_weights(
 
 
 @triton.jit
-def spoken_inverse(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
+def sender_inverse(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
     """1 / (1 - gamma a); 1 for padding rows, which send no message."""
     inverse = inverse_message(a, message, PRECISE)
     if MASKED:
@@ -100,12 +100,12 @@ def spoken_inverse(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.cons
 
 
 @triton.jit
-def spoken_pair(pair, speaks, MASKED: tl.constexpr):
-    """The coefficients of ``boosted`` per row; ``speaks`` is 0 for padding rows, which keep their weights. Fewer
+def sender_pair(pair, sends, MASKED: tl.constexpr):
+    """The coefficients of ``boosted`` per row; ``sends`` is 0 for padding rows, which keep their weights. Fewer
     instructions than ``tl.where`` on two tiles of a half type.
     """
     if MASKED:
-        pair = (pair[0], multiply(speaks, pair[1]), multiply(speaks, pair[2]))
+        pair = (pair[0], multiply(sends, pair[1]), multiply(sends, pair[2]))
     return pair
 
 

@@ -71,7 +71,8 @@ def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
     lowest = spec.sequences * spec.heads * lowest_blocks(spec)
     peaks = spec.programs(sweep_block(spec, "column_messages").keys) if spec.receives else 0
     return lay_out_buffer("saved", {
-        "lse": (spec.lse_shape, floats), "heard": (keys, floats), "anchor": (rows, floats), "inverse": (rows, floats),
+        "lse": (spec.lse_shape, floats), "message_sums": (keys, floats),
+        "anchor": (rows, floats), "inverse": (rows, floats),
         "lowest": ((lowest,), floats), "peak": ((peaks,), floats), "weight": (keys, spec.weight_dtype),
     }, alignment=4)  # fmt: skip
 
@@ -158,7 +159,7 @@ def plan_backward(
     scratch, size = lay_out_buffer("scratch", {
         "scaled": (spec.states_shape, own), "delta": (rows, floats), "parts": ((*rows, PARTS), own),
         "power": (rows if spec.splits_inverse else (0,), floats), "row_term": (rows, floats),
-        "heard_grad": (rows, floats), "heard_half": (rows if spec.precise == 0 else (0,), own),
+        "sums_grad": (rows, floats), "minus_gamma_dc": (rows if spec.precise == 0 else (0,), own),
     })  # fmt: skip
     slices = saved_slices(spec)[0] | scratch
     launches = LaunchSequence(query.device, BACKWARD_NAMES, slices)
@@ -170,7 +171,7 @@ def plan_backward(
         block = sweep_block(spec, sweep.__name__)
         gridded, walked = (block.rows, block.keys) if by_rows else (block.keys, block.rows)
         sizes, programs = blocks(spec, block, gridded, walked), spec.programs(gridded)
-        ways = [("weight", False), ("heard", True)] if spec.may_underflow else [("weight", False)]
+        ways = [("weight", False), ("message_sums", True)] if spec.may_underflow else [("weight", False)]
         for key_part, careful in ways:
             launches.add(
                 sweep, programs, numbers | sizes | {"CAREFUL": careful}, grad="scaled", key_part=key_part

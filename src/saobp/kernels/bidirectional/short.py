@@ -55,14 +55,14 @@ def log_weights(raw, real, score_scale, GAPS: tl.constexpr):
 
 @triton.jit
 def careful_rows(
-    raw, real, says, heard, score_scale, gamma, GAPS: tl.constexpr, RECEIVES: tl.constexpr
+    raw, real, sends, message_sums, score_scale, gamma, GAPS: tl.constexpr, RECEIVES: tl.constexpr
 ):  # fmt: skip
     """Refined weights of some rows in the log domain, in float32; the largest of a row is 1."""
     scores, _ = log_weights(raw, real, score_scale, GAPS)
     e = tl.exp2(scores)
-    beliefs = scores + heard[None, :]
+    beliefs = scores + message_sums[None, :]
     if RECEIVES != 2:
-        slope = gamma * says * inverse_or_zero(tl.sum(e, 1), GAPS)
+        slope = gamma * sends * inverse_or_zero(tl.sum(e, 1), GAPS)
         beliefs -= _hardware_log2(1.0 - slope[:, None] * e)
     anchor = tl.max(beliefs, 1)
     if GAPS:
@@ -115,21 +115,21 @@ def short_forward(
 
     PAIRS: tl.constexpr = PRECISE == 0 and not CAREFUL
     KIND: tl.constexpr = v_ptr.dtype.element_ty
-    heard = tl.zeros([KEYS], tl.float32)
+    message_sums = tl.zeros([KEYS], tl.float32)
     if RECEIVES:
         sent = log2_message(a, message, PRECISE)
         sends, share = senders_of_map(real, places, tokens, STRIDE, MASKED)
         if MASKED or STRIDE > 1:
             sent = tl.where(sends[:, None], sent, 0.0)
-        heard = tl.sum(sent, 0)
+        message_sums = tl.sum(sent, 0)
         if STRIDE > 1:
-            heard *= share
+            message_sums *= share
         if TAIL or MASKED:
-            heard = tl.where(real, heard, float("-inf"))
-        peak = tl.max(heard, 0)
-        heard -= tl.where(peak == float("-inf"), 0.0, peak)
+            message_sums = tl.where(real, message_sums, float("-inf"))
+        peak = tl.max(message_sums, 0)
+        message_sums -= tl.where(peak == float("-inf"), 0.0, peak)
         if SAVES:
-            tl.store(key_part_ptr + row_base + places, heard, mask=places < tokens)
+            tl.store(key_part_ptr + row_base + places, message_sums, mask=places < tokens)
     if PAIRS:
         refined = a.to(KIND)
         if RECEIVES != 2:
@@ -137,7 +137,7 @@ def short_forward(
         if MASKED and RECEIVES != 2:
             refined = tl.where(real[:, None], refined, a.to(KIND))
         if RECEIVES:
-            refined = multiply(refined, tl.exp2(heard).to(KIND)[None, :])
+            refined = multiply(refined, tl.exp2(message_sums).to(KIND)[None, :])
     else:
         if RECEIVES == 2:
             weights = tl.full(a.shape, 1.0, tl.float32)
@@ -146,13 +146,13 @@ def short_forward(
             if MASKED:
                 weights = tl.where(real[:, None], weights, 1.0)
         if CAREFUL:
-            beliefs = scores + heard[None, :]
+            beliefs = scores + message_sums[None, :]
             anchor = tl.max(beliefs, 1)
             if TAIL or MASKED:
                 anchor = tl.where(visible, anchor, 0.0)
             weights *= tl.exp2(beliefs - anchor[:, None])
         elif RECEIVES:
-            weights *= a * tl.exp2(heard)[None, :]
+            weights *= a * tl.exp2(message_sums)[None, :]
         else:
             weights *= a
         refined = weights.to(KIND)
@@ -195,17 +195,17 @@ def short_careful(
                 out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
                 gamma = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)[0]
                 real = real_or(mask_base, places, tokens, float("inf"), float("-inf"), MASKED)
-                heard = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), TAIL)
+                message_sums = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), TAIL)
                 k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
                 v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
                 seed = head_seed(seed_ptr, row_base, DROPS)
                 for begin in tl.range(0, KEYS, ROWS):
                     rows = begin + tl.arange(0, ROWS)
                     q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-                    says = real_or(mask_base, rows, tokens, 1.0, 0.0, MASKED)
+                    sends = real_or(mask_base, rows, tokens, 1.0, 0.0, MASKED)
                     raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                     refined = careful_rows(
-                        raw, real, says, heard, score_scale, gamma, TAIL or MASKED, RECEIVES
+                        raw, real, sends, message_sums, score_scale, gamma, TAIL or MASKED, RECEIVES
                     ).to(v.dtype)
                     factor = keep_scale * inverse_or_zero(tl.sum(refined.to(tl.float32), 1), TAIL or MASKED)
                     if DROPS:
@@ -249,7 +249,7 @@ def short_backward(
     grad = load_rows(g_base, 0, tokens, g_row, KEYS, DIM, BLOCK_DIM, TAIL)
     high, _ = load_lse(lse_ptr + row_base, 0, places, tokens, PRECISE, TAIL)
     if RECEIVES:
-        heard = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), TAIL)
+        message_sums = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), TAIL)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if TAIL or MASKED:
         scores = tl.where(real[None, :], scores, float("-inf"))
@@ -262,14 +262,16 @@ def short_backward(
     u = a * inverse
     refined = a if RECEIVES == 2 else u
     if RECEIVES:
-        refined *= tl.exp2(heard)[None, :]
+        refined *= tl.exp2(message_sums)[None, :]
     total = tl.sum(refined, 1)
     if CAREFUL:  # noqa: SIM102 - Triton would evaluate both sides of "and"
         if tl.min(tl.where(high < float("inf"), total, 1.0), 0) < LOWEST:
             raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             bound = tl.where(real, float("inf"), float("-inf"))
-            says = tl.where(real & (high < float("inf")), 1.0, 0.0)
-            refined = careful_rows(raw, bound, says, heard, score_scale, gamma, TAIL or MASKED, RECEIVES)
+            is_sender = tl.where(real & (high < float("inf")), 1.0, 0.0)
+            refined = careful_rows(
+                raw, bound, is_sender, message_sums, score_scale, gamma, TAIL or MASKED, RECEIVES
+            )
             total = tl.sum(refined, 1)
     refined *= inverse_or_zero(total, TAIL or MASKED)[:, None]
 

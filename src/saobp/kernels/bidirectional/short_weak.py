@@ -96,7 +96,7 @@ def polynomial(e, slope, bend, inverse):
 
 
 @triton.jit
-def add_heard(sums, e, inverse, message):
+def add_log_messages(sums, e, inverse, message):
     """Adds messages of some rows to ``sums [keys, columns]``, in units of the slope at 0, in two columns.
 
     The product normalises rows: one column has the inverse of each row's sum, the next its rounding error.
@@ -119,19 +119,19 @@ def boosted_rows(e, inverse, message):
 
 
 @triton.jit
-def hear_and_boost(
-    sums, q, k, bound, says, rows, lse_base, tokens, score_scale, message,
+def add_messages_and_boost(
+    sums, q, k, bound, sends, rows, lse_base, tokens, score_scale, message,
     KIND: tl.constexpr, RECEIVES: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """``add_heard`` and ``boosted_rows`` of a part of the rows; padding rows send no message."""
+    """``add_log_messages`` and ``boosted_rows`` of a part of the rows; padding rows send no message."""
     fine, coarse, high, total = prior_rows(q, k, bound, score_scale, KIND, GAPS, PRECISION)
     if SAVES:
         store_lse(lse_base, rows, tokens, high, total, GAPS)
     inverse = inverse_or_zero(total, GAPS)
     if GAPS:
-        inverse *= says
+        inverse *= sends
     if RECEIVES:
-        sums = add_heard(sums, fine, inverse, message)
+        sums = add_log_messages(sums, fine, inverse, message)
     if RECEIVES != 2:
         coarse = boosted_rows(coarse, inverse, message)
     return sums, coarse
@@ -191,34 +191,34 @@ def short_weak_forward(
     fetch_for_later(k_ptr, k_batch, k_head, k_row, heads, group, length, KEYS, PACKED)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
     q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-    says = real_or(mask_base, rows, tokens, 1.0, 0.0, MASKED)
+    sends = real_or(mask_base, rows, tokens, 1.0, 0.0, MASKED)
     if SPLIT:
         rows_2 = rows + ROWS
         q_2 = load_rows(q_base, ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        says_2 = real_or(mask_base, rows_2, tokens, 1.0, 0.0, MASKED)
+        sends_2 = real_or(mask_base, rows_2, tokens, 1.0, 0.0, MASKED)
 
     sums = tl.zeros([KEYS, COLUMNS], tl.float32)
-    sums, refined = hear_and_boost(
-        sums, q, k, bound, says, rows, lse_ptr + row_base, tokens, score_scale, message,
+    sums, refined = add_messages_and_boost(
+        sums, q, k, bound, sends, rows, lse_ptr + row_base, tokens, score_scale, message,
         KIND, RECEIVES, GAPS, PRECISION, SAVES,
     )  # fmt: skip
     if SPLIT:
-        sums, refined_2 = hear_and_boost(
-            sums, q_2, k, bound, says_2, rows_2, lse_ptr + row_base, tokens, score_scale, message,
+        sums, refined_2 = add_messages_and_boost(
+            sums, q_2, k, bound, sends_2, rows_2, lse_ptr + row_base, tokens, score_scale, message,
             KIND, RECEIVES, GAPS, PRECISION, SAVES,
         )  # fmt: skip
 
     v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
     weight = tl.zeros([KEYS], tl.float32)
     if RECEIVES:
-        heard = tl.sum(sums, 1) * pair_logarithm(message)[0]
+        message_sums = tl.sum(sums, 1) * pair_logarithm(message)[0]
         if GAPS:
-            heard = tl.minimum(heard, bound)
-        peak = tl.max(heard, 0)
-        heard -= tl.where(peak == float("-inf"), 0.0, peak)
-        weight = tl.exp2(heard)
+            message_sums = tl.minimum(message_sums, bound)
+        peak = tl.max(message_sums, 0)
+        message_sums -= tl.where(peak == float("-inf"), 0.0, peak)
+        weight = tl.exp2(message_sums)
         if SAVES:
-            tl.store(key_part_ptr + row_base + places, heard, mask=places < tokens)
+            tl.store(key_part_ptr + row_base + places, message_sums, mask=places < tokens)
     weight = weight.to(KIND)
     seed = head_seed(seed_ptr, row_base, DROPS)
     store_refined(

@@ -170,7 +170,7 @@ def add_messages(
 
 
 @triton.jit
-def load_speakers(
+def load_sender_lse(
     lse_base, low_plane, mask_base, start, tokens,
     ROWS: tl.constexpr, TAIL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -185,17 +185,17 @@ def load_speakers(
 
 
 @triton.jit
-def store_heard(base, keys, tokens, mask_base, sums, unit, MASKED: tl.constexpr):
-    """Stores summed messages times ``unit``; minus infinity for padding keys. Returns the largest."""
-    heard = tl.sum(sums, 1) * unit
-    heard = tl.where(real_tokens(mask_base, keys, tokens, MASKED), heard, float("-inf"))
-    tl.store(base + keys, heard, mask=keys < tokens)
-    return tl.max(heard, 0)
+def store_message_sums(base, keys, tokens, mask_base, sums, unit, MASKED: tl.constexpr):
+    """Stores summed log messages times ``unit``; minus infinity for padding keys. Returns the largest."""
+    message_sums = tl.sum(sums, 1) * unit
+    message_sums = tl.where(real_tokens(mask_base, keys, tokens, MASKED), message_sums, float("-inf"))
+    tl.store(base + keys, message_sums, mask=keys < tokens)
+    return tl.max(message_sums, 0)
 
 
 @triton.jit
 def column_messages(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, senders_ptr, lse_ptr, strength_ptr, heard_ptr, peak_ptr, q_map,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, senders_ptr, lse_ptr, strength_ptr, message_sums_ptr, peak_ptr, q_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     heads, group, length, blocks, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
@@ -232,7 +232,9 @@ def column_messages(
         k_2 = load_rows(k_base, begin + PART, tokens, k_row, PART, DIM, BLOCK_DIM, True)
         sums_2 = tl.zeros([PART, COLUMNS], tl.float32)
     # A tile's log-sum-exp is prefetched before its product.
-    high, low = load_speakers(lse_ptr + row_base, low_plane, mask_base, 0, count, ROWS, TAIL, PRECISE, PADDED)
+    high, low = load_sender_lse(
+        lse_ptr + row_base, low_plane, mask_base, 0, count, ROWS, TAIL, PRECISE, PADDED
+    )
     for start in tl.range(0, count, ROWS):
         if STRIDE == 1:
             q = fetch_tile(queries, start, tokens, ROWS, DIM, BLOCK_DIM, TAIL, MAPPED)
@@ -246,23 +248,25 @@ def column_messages(
         sums = add_messages(sums, raw, high, low, score_scale, message, logarithm, PRECISE)
         if SPLIT:
             sums_2 = add_messages(sums_2, raw_2, high, low, score_scale, message, logarithm, PRECISE)
-        high, low = load_speakers(
+        high, low = load_sender_lse(
             lse_ptr + row_base, low_plane, mask_base, start + ROWS, count, ROWS, TAIL, PRECISE, PADDED
         )
-    peak = store_heard(heard_ptr + row_base, keys, tokens, mask_base, sums, unit, MASKED)
+    peak = store_message_sums(message_sums_ptr + row_base, keys, tokens, mask_base, sums, unit, MASKED)
     if SPLIT:
         keys += PART
-        peak_2 = store_heard(heard_ptr + row_base, keys, tokens, mask_base, sums_2, unit, MASKED)
+        peak_2 = store_message_sums(
+            message_sums_ptr + row_base, keys, tokens, mask_base, sums_2, unit, MASKED
+        )
         peak = tl.maximum(peak, peak_2)
     tl.store(peak_ptr + pid, peak)
 
 
 @triton.jit
 def key_weights(
-    heard_ptr, peak_ptr, weight_ptr, cu_ptr, heads, length, blocks,
+    message_sums_ptr, peak_ptr, weight_ptr, cu_ptr, heads, length, blocks,
     KEYS: tl.constexpr, BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """2^heard of each key relative to the head's largest; subtracts that from heard too. Padding keys get 0."""
+    """Subtracts the head's largest from the log-message sums c; weights 2^c of keys, 0 for padding."""
     pid = tl.program_id(0)
     block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, BLOCKS)
@@ -270,7 +274,7 @@ def key_weights(
     peak = tl.max(peaks, 0)
     keys = block * KEYS + tl.arange(0, KEYS)
     base = head_base(0, batch, head, first, heads, length)
-    heard = tl.load(heard_ptr + base + keys, mask=keys < tokens, other=float("-inf"))
-    heard -= tl.where(peak == float("-inf"), 0.0, peak)
-    tl.store(heard_ptr + base + keys, heard, mask=keys < tokens)
-    tl.store(weight_ptr + base + keys, tl.exp2(heard), mask=keys < tokens)
+    message_sums = tl.load(message_sums_ptr + base + keys, mask=keys < tokens, other=float("-inf"))
+    message_sums -= tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(message_sums_ptr + base + keys, message_sums, mask=keys < tokens)
+    tl.store(weight_ptr + base + keys, tl.exp2(message_sums), mask=keys < tokens)

@@ -22,15 +22,15 @@ import triton.language as tl
 
 from saobp.kernels.causal.block_indexing import key_walk, row_walk, slot_place
 from saobp.kernels.causal.forward import (
-    add_heard,
-    believed,
+    add_compensated,
+    beliefs_by_key,
     causal_scores,
-    heard_in_order,
     larger,
-    load_heard,
+    load_message_sums,
+    log_messages,
+    prior_and_beliefs,
     smaller,
-    spoken,
-    store_heard,
+    store_message_sums,
 )
 from saobp.kernels.causal.row_kernels import is_careful_head
 from saobp.kernels.library.arithmetic import (
@@ -60,9 +60,9 @@ def message_gradient(a, g, rows_real, message, PRECISE: tl.constexpr, MASKED: tl
 
 @triton.jit
 def _climb(
-    dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base, lse_base, low_plane,
-    belief_base, delta_base, past_base, later_base, length, span_start, start, stop, tokens, score_scale,
-    seed, drop_threshold, keep_scale,
+    dv, own, message_sums, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
+    lse_base, low_plane, belief_base, delta_base, past_base, later_base, length, span_start, start, stop, tokens,
+    score_scale, seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, TYPE: tl.constexpr,
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -80,15 +80,17 @@ def _climb(
         if EDGE:
             raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
-        messages = spoken(tl.exp2(scores), rows_real, message, PRECISE, MASKED)
+        messages = log_messages(tl.exp2(scores), rows_real, message, PRECISE, MASKED)
         if RECEIVES:
             place = slot_place((begin - span_start) // ROWS, span_start, length, ROWS, PACKED)
             later = tl.sum(v.to(tl.float32) * dv, 1) - own
             seen = keys < min(tokens, begin + ROWS)
             tl.store(later_base + place + keys, tl.where(keys_real, later, 0.0), mask=seen)
-            heard, lost = add_heard(heard, lost, -tl.sum(messages, 1), PRECISE)
-            tl.store(past_base + place + keys, tl.where(keys_real, heard + lost, 0.0), mask=seen)
-        beliefs = heard_in_order(scores, messages, (heard + lost)[:, None], ROWS, TYPE, RECEIVES, PRECISE)
+            message_sums, lost = add_compensated(message_sums, lost, -tl.sum(messages, 1), PRECISE)
+            tl.store(past_base + place + keys, tl.where(keys_real, message_sums + lost, 0.0), mask=seen)
+        beliefs = beliefs_by_key(
+            scores, messages, (message_sums + lost)[:, None], ROWS, TYPE, RECEIVES, PRECISE
+        )
         refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
         if RECEIVES:
             # The rounded weights that multiply dO, so that rounding errors cancel in ``later``.
@@ -99,13 +101,13 @@ def _climb(
             refined = tl.where(keep, refined * keep_scale, 0.0)
         grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, EDGE)
         dv = tl.dot(refined.to(grad.dtype), grad, dv, input_precision=PRECISION)
-    return dv, own, heard, lost
+    return dv, own, message_sums, lost
 
 
 @triton.jit(do_not_specialize=["section"])
 def causal_value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, belief_ptr, delta_ptr, heard_ptr, own_ptr, past_ptr, later_ptr, dv_ptr, head_lowest_ptr,
+    lse_ptr, belief_ptr, delta_ptr, message_sums_ptr, own_ptr, past_ptr, later_ptr, dv_ptr, head_lowest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, section, sums_plane, span_start, span_stop, low_plane, lowest_sum,
@@ -137,7 +139,9 @@ def causal_value_gradient(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-    heard, lost = load_heard(heard_ptr + row_base, low_plane, keys, tokens if RECEIVES else 0, PRECISE)
+    message_sums, lost = load_message_sums(
+        message_sums_ptr + row_base, low_plane, keys, tokens if RECEIVES else 0, PRECISE
+    )
     own = tl.zeros([KEYS], tl.float32)
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     if not LAST:
@@ -145,8 +149,8 @@ def causal_value_gradient(
         dv = load_rows(dv_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True).to(tl.float32)
     walk = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
     for leg in tl.static_range(2, -1, -1):
-        dv, own, heard, lost = _climb(
-            dv, own, heard, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
+        dv, own, message_sums, lost = _climb(
+            dv, own, message_sums, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
             lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
             later_ptr + sums_base, length, span_start,
             walk[leg], walk[leg + 1], tokens, score_scale, seed, drop_threshold, keep_scale,
@@ -155,7 +159,9 @@ def causal_value_gradient(
     dv = tl.where(keys_real[:, None], dv, 0.0)
     store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
     if RECEIVES:
-        store_heard(heard_ptr + row_base, low_plane, keys, tokens, keys_real, heard, lost, PRECISE)
+        store_message_sums(
+            message_sums_ptr + row_base, low_plane, keys, tokens, keys_real, message_sums, lost, PRECISE
+        )
         tl.store(own_ptr + row_base + keys, tl.where(keys_real, own, 0.0), mask=keys < tokens)
 
 
@@ -180,7 +186,7 @@ def _query_loop(
         past = load_vector(
             past_base + begin, local, stop - begin if RECEIVES else 0, 0.0, EDGE or not RECEIVES
         )
-        a, beliefs = believed(
+        a, beliefs = prior_and_beliefs(
             scores, rows_real, past[None, :], message, ROWS, TYPE, RECEIVES, PRECISE, MASKED
         )
         prior_k = tl.dot(a.to(k.dtype), k, prior_k, input_precision=PRECISION)
@@ -286,9 +292,9 @@ def _key_loop(
             raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         a = tl.exp2(scores)
-        messages = spoken(a, rows_real, message, PRECISE, MASKED)
+        messages = log_messages(a, rows_real, message, PRECISE, MASKED)
         past = load_vector(past_base + place, keys, seen if RECEIVES else 0, 0.0, True)[:, None]
-        beliefs = heard_in_order(scores, messages, past, ROWS, TYPE, RECEIVES, PRECISE)
+        beliefs = beliefs_by_key(scores, messages, past, ROWS, TYPE, RECEIVES, PRECISE)
         refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         if DROPS:

@@ -3,7 +3,7 @@
 1. ``causal_row_sums``: log-sum-exp of every row's scores.
 2. ``earlier_messages`` (over keys, from the first row down): sum of log messages about each key before each block of
    rows, ``past[block, key]``. Rows come in spans of bounded length, so that ``past`` is linear in the sequence;
-   ``heard[key]`` carries the sum from one span to the next and is complete after the last.
+   ``message_sums[key]`` carries the sum from one span to the next and is complete after the last.
 3. ``causal_output`` (over rows): within a tile the messages of earlier rows are a product with a strictly
    triangular matrix of ones; refined rows times values.
 
@@ -63,7 +63,7 @@ def larger(SIZE: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def spoken(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
+def log_messages(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
     """Log messages of a tile's rows, 0 for padding rows. ``rows_real`` is shaped to broadcast."""
     if PRECISE == 0:
         logarithm = pair_logarithm(message)
@@ -76,29 +76,31 @@ def spoken(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def add_heard(heard, lost, messages, PRECISE: tl.constexpr):
+def add_compensated(message_sums, lost, messages, PRECISE: tl.constexpr):
     """Adds messages to the sums; in full float32 compensated, with the rounding errors in ``lost``."""
-    total = heard + messages
+    total = message_sums + messages
     if PRECISE == 2:
-        added = total - heard
-        lost += (heard - (total - added)) + (messages - added)
+        added = total - message_sums
+        lost += (message_sums - (total - added)) + (messages - added)
     return total, lost
 
 
 @triton.jit
-def load_heard(heard_base, low_plane, keys, tokens, PRECISE: tl.constexpr):
+def load_message_sums(message_sums_base, low_plane, keys, tokens, PRECISE: tl.constexpr):
     """Sums and, in full float32, their rounding errors; 0 from ``tokens`` on."""
-    heard = load_vector(heard_base, keys, tokens, 0.0, True)
+    message_sums = load_vector(message_sums_base, keys, tokens, 0.0, True)
     if PRECISE == 2:
-        return heard, load_vector(heard_base + low_plane, keys, tokens, 0.0, True)
-    return heard, tl.zeros_like(heard)
+        return message_sums, load_vector(message_sums_base + low_plane, keys, tokens, 0.0, True)
+    return message_sums, tl.zeros_like(message_sums)
 
 
 @triton.jit
-def store_heard(heard_base, low_plane, keys, tokens, real, heard, lost, PRECISE: tl.constexpr):
-    tl.store(heard_base + keys, tl.where(real, heard, 0.0), mask=keys < tokens)
+def store_message_sums(
+    message_sums_base, low_plane, keys, tokens, real, message_sums, lost, PRECISE: tl.constexpr
+):
+    tl.store(message_sums_base + keys, tl.where(real, message_sums, 0.0), mask=keys < tokens)
     if PRECISE == 2:
-        tl.store(heard_base + low_plane + keys, tl.where(real, lost, 0.0), mask=keys < tokens)
+        tl.store(message_sums_base + low_plane + keys, tl.where(real, lost, 0.0), mask=keys < tokens)
 
 
 @triton.jit
@@ -174,8 +176,8 @@ def causal_row_sums(
 
 @triton.jit
 def _add_earlier(
-    heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
-    start, stop, tokens, score_scale,
+    message_sums, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length,
+    span_start, start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     EDGE: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +187,9 @@ def _add_earlier(
         rows = begin + local
         past_row = past_base + slot_place((begin - span_start) // ROWS, span_start, length, ROWS, PACKED)
         tl.store(
-            past_row + keys, tl.where(keys_real, heard + lost, 0.0), mask=keys < min(tokens, begin + ROWS)
+            past_row + keys,
+            tl.where(keys_real, message_sums + lost, 0.0),
+            mask=keys < min(tokens, begin + ROWS),
         )
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
         high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
@@ -195,13 +199,15 @@ def _add_earlier(
         if EDGE:
             raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
         a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
-        heard, lost = add_heard(heard, lost, tl.sum(spoken(a, True, message, PRECISE, False), 1), PRECISE)
-    return heard, lost
+        message_sums, lost = add_compensated(
+            message_sums, lost, tl.sum(log_messages(a, True, message, PRECISE, False), 1), PRECISE
+        )
+    return message_sums, lost
 
 
 @triton.jit(do_not_specialize=["section"])
 def earlier_messages(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, past_ptr, heard_ptr,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, past_ptr, message_sums_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     heads, group, length, blocks, section, sums_plane, span_start, span_stop, low_plane, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -222,19 +228,23 @@ def earlier_messages(
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     # Rows of earlier spans have seen only keys before the span.
-    heard, lost = load_heard(heard_ptr + row_base, low_plane, keys, min(span_start, tokens), PRECISE)
+    message_sums, lost = load_message_sums(
+        message_sums_ptr + row_base, low_plane, keys, min(span_start, tokens), PRECISE
+    )
     walk = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
     for leg in tl.static_range(3):
-        heard, lost = _add_earlier(
-            heard, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base, length, span_start,
-            walk[leg], walk[leg + 1], tokens, score_scale,
+        message_sums, lost = _add_earlier(
+            message_sums, lost, k, keys, keys_real, message, q_base, q_row, mask_base, lse_base, low_plane, past_base,
+            length, span_start, walk[leg], walk[leg + 1], tokens, score_scale,
             ROWS, DIM, BLOCK_DIM, leg != 1, PRECISE, MASKED, PACKED, PRECISION,
         )  # fmt: skip
-    store_heard(heard_ptr + row_base, low_plane, keys, tokens, keys_real, heard, lost, PRECISE)
+    store_message_sums(
+        message_sums_ptr + row_base, low_plane, keys, tokens, keys_real, message_sums, lost, PRECISE
+    )
 
 
 @triton.jit
-def believed(
+def prior_and_beliefs(
     scores, rows_real, past, message, ROWS: tl.constexpr, TYPE: tl.constexpr, RECEIVES: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -244,7 +254,7 @@ def believed(
     Without RECEIVES a row receives only its own message, inverted.
     """
     a = tl.exp2(scores)
-    messages = spoken(a, rows_real, message, PRECISE, MASKED)
+    messages = log_messages(a, rows_real, message, PRECISE, MASKED)
     if RECEIVES and PRECISE == 2:
         beliefs = scores + (past + tl.dot(larger(ROWS, TYPE), messages, input_precision="ieee"))
     elif RECEIVES:
@@ -256,10 +266,10 @@ def believed(
 
 
 @triton.jit
-def heard_in_order(
+def beliefs_by_key(
     scores, messages, past, ROWS: tl.constexpr, TYPE: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr
 ):  # fmt: skip
-    """Log beliefs of a tile ``[keys, ROWS]``: ``believed`` transposed. ``past`` is ``[keys, 1]``."""
+    """Log beliefs of a tile ``[keys, ROWS]``: ``prior_and_beliefs`` transposed. ``past`` is ``[keys, 1]``."""
     if RECEIVES and PRECISE == 2:
         return scores + (past + tl.dot(messages, smaller(ROWS, TYPE), input_precision="ieee"))
     if RECEIVES:
@@ -286,7 +296,7 @@ def _add_output(
         past = load_vector(
             past_base + begin, local, stop - begin if RECEIVES else 0, 0.0, EDGE or not RECEIVES
         )
-        _, beliefs = believed(
+        _, beliefs = prior_and_beliefs(
             scores, rows_real[:, None], past[None, :], message, ROWS, TYPE, RECEIVES, PRECISE, MASKED
         )
         raised = tl.maximum(top, tl.max(beliefs, 1))

@@ -113,7 +113,7 @@ def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
     floats, rows = torch.float32, spec.lse_shape
     lowest = spec.sequences * spec.heads * row_blocks(spec) if choose(spec).weak else 0
     return lay_out_buffer("saved", {
-        "lse": (rows, floats), "heard": (rows if spec.receives else (0,), floats),
+        "lse": (rows, floats), "message_sums": (rows if spec.receives else (0,), floats),
         "belief": (rows, floats), "lowest": ((lowest,), floats),
     }, alignment=4)  # fmt: skip
 
@@ -249,7 +249,7 @@ def _scratch_slices(spec: CallSpec, dtype: torch.dtype, dk_sums: str) -> tuple[d
     choice = choose(spec)
     slices: Saved = {
         "past": (sums_shape(spec), floats), "later": (sums_shape(spec), floats), "own": (rows, floats),
-        "heard_left": (spec.lse_shape if spec.receives else (0,), floats), "inverse": ((0,), floats),
+        "remaining_sums": (spec.lse_shape if spec.receives else (0,), floats), "inverse": ((0,), floats),
         "head_lowest": ((spec.sequences * spec.heads if choice.weak and choice.careful else 0,), floats),
     }  # fmt: skip
     if choice.weak:
@@ -292,7 +292,7 @@ def _add_weak_span(sweeps: Sweeps, numbers: dict[str, Any], dk_sums: str) -> Non
     start, stop = numbers["span_start"], numbers["span_stop"]
     sweeps.over_keys(
         weak_backward.weak_climb, "weak_climb", stop, numbers,
-        grad="scaled", heard="heard_left", after="own", dk=dk_sums,
+        grad="scaled", message_sums="remaining_sums", after="own", dk=dk_sums,
     )  # fmt: skip
     kernel = weak_backward.weak_query_gradient
     sweeps.over_rows(kernel, "weak_query_gradient", stop - start, numbers, grad="scaled")
@@ -300,7 +300,7 @@ def _add_weak_span(sweeps: Sweeps, numbers: dict[str, Any], dk_sums: str) -> Non
 
 def _add_careful_span(sweeps: Sweeps, numbers: dict[str, Any]) -> None:
     start, stop = numbers["span_start"], numbers["span_stop"]
-    named = {"delta": "careful_delta", "heard": "heard_left"}
+    named = {"delta": "careful_delta", "message_sums": "remaining_sums"}
     sweeps.over_keys(backward.causal_value_gradient, "value_gradient", stop, numbers, **named)
     sweeps.over_rows(backward.causal_query_gradient, "query_gradient", stop - start, numbers, **named)
     sweeps.over_keys(backward.causal_key_gradient, "key_gradient", stop, numbers, **named)

@@ -8,12 +8,12 @@ import triton.language as tl
 
 @triton.jit
 def prepared_rows(
-    heard_ptr, belief_ptr, heard_left_ptr, inverse_ptr, count, SIZE: tl.constexpr, WEAK: tl.constexpr
+    message_sums_ptr, belief_ptr, remaining_sums_ptr, inverse_ptr, count, SIZE: tl.constexpr, WEAK: tl.constexpr
 ):  # fmt: skip
     """Copies the sums of messages, from which sweeps then subtract rows; if WEAK, also inverse normalisers."""
     places = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     real = places < count
-    tl.store(heard_left_ptr + places, tl.load(heard_ptr + places, mask=real), mask=real)
+    tl.store(remaining_sums_ptr + places, tl.load(message_sums_ptr + places, mask=real), mask=real)
     if WEAK:
         belief = tl.load(belief_ptr + places, mask=real, other=0.0)
         tl.store(inverse_ptr + places, tl.exp2(-belief), mask=real)

@@ -31,9 +31,9 @@ from saobp.kernels.causal.weak_forward import (
     store_pairs,
     store_sums,
     sums_over_rows,
+    weak_log_messages,
     weak_prior,
     weak_scores,
-    weak_spoken,
     weak_triangle,
 )
 from saobp.kernels.library.arithmetic import (
@@ -82,20 +82,20 @@ def score_gradients(u, d_weights, refined, d_logits, triangle, later, pair):
     """
     KIND: tl.constexpr = d_logits.dtype
     g = rounded(tl.dot(d_logits, triangle, input_precision="ieee"), KIND)
-    heard = multiply(u, multiply_add(g, -pair[0], later.to(KIND)[:, None]))
-    return multiply_add(d_weights, refined, heard)
+    through_messages = multiply(u, multiply_add(g, -pair[0], later.to(KIND)[:, None]))
+    return multiply_add(d_weights, refined, through_messages)
 
 
 @triton.jit
 def _climb(
-    dv, dk, heard, after, k, v, keys, keys_real, gamma, logarithm, pair, queries, gradients, mask_base,
+    dv, dk, message_sums, after, k, v, keys, keys_real, gamma, logarithm, pair, queries, gradients, mask_base,
     pair_base, sums_base, length, span_start, start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS.
 
-    ``heard`` is the sum of messages after the tile; later rows' messages are subtracted from it. ``after``
+    ``message_sums`` holds log messages up to the tile's last row, the tile's are then subtracted. ``after``
     ``[keys, 16]`` has the sum of dT so far in every column.
     """
     KIND: tl.constexpr = k.dtype
@@ -116,15 +116,18 @@ def _climb(
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         raw = weak_scores(raw, keys, rows, keys_real, EDGE, False)
-        scores, _, speaking = weak_prior(raw, high, rows_real, score_scale, MASKED)
-        u = boosted(rounded(speaking, KIND), pair)
+        scores, _, sender_prior = weak_prior(raw, high, rows_real, score_scale, MASKED)
+        u = boosted(rounded(sender_prior, KIND), pair)
         scores0, scores1 = halves(scores)
-        speaking0, speaking1 = halves(speaking)
-        messages0, messages1 = weak_spoken(speaking0, logarithm), weak_spoken(speaking1, logarithm)
-        beliefs1 = tl.dot(messages1, back, scores1 + heard[:, None])
-        heard -= sums_over_rows(messages1, ones) * logarithm[0]
-        beliefs0 = tl.dot(messages0, back, scores0 + heard[:, None])
-        heard -= sums_over_rows(messages0, ones) * logarithm[0]
+        sender_prior0, sender_prior1 = halves(sender_prior)
+        messages0, messages1 = (
+            weak_log_messages(sender_prior0, logarithm),
+            weak_log_messages(sender_prior1, logarithm),
+        )
+        beliefs1 = tl.dot(messages1, back, scores1 + message_sums[:, None])
+        message_sums -= sums_over_rows(messages1, ones) * logarithm[0]
+        beliefs0 = tl.dot(messages0, back, scores0 + message_sums[:, None])
+        message_sums -= sums_over_rows(messages0, ones) * logarithm[0]
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         refined = joined(rounded(tl.exp2(beliefs0), KIND), rounded(tl.exp2(beliefs1), KIND))
         keep = rows_real[None, :]
@@ -140,15 +143,15 @@ def _climb(
         d_scores = score_gradients(u, d_weights, refined, d_logits, ahead, later, pair)
         dk = tl.dot(d_scores, q, dk, input_precision=PRECISION)
         seen = min(tokens, begin + ROWS) if EDGE else tokens
-        store_key_pairs(sums_base + 2 * place, keys, seen, keys_real, heard, later, MASKED)
+        store_key_pairs(sums_base + 2 * place, keys, seen, keys_real, message_sums, later, MASKED)
         place -= length if PACKED else begin
-    return dv, dk, heard, after
+    return dv, dk, message_sums, after
 
 
 @triton.jit(do_not_specialize=["section"])
 def weak_climb(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    pairs_ptr, head_lowest_ptr, heard_ptr, after_ptr, sums_ptr, dv_ptr, dk_ptr, q_map, grad_map,
+    pairs_ptr, head_lowest_ptr, message_sums_ptr, after_ptr, sums_ptr, dv_ptr, dk_ptr, q_map, grad_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, section, sums_plane, span_start, span_stop, lowest_sum,
@@ -182,7 +185,7 @@ def weak_climb(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-    heard = load_vector(heard_ptr + row_base, keys, tokens, 0.0, True)
+    message_sums = load_vector(message_sums_ptr + row_base, keys, tokens, 0.0, True)
     after = tl.zeros([KEYS, 16], tl.float32)
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
@@ -192,9 +195,9 @@ def weak_climb(
         dk = load_rows(dk_base, block * KEYS, tokens, d_row, KEYS, DIM, BLOCK_DIM, True)
     walk = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
     for leg in tl.static_range(2, -1, -1):
-        dv, dk, heard, after = _climb(
-            dv, dk, heard, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients, mask_base,
-            pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
+        dv, dk, message_sums, after = _climb(
+            dv, dk, message_sums, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients,
+            mask_base, pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
             walk[leg], walk[leg + 1], tokens, score_scale, seed, drop_threshold, keep_scale,
             ROWS, DIM, BLOCK_DIM, leg != 1, MASKED, PACKED, DROPS, PRECISION, MAPPED,
         )  # fmt: skip
@@ -205,7 +208,7 @@ def weak_climb(
     dk = tl.where(keys_real[:, None], dk, 0.0)
     store_rows(dv_base, block * KEYS, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
     store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)
-    store_sums(heard_ptr + row_base, keys, tokens, keys_real, heard, MASKED)
+    store_sums(message_sums_ptr + row_base, keys, tokens, keys_real, message_sums, MASKED)
     store_sums(after_ptr + row_base, keys, tokens, keys_real, any_column(after), MASKED)
 
 
@@ -229,9 +232,9 @@ def _query_loop(
         raw = weak_scores(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, MASKED
         )
-        scores, a, speaking = weak_prior(raw, high, rows_real, score_scale, MASKED)
+        scores, a, sender_prior = weak_prior(raw, high, rows_real, score_scale, MASKED)
         prior = rounded(a, KIND)
-        beliefs = tl.dot(weak_spoken(speaking, logarithm), triangle, scores + past[:, None])
+        beliefs = tl.dot(weak_log_messages(sender_prior, logarithm), triangle, scores + past[:, None])
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         refined = rounded(tl.exp2(beliefs), KIND)
         prior_k = tl.dot(tl.trans(k), prior, prior_k, input_precision=PRECISION)
@@ -240,7 +243,7 @@ def _query_loop(
             keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
         d_weights = weight_gradients(d_rows, delta, keep, keep_scale, KIND, DROPS)
         d_logits = multiply(d_weights, refined)
-        u = boosted(rounded(speaking, KIND), pair)
+        u = boosted(rounded(sender_prior, KIND), pair)
         d_scores = score_gradients(u, d_weights, refined, d_logits, larger(ROWS, KIND), later, pair)
         row_terms = add_rows(row_terms, d_scores)
         dq = tl.dot(tl.trans(k), d_scores, dq, input_precision=PRECISION)

@@ -48,7 +48,7 @@ def weak_prior(raw, high, rows_real, score_scale, MASKED: tl.constexpr):
 
 
 @triton.jit
-def weak_spoken(a, logarithm):
+def weak_log_messages(a, logarithm):
     """Log messages over their slope, in float16."""
     return short_log2(rounded(a, tl.float16), logarithm)
 
@@ -144,7 +144,7 @@ def store_key_pairs(base, keys, tokens, keys_real, one, two, MASKED: tl.constexp
 
 @triton.jit
 def _add_weak(
-    heard, k, keys, keys_real, logarithm, queries, mask_base, lse_base, past_base, length, span_start,
+    message_sums, k, keys, keys_real, logarithm, queries, mask_base, lse_base, past_base, length, span_start,
     start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
@@ -157,7 +157,7 @@ def _add_weak(
         local = tl.arange(0, ROWS)
         rows = begin + local
         seen = min(tokens, begin + ROWS) if EDGE else tokens
-        store_sums(past_base + place, keys, seen, keys_real, heard, MASKED)
+        store_sums(past_base + place, keys, seen, keys_real, message_sums, MASKED)
         place += length if PACKED else begin + ROWS
         q = fetch_tile(queries, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
         high = load_vector(lse_base + begin, local, tokens - begin, float("inf"), EDGE)
@@ -167,13 +167,13 @@ def _add_weak(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, False
         )
         _, a, _ = weak_prior(raw, high, keys_real, score_scale, False)
-        heard += sums_over_rows(weak_spoken(a, logarithm), ones) * logarithm[0]
-    return heard
+        message_sums += sums_over_rows(weak_log_messages(a, logarithm), ones) * logarithm[0]
+    return message_sums
 
 
 @triton.jit(do_not_specialize=["section"])
 def weak_messages(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, past_ptr, heard_ptr, q_map,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, strength_ptr, past_ptr, message_sums_ptr, q_map,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     heads, group, length, blocks, section, sums_plane, span_start, span_stop, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -193,15 +193,15 @@ def weak_messages(
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     logarithm = pair_logarithm(head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2))
     # Rows of earlier spans have seen only keys before the span.
-    heard = load_vector(heard_ptr + row_base, keys, min(span_start, tokens), 0.0, True)
+    message_sums = load_vector(message_sums_ptr + row_base, keys, min(span_start, tokens), 0.0, True)
     walk = row_walk(block * KEYS, span_start, span_stop, tokens, ROWS, KEYS)
     for leg in tl.static_range(3):
-        heard = _add_weak(
-            heard, k, keys, keys_real, logarithm, queries, mask_base, lse_ptr + row_base, past_base, length, span_start,
-            walk[leg], walk[leg + 1], tokens, score_scale,
+        message_sums = _add_weak(
+            message_sums, k, keys, keys_real, logarithm, queries, mask_base, lse_ptr + row_base, past_base, length,
+            span_start, walk[leg], walk[leg + 1], tokens, score_scale,
             ROWS, DIM, BLOCK_DIM, leg != 1, MASKED, PACKED, PRECISION, MAPPED,
         )  # fmt: skip
-    store_sums(heard_ptr + row_base, keys, tokens, keys_real, heard, MASKED)
+    store_sums(message_sums_ptr + row_base, keys, tokens, keys_real, message_sums, MASKED)
 
 
 @triton.jit
@@ -221,9 +221,9 @@ def _add_output(
         raw = weak_scores(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, MASKED
         )
-        scores, _, speaking = weak_prior(raw, high, rows_real, score_scale, MASKED)
+        scores, _, sender_prior = weak_prior(raw, high, rows_real, score_scale, MASKED)
         v = fetch_tile(value_states, begin, tokens, KEYS, DIM, BLOCK_DIM, EDGE, MAPPED)
-        beliefs = tl.dot(weak_spoken(speaking, logarithm), triangle, scores + past[:, None])
+        beliefs = tl.dot(weak_log_messages(sender_prior, logarithm), triangle, scores + past[:, None])
         refined = rounded(tl.exp2(beliefs), v.dtype)
         # The rounded weights that multiply values, so that a row that sees one key returns exactly its value.
         totals = add_rows(totals, refined)

@@ -141,7 +141,8 @@ def prior_rows(raw, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr):
 
 @gluon.jit
 def strong_rows(
-    raw, bound, score_scale, gamma, says, KIND: tl.constexpr, RECEIVES: tl.constexpr, GAPS: tl.constexpr, STRIDE: tl.constexpr
+    raw, bound, score_scale, gamma, sends,
+    KIND: tl.constexpr, RECEIVES: tl.constexpr, GAPS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """For any strength: messages of pairs of rows, refined weights without the keys' factors, largest scores and sums."""
     if GAPS:
@@ -153,14 +154,14 @@ def strong_rows(
     total = gl.sum(e, 1)
     slope = gamma * inverse_or_zero(total, GAPS)
     if GAPS or STRIDE > 1:
-        slope *= says
+        slope *= sends
     sent, refined = messages_and_weights(e, slope, KIND, RECEIVES == 2)
     return sent, gl.convert_layout(refined, product_layout(KEYS, gl.num_warps())), high, total
 
 
 @gluon.jit
-def say(messages, factors, fine, inverse, message):
-    """Stores the rows' messages in shared memory, and the factors of ``short_weak.add_heard`` that normalise them."""
+def store_messages(messages, factors, fine, inverse, message):
+    """Stores log messages in shared memory, and the factors of ``short_weak.add_log_messages`` that normalise them."""
     unit, slope, bend = pair_logarithm(message)
     messages.store(polynomial(fine, slope.to(gl.float32), bend.to(gl.float32), inverse))
     narrow: tl.constexpr = narrow_layout(gl.num_warps())
@@ -183,24 +184,26 @@ def key_weights(
     sums, memory, key_part_base, mask_base, length, message, share,
     STRONG: tl.constexpr, MASKED: tl.constexpr, GAPS: tl.constexpr, SAVES: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Factors of keys from their summed messages. Each warp takes all keys: no reduction across warps for the largest."""
+    """Weights of keys from their log-message sums. Each warp takes all keys: no reduction across warps for the largest."""
     spread: tl.constexpr = gl.BlockedLayout([KEYS // 32], [32], [gl.num_warps()], [0])
     if STRONG:
         memory.store(gl.max(sums, 1))
-        heard = memory.load(spread)
+        message_sums = memory.load(spread)
     else:
         memory.store(gl.sum(sums, 1))
-        heard = memory.load(spread) * pair_logarithm(message)[0]
+        message_sums = memory.load(spread) * pair_logarithm(message)[0]
     if STRIDE > 1:
-        heard *= share
+        message_sums *= share
     keys = gl.arange(0, KEYS, spread)
     if GAPS:
-        heard = gl.minimum(heard, real_or(mask_base, keys, length, float("inf"), float("-inf"), MASKED))
-    peak = gl.max(heard, 0)
-    heard -= gl.where(peak == float("-inf"), 0.0, peak)
+        message_sums = gl.minimum(
+            message_sums, real_or(mask_base, keys, length, float("inf"), float("-inf"), MASKED)
+        )
+    peak = gl.max(message_sums, 0)
+    message_sums -= gl.where(peak == float("-inf"), 0.0, peak)
     if SAVES:
-        gl.store(key_part_base + keys, heard, mask=keys < length)
-    return gl.exp2(heard)
+        gl.store(key_part_base + keys, message_sums, mask=keys < length)
+    return gl.exp2(message_sums)
 
 
 @gluon.jit
@@ -248,7 +251,7 @@ def short_hopper_forward(
     factors = gl.allocate_shared_memory(gl.float16, [COLUMNS, SENT], tile_layout()).permute((1, 0))
     if STRONG:
         factors.store(gl.full([SENT, COLUMNS], 1.0, gl.float16, narrow_layout(WARPS)))
-    heard_memory = gl.allocate_shared_memory(gl.float32, [KEYS], plain)
+    sums_memory = gl.allocate_shared_memory(gl.float32, [KEYS], plain)
     weight_memory = gl.allocate_shared_memory(KIND, [KEYS], plain)
     # The output reuses the shared memory of the messages, which are no longer needed.
     out_memory = whole_messages._reinterpret(KIND, [1, 1, KEYS, DIM], out_map.layout)
@@ -303,11 +306,11 @@ def short_hopper_forward(
                 fetch(k_map, next_batch, next_key_head, k_memory, k_ready)
             rows = part * ROWS + gl.arange(0, ROWS, by_row)
             if STRONG:
-                says = real_or(mask_base, rows, length, 1.0, 0.0, MASKED) if GAPS else 1.0
+                sends = real_or(mask_base, rows, length, 1.0, 0.0, MASKED) if GAPS else 1.0
                 if STRIDE > 1:
-                    says *= gl.where(rows % STRIDE == 0, 1.0, 0.0)
+                    sends *= gl.where(rows % STRIDE == 0, 1.0, 0.0)
                 fine, coarse, high, total = strong_rows(
-                    raw, bound, score_scale, message[0], says, KIND, RECEIVES, GAPS, STRIDE
+                    raw, bound, score_scale, message[0], sends, KIND, RECEIVES, GAPS, STRIDE
                 )
             else:
                 fine, coarse, high, total = prior_rows(raw, bound, score_scale, KIND, GAPS)
@@ -322,7 +325,7 @@ def short_hopper_forward(
                 if GAPS:
                     inverse *= real_or(mask_base, rows, length, 1.0, 0.0, MASKED)
                 if RECEIVES:
-                    say(messages, factors, fine, inverse, message)
+                    store_messages(messages, factors, fine, inverse, message)
                 if RECEIVES != 2:
                     coarse = boosted_rows(coarse, inverse, message)
             if RECEIVES:
@@ -334,7 +337,7 @@ def short_hopper_forward(
         if RECEIVES:
             sums = warpgroup_mma_wait(0, deps=(sums,))
             weight = key_weights(
-                sums, heard_memory, key_part_ptr + row_base, mask_base, length, message, share,
+                sums, sums_memory, key_part_ptr + row_base, mask_base, length, message, share,
                 STRONG, MASKED, GAPS, SAVES or STRONG, STRIDE,
             )  # fmt: skip
             weight_memory.store(weight.to(KIND))

@@ -44,8 +44,8 @@ def biased_weights(raw, bias, high, low, score_scale, PRECISE: tl.constexpr):
 
 @triton.jit
 def key_value_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, senders_ptr, seed_ptr, heard_ptr, belief_ptr, delta_ptr,
-    dk_ptr, dv_ptr, heard_grad_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, senders_ptr, seed_ptr, message_sums_ptr, belief_ptr, delta_ptr,
+    dk_ptr, dv_ptr, sums_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, low_plane, scale, score_scale, drop_threshold, keep_scale,
@@ -70,10 +70,10 @@ def key_value_gradient(
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
-    bias = load_vector(heard_ptr + row_base, keys, tokens, float("-inf"), True)[:, None]
+    bias = load_vector(message_sums_ptr + row_base, keys, tokens, float("-inf"), True)[:, None]
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
-    heard_grad = tl.zeros([KEYS], tl.float32)
+    sums_grad = tl.zeros([KEYS], tl.float32)
     for start in tl.range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
         q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
@@ -90,18 +90,18 @@ def key_value_gradient(
             dropped = tl.where(keep, dropped, 0.0)
         dv = tl.dot(dropped, grad, dv, input_precision=PRECISION)
         d_logits = refined * (d_rows - delta[None, :])
-        heard_grad += tl.sum(d_logits, 1)
+        sums_grad += tl.sum(d_logits, 1)
         dk = tl.dot(d_logits.to(KIND), q, dk, input_precision=PRECISION)
     if DROPS:
         dv *= keep_scale
     store_rows(dv_ptr + d_base, begin, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
     store_rows(dk_ptr + d_base, begin, tokens, d_row, dk * scale, KEYS, DIM, BLOCK_DIM)
-    tl.store(heard_grad_ptr + row_base + keys, heard_grad * share, mask=keys < tokens)
+    tl.store(sums_grad_ptr + row_base + keys, sums_grad * share, mask=keys < tokens)
 
 
 @triton.jit
 def sender_query_gradient(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, senders_ptr, strength_ptr, lse_ptr, heard_grad_ptr,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, senders_ptr, strength_ptr, lse_ptr, sums_grad_ptr,
     dq_ptr, strength_grad_ptr, row_term_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, d_batch, d_head, d_row,
     heads, group, length, blocks, low_plane, scale, score_scale, sign, r0, r1, r2, l0, l1, l2,
@@ -130,12 +130,12 @@ def sender_query_gradient(
         keys = start + tl.arange(0, KEYS)
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
         keys_real = real_tokens(mask_base, keys, tokens, MASKED)[None, :]
-        heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
+        sums_grad = load_vector(sums_grad_ptr + row_base, keys, tokens, 0.0, TAIL)[None, :]
         scores, a = prior_weights(
             tl.dot(q, tl.trans(k), input_precision=PRECISION), high[:, None], low[:, None], keys_real,
             score_scale, TAIL or MASKED, PRECISE,
         )  # fmt: skip
-        h = a * inverse_message(a, message, PRECISE) * heard_grad
+        h = a * inverse_message(a, message, PRECISE) * sums_grad
         sums += tl.sum(h, 1)
         rounded = h.to(KIND)
         rounded_sums += tl.sum(
@@ -156,7 +156,7 @@ def sender_query_gradient(
 
 @triton.jit
 def query_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, cu_ptr, sends_ptr, seed_ptr, heard_ptr, belief_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, cu_ptr, sends_ptr, seed_ptr, message_sums_ptr, belief_ptr, delta_ptr,
     dq_ptr, strength_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
@@ -187,7 +187,7 @@ def query_gradient(
         keys = start + tl.arange(0, KEYS)
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-        bias = load_vector(heard_ptr + row_base, keys, tokens, float("-inf"), TAIL)[None, :]
+        bias = load_vector(message_sums_ptr + row_base, keys, tokens, float("-inf"), TAIL)[None, :]
         raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         refined = biased_weights(raw, bias, high[:, None], low[:, None], score_scale, PRECISE)
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
@@ -210,7 +210,7 @@ def query_gradient(
 
 @triton.jit
 def sender_key_gradient(
-    q_ptr, k_ptr, mask_ptr, cu_ptr, senders_ptr, strength_ptr, lse_ptr, heard_grad_ptr, row_term_ptr, dk_ptr,
+    q_ptr, k_ptr, mask_ptr, cu_ptr, senders_ptr, strength_ptr, lse_ptr, sums_grad_ptr, row_term_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, d_batch, d_head, d_row,
     heads, group, length, blocks, low_plane, scale, score_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
@@ -228,7 +228,7 @@ def sender_key_gradient(
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
-    heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens, 0.0, True)[:, None]
+    sums_grad = load_vector(sums_grad_ptr + row_base, keys, tokens, 0.0, True)[:, None]
     changes = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     for start in tl.range(0, count, ROWS):
         rows = start + tl.arange(0, ROWS)
@@ -238,7 +238,7 @@ def sender_key_gradient(
         scores, a = prior_weights(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows, score_scale, False, PRECISE
         )  # fmt: skip
-        d_scores = a * (row_term - inverse_message(a, message, PRECISE) * heard_grad)
+        d_scores = a * (row_term - inverse_message(a, message, PRECISE) * sums_grad)
         changes = tl.dot(d_scores.to(q.dtype), q, changes, input_precision=PRECISION)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     changes = tl.where(keys_real[:, None], changes * (message[0] * scale), 0.0)

@@ -45,7 +45,7 @@ def add_tile(
 
 @triton.jit
 def with_maximum(
-    q, k_base, v_base, heard_base, peak, seed, rows, tokens, k_row, v_row, score_scale, drop_threshold,
+    q, k_base, v_base, message_sums_base, peak, seed, rows, tokens, k_row, v_row, score_scale, drop_threshold,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output, sum of weights and reference of some rows, with a running maximum, in narrow tiles."""
@@ -58,7 +58,7 @@ def with_maximum(
         keys = start + tl.arange(0, KEYS)
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
-        bias = load_vector(heard_base, keys, tokens, float("-inf"), True) - peak
+        bias = load_vector(message_sums_base, keys, tokens, float("-inf"), True) - peak
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale + bias[None, :]
         raised = tl.maximum(top, tl.max(scores, 1))
         reference = tl.where(raised == float("-inf"), 0.0, raised)
@@ -74,8 +74,8 @@ def with_maximum(
 
 @triton.jit
 def finish_rows(
-    out, totals, reference, q, k_base, v_base, out_ptr, rest_ptr, out_offset, heard_base, belief_base, low_plane, peak, seed,
-    begin, tokens, k_row, v_row, o_row, score_scale, drop_threshold, keep_scale,
+    out, totals, reference, q, k_base, v_base, out_ptr, rest_ptr, out_offset, message_sums_base, belief_base,
+    low_plane, peak, seed, begin, tokens, k_row, v_row, o_row, score_scale, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PRECISE: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr,
     PRECISION: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,7 @@ def finish_rows(
     # ANCHORED: of a first tile with a real key the largest weight is 1.
     if (tl.max(total) > 1e37) | (tl.min(total) < (0.5 if ANCHORED else 1e-28)):
         out, total, reference = with_maximum(
-            q, k_base, v_base, heard_base, peak, seed, rows, tokens, k_row, v_row, score_scale, drop_threshold,
+            q, k_base, v_base, message_sums_base, peak, seed, rows, tokens, k_row, v_row, score_scale, drop_threshold,
             DIM, BLOCK_DIM, DROPS, PRECISION,
         )  # fmt: skip
     out *= tl.where(total > 0, keep_scale / total, 0.0)[:, None]
@@ -100,16 +100,16 @@ def finish_rows(
 
 @triton.jit
 def biased_output(
-    q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, seed_ptr, heard_ptr, peak_ptr, rest_ptr, belief_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, seed_ptr, message_sums_ptr, peak_ptr, rest_ptr, belief_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, blocks, peaks, low_plane, score_scale, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr, PRECISION: tl.constexpr,
     SPLIT: tl.constexpr, ANCHORED: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
-    """Output of a block of rows, if SPLIT in two halves. ``heard`` is minus infinity for padding keys, which hides them.
+    """Output of a block of rows, if SPLIT in two halves. ``message_sums`` is minus infinity for padding keys.
 
-    ``peaks`` blocks of keys have their largest ``heard`` each; PEAKS is that number as a power of two.
+    ``peaks`` is the number of blocks of keys, with a largest sum each; PEAKS is it as a power of two.
     """
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * ROWS >= tokens:
@@ -129,7 +129,7 @@ def biased_output(
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     ones = tl.full([KEYS, 16], 1.0, v_ptr.dtype.element_ty)
     k = load_rows(k_base, 0, tokens if ANCHORED else 0, k_row, KEYS, DIM, BLOCK_DIM, True)
-    bias = load_vector(heard_ptr + row_base, tl.arange(0, KEYS), tokens, float("-inf"), True) - peak
+    bias = load_vector(message_sums_ptr + row_base, tl.arange(0, KEYS), tokens, float("-inf"), True) - peak
     q = load_rows(q_base, begin, tokens, q_row, PART, DIM, BLOCK_DIM, True)
     reference = first_reference(q, k, bias, score_scale, PRECISION, ANCHORED)
     out = tl.zeros([PART, BLOCK_DIM], tl.float32)
@@ -143,7 +143,7 @@ def biased_output(
         keys = start + tl.arange(0, KEYS)
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-        bias = load_vector(heard_ptr + row_base, keys, tokens, float("-inf"), TAIL) - peak
+        bias = load_vector(message_sums_ptr + row_base, keys, tokens, float("-inf"), TAIL) - peak
         raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SPLIT:
             raw_2 = tl.dot(q_2, tl.trans(k), input_precision=PRECISION)
@@ -157,13 +157,13 @@ def biased_output(
                 PRECISE, DROPS, PRECISION, ANCHORED,
             )  # fmt: skip
     finish_rows(
-        out, totals, reference, q, k_base, v_base, out_ptr, rest_ptr, out_offset, heard_ptr + row_base,
+        out, totals, reference, q, k_base, v_base, out_ptr, rest_ptr, out_offset, message_sums_ptr + row_base,
         belief_ptr + row_base, low_plane, peak, seed, begin, tokens, k_row, v_row, o_row, score_scale, drop_threshold,
         keep_scale, DIM, BLOCK_DIM, PRECISE, DROPS, SAVES, PRECISION, ANCHORED,
     )  # fmt: skip
     if SPLIT:
         finish_rows(
-            out_2, totals_2, reference_2, q_2, k_base, v_base, out_ptr, rest_ptr, out_offset, heard_ptr + row_base,
-            belief_ptr + row_base, low_plane, peak, seed, begin + PART, tokens, k_row, v_row, o_row, score_scale,
-            drop_threshold, keep_scale, DIM, BLOCK_DIM, PRECISE, DROPS, SAVES, PRECISION, ANCHORED,
+            out_2, totals_2, reference_2, q_2, k_base, v_base, out_ptr, rest_ptr, out_offset,
+            message_sums_ptr + row_base, belief_ptr + row_base, low_plane, peak, seed, begin + PART, tokens, k_row, v_row,
+            o_row, score_scale, drop_threshold, keep_scale, DIM, BLOCK_DIM, PRECISE, DROPS, SAVES, PRECISION, ANCHORED,
         )  # fmt: skip

@@ -65,7 +65,7 @@ def saved_slices(spec: CallSpec, buffer: str = "saved") -> tuple[dict[str, Buffe
     peaks = spec.programs(sweep_block(spec, "column_messages").keys)
     listed = spec.masked and spec.stride > 1
     return lay_out_buffer(buffer, {
-        "lse": (spec.lse_shape, floats), "heard": (rows, floats), "belief": (spec.lse_shape, floats),
+        "lse": (spec.lse_shape, floats), "message_sums": (rows, floats), "belief": (spec.lse_shape, floats),
         "peak": ((peaks,), floats),
         "senders": ((spec.batch, spec.senders + 2) if listed else (0,), torch.int32),
         "sends": ((spec.batch, spec.length) if listed else (0,), torch.int32),
@@ -100,7 +100,7 @@ BACKWARD_NAMES = (*INPUT_NAMES, "grad", "out", "saved", "rest", "dq", "dk", "dv"
 
 def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tensor) -> LaunchPlan:
     rows = (spec.rows_shape, torch.float32)
-    scratch, size = lay_out_buffer("scratch", {"delta": rows, "heard_grad": rows, "row_term": rows})
+    scratch, size = lay_out_buffer("scratch", {"delta": rows, "sums_grad": rows, "row_term": rows})
     slices = saved_slices(spec)[0] | scratch
     launches = LaunchSequence(tensors.query.device, BACKWARD_NAMES, slices)
     numbers = _numbers(spec, tensors) | strides("g", grad) | named_strides("d", spec.gradient_strides)

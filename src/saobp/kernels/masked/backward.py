@@ -11,7 +11,7 @@ CAUSAL: in the place of dT - dc stands -S, the sum of dT over later rows. Sweep 
 block of rows and the keys that the block sees (``future``). In a collapsed row both products of dQ are then much larger than
 their difference, so the rounding errors of their tiles are multiplied too (``add_product``).
 
-Names in the code: ``delta`` is D, ``d_logits`` dT, ``heard_grad`` dc or S, ``d_message`` H, ``gamma_grad`` E.
+Names in the code: ``delta`` is D, ``d_logits`` dT, ``sums_grad`` dc or S, ``d_message`` H, ``gamma_grad`` E.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def row_products(
 @triton.jit
 def masked_value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, key_spans_ptr,
-    lse_ptr, heard_ptr, past_ptr, belief_ptr, delta_ptr, dv_ptr, heard_grad_ptr, future_ptr,
+    lse_ptr, message_sums_ptr, past_ptr, belief_ptr, delta_ptr, dv_ptr, sums_grad_ptr, future_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
     heads, group, length, blocks, window, back, slots, lowest, low_plane, score_scale, sign, drop_threshold, keep_scale,
@@ -87,10 +87,12 @@ def masked_value_gradient(
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
-    heard = load_vector(heard_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True)
+    message_sums = load_vector(
+        message_sums_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True
+    )
     v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
-    heard_grad = tl.zeros([KEYS], tl.float32)
+    sums_grad = tl.zeros([KEYS], tl.float32)
     span_base = key_spans_ptr + batch * s_batch + head * s_head
     start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED, False, CAUSAL)
     tiles = (stop - start + ROWS - 1) // ROWS
@@ -101,27 +103,27 @@ def masked_value_gradient(
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
         top, rest = load_lse(belief_ptr + row_base, low_plane, rows, tokens, 2, True)
-        speaks = real_tokens(nodes_base, rows, tokens, NODES)[None, :]
+        sends = real_tokens(nodes_base, rows, tokens, NODES)[None, :]
         places = table_places(batch * heads + head, place, keys, back, slots, length, ROWS)
         if CAUSAL and RECEIVES:
-            heard = tl.load(past_ptr + places, mask=keys < place, other=0.0)
+            message_sums = tl.load(past_ptr + places, mask=keys < place, other=0.0)
         scores = seen_scores(
             raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED, CAUSAL
         )
         _, refined = weights(
-            scores, (high[None, :], low[None, :]), (top[None, :], rest[None, :]), heard[:, None], speaks, message,
+            scores, (high[None, :], low[None, :]), (top[None, :], rest[None, :]), message_sums[:, None], sends, message,
             RECEIVES, EXACT, CAUSAL, False, PRECISION,
         )  # fmt: skip
         delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
         grad = load_rows(g_base, place, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
         if RECEIVES:
             if CAUSAL:
-                tl.store(future_ptr + places, heard_grad, mask=keys < tokens)
+                tl.store(future_ptr + places, sums_grad, mask=keys < tokens)
             d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             if DROPS:
                 keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
                 d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-            heard_grad += tl.sum(refined * (d_rows - delta[None, :]), 1)
+            sums_grad += tl.sum(refined * (d_rows - delta[None, :]), 1)
         refined = refined.to(KIND)
         if DROPS:
             refined = tl.where(kept(seed, rows[None, :], keys[:, None], drop_threshold), refined, 0.0)
@@ -130,18 +132,18 @@ def masked_value_gradient(
     dv_base = states_base(dv_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dv_base, begin, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
     if RECEIVES and not CAUSAL:
-        tl.store(heard_grad_ptr + row_base + keys, heard_grad, mask=keys < tokens)
+        tl.store(sums_grad_ptr + row_base + keys, sums_grad, mask=keys < tokens)
 
 
 @triton.jit
-def message_gradient(a, d_logits, heard_grad, speaks, message, RECEIVES: tl.constexpr, CAUSAL: tl.constexpr):
+def message_gradient(a, d_logits, sums_grad, sends, message, RECEIVES: tl.constexpr, CAUSAL: tl.constexpr):
     """H, the gradient of a tile's log messages over -gamma: u (dT - dc) with u = a / (1 - gamma a); CAUSAL: -u S."""
-    d_own = -heard_grad
+    d_own = -sums_grad
     if RECEIVES == 0:
         d_own = d_logits
     elif RECEIVES == 1 and not CAUSAL:
-        d_own = d_logits - heard_grad
-    return tl.where(speaks, a / (1.0 - message[0] * a) * d_own, 0.0)
+        d_own = d_logits - sums_grad
+    return tl.where(sends, a / (1.0 - message[0] * a) * d_own, 0.0)
 
 
 @triton.jit
@@ -158,7 +160,7 @@ def add_product(total, tile, states, SPLIT: tl.constexpr, PRECISION: tl.constexp
 @triton.jit
 def masked_query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, spans_ptr,
-    lse_ptr, heard_ptr, past_ptr, belief_ptr, delta_ptr, heard_grad_ptr, future_ptr, dq_ptr, gamma_grad_ptr,
+    lse_ptr, message_sums_ptr, past_ptr, belief_ptr, delta_ptr, sums_grad_ptr, future_ptr, dq_ptr, gamma_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
     heads, group, length, blocks, window, back, slots, lowest, low_plane, scale, score_scale, sign, drop_threshold, keep_scale,
@@ -185,7 +187,7 @@ def masked_query_gradient(
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
     top, rest = load_lse(belief_ptr + row_base, low_plane, rows, tokens, 2, True)
     delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
-    speaks = real_tokens(nodes_base, rows, tokens, NODES)[:, None]
+    sends = real_tokens(nodes_base, rows, tokens, NODES)[:, None]
     dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     gamma_grad = tl.zeros([ROWS], tl.float32)
@@ -200,12 +202,14 @@ def masked_query_gradient(
         scores = seen_scores(
             raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED, CAUSAL
         )
-        heard = load_vector(heard_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True)
+        message_sums = load_vector(
+            message_sums_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True
+        )
         places = table_places(batch * heads + head, begin, keys, back, slots, length, ROWS)
         if CAUSAL and RECEIVES:
-            heard = tl.load(past_ptr + places, mask=keys < begin, other=0.0)
+            message_sums = tl.load(past_ptr + places, mask=keys < begin, other=0.0)
         a, refined = weights(
-            scores, (high[:, None], low[:, None]), (top[:, None], rest[:, None]), heard[None, :], speaks, message,
+            scores, (high[:, None], low[:, None]), (top[:, None], rest[:, None]), message_sums[None, :], sends, message,
             RECEIVES, EXACT, CAUSAL, True, PRECISION,
         )  # fmt: skip
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
@@ -216,12 +220,12 @@ def masked_query_gradient(
         d_logits = refined * (d_rows - delta[:, None])
         if CAUSAL and RECEIVES:
             after = tl.load(future_ptr + places, mask=keys < tokens, other=0.0)[None, :]
-            heard_grad = after + tl.dot(strict_triangle(ROWS, True), d_logits, input_precision=PRECISION)
+            sums_grad = after + tl.dot(strict_triangle(ROWS, True), d_logits, input_precision=PRECISION)
         else:
-            heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True)[
+            sums_grad = load_vector(sums_grad_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True)[
                 None, :
             ]
-        d_message = message_gradient(a, d_logits, heard_grad, speaks, message, RECEIVES, CAUSAL)
+        d_message = message_gradient(a, d_logits, sums_grad, sends, message, RECEIVES, CAUSAL)
         gamma_grad += tl.sum(d_message, 1)
         dq = add_product(dq, d_logits + message[0] * d_message, k, CAUSAL, PRECISION)
         prior_k = add_product(prior_k, a, k, CAUSAL, PRECISION)
@@ -234,7 +238,8 @@ def masked_query_gradient(
 @triton.jit
 def masked_key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, key_spans_ptr,
-    lse_ptr, heard_ptr, past_ptr, belief_ptr, delta_ptr, heard_grad_ptr, future_ptr, gamma_grad_ptr, dk_ptr, mask_grad_ptr,
+    lse_ptr, message_sums_ptr, past_ptr, belief_ptr, delta_ptr, sums_grad_ptr, future_ptr, gamma_grad_ptr,
+    dk_ptr, mask_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
     heads, group, length, blocks, window, back, slots, lowest, low_plane, scale, score_scale, sign, drop_threshold, keep_scale,
@@ -261,9 +266,11 @@ def masked_key_gradient(
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
-    heard = load_vector(heard_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True)
-    sums_grad = load_vector(
-        heard_grad_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True
+    message_sums = load_vector(
+        message_sums_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True
+    )
+    key_sums_grad = load_vector(
+        sums_grad_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True
     )
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     span_base = key_spans_ptr + batch * s_batch + head * s_head
@@ -277,15 +284,15 @@ def masked_key_gradient(
         top, rest = load_lse(belief_ptr + row_base, low_plane, rows, tokens, 2, True)
         delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
         row_term = gamma * load_vector(gamma_grad_ptr + row_base, rows, tokens, 0.0, True)
-        speaks = real_tokens(nodes_base, rows, tokens, NODES)[None, :]
+        sends = real_tokens(nodes_base, rows, tokens, NODES)[None, :]
         scores = seen_scores(
             raw, rows[None, :], keys[:, None], keys_real[:, None], view, score_scale, MASK, WINDOWED, CAUSAL
         )
         places = table_places(batch * heads + head, place, keys, back, slots, length, ROWS)
         if CAUSAL and RECEIVES:
-            heard = tl.load(past_ptr + places, mask=keys < place, other=0.0)
+            message_sums = tl.load(past_ptr + places, mask=keys < place, other=0.0)
         a, refined = weights(
-            scores, (high[None, :], low[None, :]), (top[None, :], rest[None, :]), heard[:, None], speaks, message,
+            scores, (high[None, :], low[None, :]), (top[None, :], rest[None, :]), message_sums[:, None], sends, message,
             RECEIVES, EXACT, CAUSAL, False, PRECISION,
         )  # fmt: skip
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
@@ -296,10 +303,10 @@ def masked_key_gradient(
         d_logits = refined * (d_rows - delta[None, :])
         if CAUSAL and RECEIVES:
             after = tl.load(future_ptr + places, mask=keys < tokens, other=0.0)[:, None]
-            heard_grad = after + tl.dot(d_logits, strict_triangle(ROWS, False), input_precision=PRECISION)
+            sums_grad = after + tl.dot(d_logits, strict_triangle(ROWS, False), input_precision=PRECISION)
         else:
-            heard_grad = sums_grad[:, None]
-        d_message = message_gradient(a, d_logits, heard_grad, speaks, message, RECEIVES, CAUSAL)
+            sums_grad = key_sums_grad[:, None]
+        d_message = message_gradient(a, d_logits, sums_grad, sends, message, RECEIVES, CAUSAL)
         d_scores = d_logits + gamma * d_message - a * row_term[None, :]
         dk = tl.dot(d_scores.to(KIND), q, dk, input_precision=PRECISION)
         if LEARNS:

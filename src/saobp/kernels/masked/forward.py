@@ -1,11 +1,11 @@
 """Masked attention, forward: three sweeps in the log domain over the tiles of which an entry may be seen.
 
 1. ``masked_row_sums``: log-sum-exp of every row's scores, in two parts, its largest score and the rest.
-2. ``masked_column_messages``: sum of all rows' log messages per key.
+2. ``masked_column_messages``: sum of all rows' log messages per key, ``message_sums``.
 3. ``masked_output``: refined rows times values.
 
-``heard`` is such a sum of log messages about a key. Padding is no node: its rows send no message, and no row sees its keys.
-RECEIVES is 1 if a row receives the messages of all other rows, 2 if its own too, 0 if none: only its own is subtracted.
+Padding is no node: its rows send no message, and no row sees its keys. RECEIVES is 1 if a row receives the messages of all
+other rows, 2 if its own too, 0 if none: only its own is subtracted.
 
 CAUSAL, under a window: rows receive messages of earlier rows only. Sweep 2 goes down the rows and stores, before each block
 of rows, the sums so far about the keys that the block sees (``past``); within a tile, the product with a strictly triangular
@@ -28,7 +28,7 @@ from saobp.kernels.library.arithmetic import (
 )
 from saobp.kernels.library.indexing import head_base, locate, states_base
 from saobp.kernels.masked.tiles import (
-    heard_so_far,
+    earlier_message_sums,
     log2_own,
     log_belief,
     own_message,
@@ -81,7 +81,7 @@ def masked_row_sums(
 
 @triton.jit
 def masked_column_messages(
-    q_ptr, k_ptr, strength_ptr, nodes_ptr, mask_ptr, key_spans_ptr, lse_ptr, heard_ptr, past_ptr,
+    q_ptr, k_ptr, strength_ptr, nodes_ptr, mask_ptr, key_spans_ptr, lse_ptr, message_sums_ptr, past_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
     heads, group, length, blocks, window, back, slots, lowest, low_plane, score_scale, sign,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
@@ -101,7 +101,7 @@ def masked_column_messages(
     message = own_message(strength_ptr, head, sign)
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
-    heard = tl.zeros([KEYS], tl.float32)
+    message_sums = tl.zeros([KEYS], tl.float32)
     span_base = key_spans_ptr + batch * s_batch + head * s_head
     start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED, False, CAUSAL)
     for place in tl.range(start, stop, ROWS):
@@ -116,15 +116,15 @@ def masked_column_messages(
         a = tl.exp2((scores - high[None, :]) - low[None, :])
         if CAUSAL:
             places = table_places(batch * heads + head, place, keys, back, slots, length, ROWS)
-            tl.store(past_ptr + places, heard, mask=(keys < tokens) & (keys < place))
-        heard += tl.sum(log2_own(a, message, EXACT), 1)
+            tl.store(past_ptr + places, message_sums, mask=(keys < tokens) & (keys < place))
+        message_sums += tl.sum(log2_own(a, message, EXACT), 1)
     if not CAUSAL:
-        tl.store(heard_ptr + row_base + keys, heard, mask=keys < tokens)
+        tl.store(message_sums_ptr + row_base + keys, message_sums, mask=keys < tokens)
 
 
 @triton.jit
 def masked_output(
-    q_ptr, k_ptr, v_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, spans_ptr, lse_ptr, heard_ptr, past_ptr,
+    q_ptr, k_ptr, v_ptr, strength_ptr, nodes_ptr, mask_ptr, seed_ptr, spans_ptr, lse_ptr, message_sums_ptr, past_ptr,
     out_ptr, rest_ptr, belief_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
@@ -149,7 +149,7 @@ def masked_output(
     KIND: tl.constexpr = v_ptr.dtype.element_ty
     q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
-    speaks = real_tokens(nodes_base, rows, tokens, NODES)
+    sends = real_tokens(nodes_base, rows, tokens, NODES)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
@@ -168,10 +168,14 @@ def masked_output(
         if CAUSAL and RECEIVES:
             places = table_places(batch * heads + head, begin, keys, back, slots, length, ROWS)
             past = tl.load(past_ptr + places, mask=keys < begin, other=0.0)
-            heard = heard_so_far(a, past[None, :], speaks[:, None], message, EXACT, True, PRECISION)
+            message_sums = earlier_message_sums(
+                a, past[None, :], sends[:, None], message, EXACT, True, PRECISION
+            )
         else:
-            heard = load_vector(heard_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True)[None, :]
-        beliefs = log_belief(prior, a, heard, speaks[:, None], message, RECEIVES, EXACT, CAUSAL)
+            message_sums = load_vector(
+                message_sums_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True
+            )[None, :]
+        beliefs = log_belief(prior, a, message_sums, sends[:, None], message, RECEIVES, EXACT, CAUSAL)
         raised = tl.maximum(top, tl.max(beliefs, 1))
         anchor = tl.where(raised == float("-inf"), 0.0, raised)
         shrink = tl.exp2(top - anchor)

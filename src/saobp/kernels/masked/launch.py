@@ -67,10 +67,11 @@ class MaskedCall(NamedTuple):
         spans = (0,) if self.mask_shape is None else (*self.mask_shape, self.grains, 2)
         rest = self.spec.states_shape if saves and self.spec.dtype != torch.float32 else (0,)
         belief = (2, *rows) if saves else (0,)
-        heard = rows if self.spec.receives and not self.causal else (0,)
+        message_sums = rows if self.spec.receives and not self.causal else (0,)
         return lay_out_buffer("saved", {
-            "lse": ((2, *rows), floats), "belief": (belief, floats), "heard": (heard, floats), "past": (tables, floats),
-            "spans": (spans, torch.int32), "key_spans": (spans, torch.int32), "rest": (rest, self.spec.dtype),
+            "lse": ((2, *rows), floats), "belief": (belief, floats), "message_sums": (message_sums, floats),
+            "past": (tables, floats), "spans": (spans, torch.int32), "key_spans": (spans, torch.int32),
+            "rest": (rest, self.spec.dtype),
         })  # fmt: skip
 
     @property
@@ -135,17 +136,8 @@ def plan_forward(call: MaskedCall, tensors: tuple[Any, ...], saves: bool) -> Lau
 
 
 BACKWARD_NAMES = (
-    *INPUT_NAMES,
-    "grad",
-    "out",
-    "saved",
-    "dq",
-    "dk",
-    "dv",
-    "strength_grad",
-    "mask_grad",
-    "scratch",
-)
+    *INPUT_NAMES, "grad", "out", "saved", "dq", "dk", "dv", "strength_grad", "mask_grad", "scratch",
+)  # fmt: skip
 
 
 class BackwardPlan(NamedTuple):
@@ -159,7 +151,7 @@ def plan_backward(
     spec, rows = call.spec, (call.spec.rows_shape, torch.float32)
     scratch, size = lay_out_buffer(
         "scratch",
-        {"delta": rows, "heard_grad": rows, "gamma_grad": rows, "future": (call.tables, torch.float32)},
+        {"delta": rows, "sums_grad": rows, "gamma_grad": rows, "future": (call.tables, torch.float32)},
     )
     launches = LaunchSequence(tensors[0].device, BACKWARD_NAMES, call.saved()[0] | scratch)
     numbers = _numbers(call, tensors) | strides("g", grad) | named_strides("d", spec.gradient_strides)

@@ -127,12 +127,12 @@ def log2_own(a, message, EXACT: tl.constexpr):
 
 
 @triton.jit
-def heard_so_far(
-    a, past, speaks, message, EXACT: tl.constexpr, BY_ROWS: tl.constexpr, PRECISION: tl.constexpr
+def earlier_message_sums(
+    a, past, sends, message, EXACT: tl.constexpr, BY_ROWS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Causal: sum of log messages about each key that each row of a tile ``[rows, keys]`` (BY_ROWS) or ``[keys, rows]``
     receives, from the rows before the tile (``past``) and the earlier rows in it."""
-    messages = tl.where(speaks, log2_own(a, message, EXACT), 0.0)
+    messages = tl.where(sends, log2_own(a, message, EXACT), 0.0)
     if EXACT:
         # Multiples of 2^-10 add up without rounding, and beside them the rest is small.
         coarse = (messages + 12288.0) - 12288.0
@@ -153,31 +153,31 @@ def _sum_earlier(messages, past, BY_ROWS: tl.constexpr, PRECISION: tl.constexpr)
 
 @triton.jit
 def weights(
-    scores, lse, belief, heard, speaks, message, RECEIVES: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr,
-    BY_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    scores, lse, belief, message_sums, sends, message,
+    RECEIVES: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr, BY_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Prior and refined weights of a tile, all in the log domain.
 
-    ``lse`` and ``belief``: log2 of the rows' normalisers, before and after messages, in two parts each; ``heard``: sum of
-    log messages about each key (CAUSAL: of the rows before the tile); ``speaks``: rows that send messages, all but padding.
-    Their own is subtracted, as ``log_belief`` says.
+    ``lse`` and ``belief``: log2 of the rows' normalisers, before and after messages, in two parts each; ``message_sums``:
+    of log messages about each key (CAUSAL: of the rows before the tile); ``sends``: rows that send messages, all but
+    padding. Their own is subtracted as in ``log_belief``.
     """
     prior = (scores - lse[0]) - lse[1]
     a = tl.exp2(prior)
     if CAUSAL and RECEIVES:
-        heard = heard_so_far(a, heard, speaks, message, EXACT, BY_ROWS, PRECISION)
-    refined = log_belief(prior, a, heard, speaks, message, RECEIVES, EXACT, CAUSAL)
+        message_sums = earlier_message_sums(a, message_sums, sends, message, EXACT, BY_ROWS, PRECISION)
+    refined = log_belief(prior, a, message_sums, sends, message, RECEIVES, EXACT, CAUSAL)
     return a, tl.exp2((refined - belief[0]) - belief[1])
 
 
 @triton.jit
 def log_belief(
-    prior, a, heard, speaks, message, RECEIVES: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr
+    prior, a, message_sums, sends, message, RECEIVES: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
     """Unnormalised base-2 log beliefs: prior plus received messages. The row's own message is subtracted, unless RECEIVES
-    is 2 or, CAUSAL, ``heard`` is without it."""
+    is 2 or, CAUSAL, ``message_sums`` excludes it."""
     if RECEIVES:
-        prior += heard
+        prior += message_sums
     if RECEIVES != 2 and not (CAUSAL and RECEIVES):
-        prior -= tl.where(speaks, log2_own(a, message, EXACT), 0.0)
+        prior -= tl.where(sends, log2_own(a, message, EXACT), 0.0)
     return prior

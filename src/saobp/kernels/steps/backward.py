@@ -13,7 +13,7 @@ and one over keys for its dc (``step_key_sums``, in the last step with dV); ``st
 have all vectors. The last D is not taken from rowsum(dO * O), whose O is rounded: dT must sum to 0 in each row, since dc adds
 up the errors of all rows, and attraction (gamma < 0, unbounded) multiplies them.
 
-Names in the code: ``pull`` is G, ``delta`` D, ``d_logits`` dT, ``heard_grad`` dc, ``d_message`` H, ``inverse`` 1 / m.
+Names in the code: ``pull`` is G, ``delta`` D, ``d_logits`` dT, ``sums_grad`` dc, ``d_message`` H, ``inverse`` 1 / m.
 
 With two undamped steps (SHARED) the sweeps for D_1 and dc_1 also sum, from the same products, the terms of D_0 and dc_0 in dT_1. With
 w = u_0 / m_1, whose sums with and without G_2 are two more numbers per row and per key,
@@ -47,8 +47,8 @@ from saobp.kernels.steps.entries import (
     load_key_parts,
     load_steps,
     mix,
+    row_messages,
     run_steps,
-    spoken,
 )
 
 
@@ -69,12 +69,12 @@ def logit_gradient(pull, updated, delta, damping, DAMPED: tl.constexpr):
 
 
 @triton.jit
-def message_gradient(d_logits, inverse, heard_grad, RECEIVES: tl.constexpr):
+def message_gradient(d_logits, inverse, sums_grad, RECEIVES: tl.constexpr):
     """H of a step."""
     if RECEIVES == 2:
-        return -inverse * heard_grad
+        return -inverse * sums_grad
     elif RECEIVES == 1:
-        return inverse * (d_logits - heard_grad)
+        return inverse * (d_logits - sums_grad)
     else:
         return inverse * d_logits
 
@@ -87,14 +87,14 @@ def pull_before(pull, d_message, gamma, damping, DAMPED: tl.constexpr):
 
 @triton.jit
 def pull_after(
-    pull, updated, inverses, deltas, heard_grads, messages, damping,
+    pull, updated, inverses, deltas, sums_grads, messages, damping,
     STEP: tl.constexpr, STEPS: tl.constexpr, RECEIVES: tl.constexpr, DAMPED: tl.constexpr,
 ):  # fmt: skip
     """G after t = STEP from G_T."""
     for back in tl.static_range(STEPS - 1 - STEP):
         d_logits = logit_gradient(pull, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED)
         d_message = message_gradient(
-            d_logits, inverses[STEPS - 1 - back], heard_grads[STEPS - 1 - back], RECEIVES
+            d_logits, inverses[STEPS - 1 - back], sums_grads[STEPS - 1 - back], RECEIVES
         )
         pull = pull_before(pull, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
     return pull
@@ -112,7 +112,7 @@ def store_gamma_gradient(
 @triton.jit
 def step_row_sums(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, strength_grad_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, strength_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     heads, group, length, blocks, lowest_blocks, lowest_plane, plane, score_scale, lowest_sum, drop_threshold, keep_scale,
     damping, sign, r0, r1, r2, l0, l1, l2,
@@ -148,7 +148,7 @@ def step_row_sums(
     deltas = load_steps(delta_ptr + row_base, plane, rows, tokens, 0.0, STEPS, True, 1)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-    messages = spoken(by_head, rows_real[:, None], STEPS, MASKED)
+    messages = row_messages(by_head, rows_real[:, None], STEPS, MASKED)
     seed = head_seed(seed_ptr, row_base, DROPS)
     total = tl.zeros([ROWS, 8], tl.float32)
     spread = tl.zeros([ROWS, 8], tl.float32)
@@ -163,15 +163,15 @@ def step_row_sums(
             pull = drop(pull, seed, rows[:, None], keys[None, :], drop_threshold, keep_scale, DROPS)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
         key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, TAIL, 0, RECEIVES)
-        heard_grads = load_steps(heard_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, TAIL, 0)
+        sums_grads = load_steps(sums_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, TAIL, 0)
         _, updated, inverses = run_steps(
             scores, tl.exp2(scores), key_parts, anchors, norms, messages, damping, STEPS, RECEIVES, PRECISE, CAREFUL, DAMPED
         )  # fmt: skip
         if LIGHT:
-            total += sums_by_thread(updated[0] * inverses[1] * heard_grads[1])
+            total += sums_by_thread(updated[0] * inverses[1] * sums_grads[1])
         elif DAMPED or LAST:
             pull = pull_after(
-                pull, updated, inverses, deltas, heard_grads, messages, damping, STEP, STEPS, RECEIVES, DAMPED
+                pull, updated, inverses, deltas, sums_grads, messages, damping, STEP, STEPS, RECEIVES, DAMPED
             )
             pulled = updated[STEP] * pull
             total += sums_by_thread(pulled)
@@ -181,10 +181,10 @@ def step_row_sums(
                 overlap += sums_by_thread(weights * updated[1])
         else:
             pull = pull_after(
-                pull, updated, inverses, deltas, heard_grads, messages, damping, STEP + 1, STEPS, RECEIVES, DAMPED
+                pull, updated, inverses, deltas, sums_grads, messages, damping, STEP + 1, STEPS, RECEIVES, DAMPED
             )  # fmt: skip
             d_logits = logit_gradient(pull, updated[STEP + 1], deltas[STEP + 1], damping, DAMPED)
-            d_message = message_gradient(d_logits, inverses[STEP + 1], heard_grads[STEP + 1], RECEIVES)
+            d_message = message_gradient(d_logits, inverses[STEP + 1], sums_grads[STEP + 1], RECEIVES)
             total += sums_by_thread(updated[STEP] * d_message)
     delta = tl.sum(total, 1)
     delta_base = delta_ptr + row_base
@@ -207,7 +207,7 @@ def step_row_sums(
 @triton.jit
 def step_key_sums(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, dv_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, dv_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, lowest_plane, plane, score_scale, lowest_sum, drop_threshold, keep_scale,
     damping, sign, r0, r1, r2, l0, l1, l2,
@@ -240,7 +240,7 @@ def step_key_sums(
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, True, 1, RECEIVES)
-    heard_grads = load_steps(heard_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, True, 1)
+    sums_grads = load_steps(sums_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, True, 1)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
     seed = head_seed(seed_ptr, row_base, DROPS)
     total = tl.zeros([KEYS, 8], tl.float32)
@@ -254,7 +254,7 @@ def step_key_sums(
         anchors = load_steps(anchor_ptr + row_base, plane, rows, tokens, 0.0, STEPS, TAIL, 0)
         norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 1.0, STEPS, TAIL, 0)
         deltas = load_steps(delta_ptr + row_base, plane, rows, tokens, 0.0, STEPS, TAIL, 0)
-        messages = spoken(by_head, real_tokens(mask_base, rows, tokens, MASKED)[None, :], STEPS, MASKED)
+        messages = row_messages(by_head, real_tokens(mask_base, rows, tokens, MASKED)[None, :], STEPS, MASKED)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         before, updated, inverses = run_steps(
@@ -267,7 +267,7 @@ def step_key_sums(
             pull = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             pull = drop(pull, seed, rows[None, :], keys[:, None], drop_threshold, keep_scale, DROPS)
             pull = pull_after(
-                pull, updated, inverses, deltas, heard_grads, messages, damping, STEP, STEPS, RECEIVES, DAMPED
+                pull, updated, inverses, deltas, sums_grads, messages, damping, STEP, STEPS, RECEIVES, DAMPED
             )
             d_logits = logit_gradient(pull, updated[STEP], deltas[STEP], damping, DAMPED)
             total += sums_by_thread(d_logits)
@@ -280,15 +280,15 @@ def step_key_sums(
             if DROPS:
                 refined = tl.where(kept(seed, rows[None, :], keys[:, None], drop_threshold), refined, 0.0)
             dv = tl.dot(refined, grad, dv, input_precision=PRECISION)
-    heard_grad = tl.sum(total, 1)
+    sums_grad = tl.sum(total, 1)
     if SHARED and VALUES:
-        left = tl.where(keys_real, tl.sum(spread, 1) - heard_grad * tl.sum(overlap, 1), 0.0)
-        tl.store(heard_grad_ptr + row_base + keys, left, mask=keys < tokens)
+        left = tl.where(keys_real, tl.sum(spread, 1) - sums_grad * tl.sum(overlap, 1), 0.0)
+        tl.store(sums_grad_ptr + row_base + keys, left, mask=keys < tokens)
     if LIGHT:
-        heard_grad = load_vector(heard_grad_ptr + row_base, keys, tokens, 0.0, True) - heard_grad
-    heard_grad = tl.where(keys_real, heard_grad, 0.0)
+        sums_grad = load_vector(sums_grad_ptr + row_base, keys, tokens, 0.0, True) - sums_grad
+    sums_grad = tl.where(keys_real, sums_grad, 0.0)
     step_base = row_base + STEP * tl.cast(plane, tl.int64) + keys
-    tl.store(heard_grad_ptr + step_base, heard_grad, mask=keys < tokens)
+    tl.store(sums_grad_ptr + step_base, sums_grad, mask=keys < tokens)
     if VALUES:
         if DROPS:
             dv *= keep_scale

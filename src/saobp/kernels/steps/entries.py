@@ -4,8 +4,8 @@ Step t (from 0) turns beliefs b_t into b_t+1; b_0 is the prior a, and gamma_t th
 
     m_t = 1 - gamma_t b_t        u_t = a weight_t[key] / m_t * norm_t[row]        b_t+1 = (1 - damping) u_t + damping b_t
 
-m_t is the message that a row sends about a key, ``heard_t`` the sum over rows of log2(m_t), one number per key, and
-``weight_t = 2^(heard_t)``, both relative to the head's largest; ``norm_t`` is one over the row's sum. An entry depends on
+m_t is the message that a row sends about a key, ``c_t`` (``message_sums``) the sum over rows of log2(m_t), one per key, and
+``weight_t = 2^(c_t)``, both relative to the head's largest; ``norm_t`` is one over the row's sum. An entry depends on
 others only through these vectors. So every sweep recomputes the beliefs of its tiles from a, and 2 T vectors are stored
 instead of T maps.
 
@@ -42,15 +42,15 @@ def head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS
 
 
 @triton.jit
-def spoken(messages, speaks, STEPS: tl.constexpr, MASKED: tl.constexpr):
-    """``head_messages`` by row: gamma is 0 where ``speaks`` is False, since padding sends no messages."""
+def row_messages(messages, sends, STEPS: tl.constexpr, MASKED: tl.constexpr):
+    """``head_messages`` by row: gamma is 0 where ``sends`` is False, since padding sends no messages."""
     if MASKED:
-        sent = speaks.to(tl.float32)
-        silenced = ()
+        sent = sends.to(tl.float32)
+        by_row = ()
         for step in tl.static_range(STEPS):
             gamma, r0, r1, r2, l0, l1, l2 = messages[step]
-            silenced = silenced + ((gamma * sent, r0, r1 * sent, r2 * sent, l0 * sent, l1 * sent, l2 * sent),)
-        return silenced
+            by_row = by_row + ((gamma * sent, r0, r1 * sent, r2 * sent, l0 * sent, l1 * sent, l2 * sent),)
+        return by_row
     else:
         return messages
 
@@ -71,7 +71,7 @@ def load_steps(
 def load_key_parts(
     base, plane, keys, tokens, STEPS: tl.constexpr, TAIL: tl.constexpr, AXIS: tl.constexpr, RECEIVES: tl.constexpr
 ):  # fmt: skip
-    """weight_t of keys, or heard_t for a CAREFUL sweep, of each step; zeros, with nothing read, if RECEIVES is 0."""
+    """weight_t of keys, or c_t for a CAREFUL sweep, of each step; zeros, with nothing read, if RECEIVES is 0."""
     if RECEIVES:
         return load_steps(base, plane, keys, tokens, 0.0, STEPS, TAIL, AXIS)
     else:
@@ -80,7 +80,7 @@ def load_key_parts(
 
 @triton.jit
 def weigh(scores, a, key_part, anchor, RECEIVES: tl.constexpr, CAREFUL: tl.constexpr):
-    """a weight_t. CAREFUL: ``key_part`` is the logarithm heard_t, and the product is divided by 2^anchor of its row."""
+    """a weight_t. CAREFUL: ``key_part`` is the logarithm c_t, and the product is divided by 2^anchor of its row."""
     if CAREFUL:
         return tl.exp2(scores + key_part - anchor)
     elif RECEIVES:
@@ -170,7 +170,7 @@ def log2_sent(
     scores, a, key_parts, anchors, norms, messages, damping,
     STEP: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, CAREFUL: tl.constexpr, DAMPED: tl.constexpr,
 ):  # fmt: skip
-    """log2(m_t) for t = STEP; of the second undamped step log2(y) = log2(m_0 m_1): ``step_messages`` subtracts heard_0."""
+    """log2(m_t) for t = STEP; of the second undamped step log2(y) = log2(m_0 m_1): ``step_messages`` subtracts c_0."""
     if STEP == 1 and PRECISE == 1 and RECEIVES == 1 and not DAMPED:
         first = weigh(scores, a, key_parts[0], anchors[0], RECEIVES, CAREFUL) * norms[0]
         return _hardware_log2(1.0 - messages[0][0] * a - messages[1][0] * first)

@@ -4,7 +4,7 @@ After ``row_sums`` and ``column_messages`` of one step, for t = 0 ... T - 1:
 
 - ``step_rows`` (over rows): each row's sum of a weight_t / m_t, whose inverse is norm_t. In the last step (VALUES) also
   the output.
-- ``step_messages`` (over keys): heard_t+1 = sum over rows of log2(m_t+1), which needs norm_t.
+- ``step_messages`` (over keys): c_t+1 = sum over rows of log2(m_t+1), which needs norm_t.
 
 Where a row's sum may underflow, each sweep is launched twice: CAREFUL, with keys' factors as logarithms, for the heads
 where that happened, and once for the others.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saobp.kernels.bidirectional.sums import raw_scores, store_heard
+from saobp.kernels.bidirectional.sums import raw_scores, store_message_sums
 from saobp.kernels.library.arithmetic import (
     head_seed,
     kept,
@@ -36,7 +36,7 @@ from saobp.kernels.steps.entries import (
     load_steps,
     log2_sent,
     own_inverse,
-    spoken,
+    row_messages,
     weigh,
 )
 
@@ -82,7 +82,7 @@ def step_rows(
     anchors = load_steps(anchor_ptr + row_base, plane, rows, tokens, 0.0, STEP, True, 1)
     norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 1.0, STEP, True, 1)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEP + 1)
-    messages = spoken(by_head, real_tokens(mask_base, rows, tokens, MASKED)[:, None], STEP + 1, MASKED)
+    messages = row_messages(by_head, real_tokens(mask_base, rows, tokens, MASKED)[:, None], STEP + 1, MASKED)
     seed = head_seed(seed_ptr, row_base, DROPS)
     KIND: tl.constexpr = v_ptr.dtype.element_ty
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -152,7 +152,7 @@ def step_rows(
 @triton.jit
 def step_messages(
     q_ptr, k_ptr, mask_ptr, cu_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, first_heard_ptr, heard_ptr, peak_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, first_message_sums_ptr, message_sums_ptr, peak_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
     heads, group, length, blocks, lowest_blocks, lowest_plane, plane, score_scale, lowest_sum,
     damping, sign, r0, r1, r2, l0, l1, l2,
@@ -160,7 +160,7 @@ def step_messages(
     STEP: tl.constexpr, DAMPED: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, LOWEST_BLOCKS: tl.constexpr,
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """heard_t of a block of keys for t = STEP, up to a constant of the head, and its largest."""
+    """c_t of a block of keys for t = STEP, up to a constant of the head, and its largest."""
     pid = tl.program_id(0)
     block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
@@ -186,7 +186,9 @@ def step_messages(
         high, low = load_lse(lse_ptr + row_base, plane, rows, tokens, PRECISE, TAIL)
         anchors = load_steps(anchor_ptr + row_base, plane, rows, tokens, 0.0, STEP, TAIL, 0)
         norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 1.0, STEP, TAIL, 0)
-        messages = spoken(by_head, real_tokens(mask_base, rows, tokens, MASKED)[None, :], STEP + 1, MASKED)
+        messages = row_messages(
+            by_head, real_tokens(mask_base, rows, tokens, MASKED)[None, :], STEP + 1, MASKED
+        )
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         sums += sums_by_thread(
@@ -196,8 +198,8 @@ def step_messages(
             )
         )  # fmt: skip
     if STEP == 1 and PRECISE == 1 and RECEIVES == 1 and not DAMPED:  # log2_sent is log2(m_0 m_1)
-        known = load_vector(first_heard_ptr + row_base, keys, tokens, 0.0, True)
+        known = load_vector(first_message_sums_ptr + row_base, keys, tokens, 0.0, True)
         known = tl.where(known == float("-inf"), 0.0, known)
         sums -= tl.where(tl.arange(0, 8)[None, :] == 0, known[:, None], 0.0)
-    peak = store_heard(heard_ptr + row_base, keys, tokens, mask_base, sums, 1.0, MASKED)
+    peak = store_message_sums(message_sums_ptr + row_base, keys, tokens, mask_base, sums, 1.0, MASKED)
     tl.store(peak_ptr + pid, peak)

@@ -29,15 +29,16 @@ from saobp.kernels.steps.entries import (
     head_messages,
     load_key_parts,
     load_steps,
+    row_messages,
     run_steps,
-    spoken,
 )
 
 
 @triton.jit
 def step_query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, dq_ptr, strength_grad_ptr, row_term_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, dq_ptr,
+    strength_grad_ptr, row_term_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, lowest_plane, plane, scale, score_scale, lowest_sum, drop_threshold,
     keep_scale, damping, sign, r0, r1, r2, l0, l1, l2,
@@ -75,7 +76,7 @@ def step_query_gradient(
     deltas = load_steps(delta_ptr + row_base, plane, rows, tokens, 0.0, STEPS, True, 1)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
-    messages = spoken(by_head, rows_real[:, None], STEPS, MASKED)
+    messages = row_messages(by_head, rows_real[:, None], STEPS, MASKED)
     seed = head_seed(seed_ptr, row_base, DROPS)
     columns = tl.arange(0, COLUMNS)[None, :]
     strength_grad = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -93,7 +94,7 @@ def step_query_gradient(
         a = tl.exp2(scores)
         prior_k = tl.dot(a.to(KIND), k, prior_k, input_precision=PRECISION)
         key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, TAIL, 0, RECEIVES)
-        heard_grads = load_steps(heard_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, TAIL, 0)
+        sums_grads = load_steps(sums_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, TAIL, 0)
         before, updated, inverses = run_steps(
             scores, a, key_parts, anchors, norms, messages, damping, STEPS, RECEIVES, PRECISE, CAREFUL, DAMPED
         )
@@ -104,7 +105,7 @@ def step_query_gradient(
                 pull, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED
             )
             d_message = message_gradient(
-                d_logits, inverses[STEPS - 1 - back], heard_grads[STEPS - 1 - back], RECEIVES
+                d_logits, inverses[STEPS - 1 - back], sums_grads[STEPS - 1 - back], RECEIVES
             )
             if LEARNS and DAMPED:
                 own = tl.sum(before[STEPS - 1 - back] * d_message, 1)
@@ -125,19 +126,8 @@ def step_query_gradient(
         for step in tl.static_range(STEPS):
             own = tl.sum(tl.where(columns == step, strength_grad, 0.0), 1)
             store_gamma_gradient(
-                strength_grad_ptr,
-                batch,
-                head,
-                first,
-                heads,
-                length,
-                rows,
-                rows_real,
-                tokens,
-                own,
-                step,
-                STEPS,
-            )
+                strength_grad_ptr, batch, head, first, heads, length, rows, rows_real, tokens, own, step, STEPS,
+            )  # fmt: skip
     elif LEARNS:  # step_row_sums has stored those of later steps
         own = tl.sum(first_grad, 1)
         store_gamma_gradient(
@@ -148,7 +138,7 @@ def step_query_gradient(
 @triton.jit
 def step_key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, delta_ptr, heard_grad_ptr, row_term_ptr, dk_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, norm_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, lowest_plane, plane, scale, score_scale, lowest_sum, drop_threshold,
     keep_scale, damping, sign, r0, r1, r2, l0, l1, l2,
@@ -178,7 +168,7 @@ def step_key_gradient(
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, True, 1, RECEIVES)
-    heard_grads = load_steps(heard_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, True, 1)
+    sums_grads = load_steps(sums_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, True, 1)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
     seed = head_seed(seed_ptr, row_base, DROPS)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
@@ -191,7 +181,7 @@ def step_key_gradient(
         anchors = load_steps(anchor_ptr + row_base, plane, rows, tokens, 0.0, STEPS, TAIL, 0)
         norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 1.0, STEPS, TAIL, 0)
         deltas = load_steps(delta_ptr + row_base, plane, rows, tokens, 0.0, STEPS, TAIL, 0)
-        messages = spoken(by_head, real_tokens(mask_base, rows, tokens, MASKED)[None, :], STEPS, MASKED)
+        messages = row_messages(by_head, real_tokens(mask_base, rows, tokens, MASKED)[None, :], STEPS, MASKED)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         pull = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
@@ -206,7 +196,7 @@ def step_key_gradient(
                 pull, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED
             )
             d_message = message_gradient(
-                d_logits, inverses[STEPS - 1 - back], heard_grads[STEPS - 1 - back], RECEIVES
+                d_logits, inverses[STEPS - 1 - back], sums_grads[STEPS - 1 - back], RECEIVES
             )
             d_scores += d_logits
             pull = pull_before(pull, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)

@@ -54,7 +54,7 @@ def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
     keys = rows if spec.receives else (0,)
     lowest = (spec.sequences * spec.heads * lowest_blocks(spec),)
     tile = min(sweep_block(spec, "column_messages").keys, step_block(spec, "step_messages").keys)
-    shapes = {"heard": keys, "weight": keys, "anchor": rows, "norm": rows, "lowest": lowest}
+    shapes = {"message_sums": keys, "weight": keys, "anchor": rows, "norm": rows, "lowest": lowest}
     return lay_out_buffer("saved", {
         "lse": (spec.lse_shape, floats), "peak": ((spec.programs(tile) if spec.receives else 0,), floats),
         **{f"{name}_{step}": (shape, floats) for name, shape in shapes.items() for step in range(spec.steps)},
@@ -81,24 +81,29 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
 
 
 def _add_messages(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any], step: int) -> None:
-    """heard_t and weight_t for t = step; for t = 0 by the sweep of attention with a single step."""
-    heard, weight = f"heard_{step}", f"weight_{step}"
+    """c_t and weight_t for t = step; for t = 0 by the sweep of attention with a single step."""
+    message_sums, weight = f"message_sums_{step}", f"weight_{step}"
     if step == 0:
         block = sweep_block(spec, "column_messages")
         own = numbers | blocks(spec, block, block.keys, block.rows) | {"MAPPED": False}
-        launches.add(sums.column_messages, spec.programs(block.keys), own, heard=heard, senders="strength")
+        launches.add(
+            sums.column_messages, spec.programs(block.keys), own, message_sums=message_sums, senders="strength",
+        )  # fmt: skip
     else:
         block = step_block(spec, "step_messages")
         own = numbers | {"STEP": step}
-        _add_sweep(launches, spec, forward.step_messages, own, heard=heard, first_heard="heard_0")
+        _add_sweep(
+            launches, spec, forward.step_messages, own, message_sums=message_sums,
+            first_message_sums="message_sums_0",
+        )  # fmt: skip
     count = ceil_div(spec.longest, block.keys)
     own = numbers | {"blocks": count, "KEYS": block.keys, "BLOCKS": next_power_of_2(count)}
-    launches.add(sums.key_weights, spec.programs(block.keys), own, heard=heard, weight=weight)
+    launches.add(sums.key_weights, spec.programs(block.keys), own, message_sums=message_sums, weight=weight)
 
 
 def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, _saved: Tensor) -> LaunchPlan:
     query, key, value, *_ = tensors
-    stacks = {f"{name}_{step}" for name in ("delta", "heard_grad") for step in range(spec.steps)}
+    stacks = {f"{name}_{step}" for name in ("delta", "sums_grad") for step in range(spec.steps)}
     vectors = (*sorted(stacks), "row_term")
     scratch, size = lay_out_buffer(
         "scratch", dict.fromkeys(vectors, (spec.rows_shape, torch.float32)), alignment=4
@@ -126,12 +131,12 @@ def _add_sweep(
     by_rows: bool = False,
     **named: str,
 ) -> None:
-    """Add a sweep, and where products may underflow its CAREFUL version, with heard_t in place of weight_t."""
+    """Add a sweep, and where products may underflow its CAREFUL version, with c_t in place of weight_t."""
     block = step_block(spec, kernel.__name__)
     gridded, walked = (block.rows, block.keys) if by_rows else (block.keys, block.rows)
     own = numbers | blocks(spec, block, gridded, walked)
-    stacks = {name: f"{name}_0" for name in ("anchor", "norm", "lowest", "delta", "heard_grad")}
-    ways = [("weight_0", False), ("heard_0", True)] if spec.may_underflow else [("weight_0", False)]
+    stacks = {name: f"{name}_0" for name in ("anchor", "norm", "lowest", "delta", "sums_grad")}
+    ways = [("weight_0", False), ("message_sums_0", True)] if spec.may_underflow else [("weight_0", False)]
     for key_part, careful in ways:
         launches.add(
             kernel,

@@ -21,7 +21,7 @@ from saobp.kernels.library.arithmetic import (
 )
 from saobp.kernels.library.indexing import head_base, locate, row_bases, states_base
 from saobp.kernels.steps.backward import drop, logit_gradient, message_gradient, pull_before
-from saobp.kernels.steps.entries import head_messages, mix, spoken
+from saobp.kernels.steps.entries import head_messages, mix, row_messages
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def short_steps_forward(
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     real = real_tokens(mask_base, places, tokens, MASKED)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
-    messages = spoken(by_head, real[:, None], STEPS, MASKED or TAIL)
+    messages = row_messages(by_head, real[:, None], STEPS, MASKED or TAIL)
     q = load_rows(q_base, 0, tokens, q_row, KEYS, DIM, BLOCK_DIM, TAIL)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
     scores = raw_scores(q, k, real, TAIL or MASKED, PRECISION) * score_scale
@@ -111,7 +111,7 @@ def short_steps_backward(
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     real = real_tokens(mask_base, places, tokens, MASKED)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
-    messages = spoken(by_head, real[:, None], STEPS, MASKED or TAIL)
+    messages = row_messages(by_head, real[:, None], STEPS, MASKED or TAIL)
     q = load_rows(q_base, 0, tokens, q_row, KEYS, DIM, BLOCK_DIM, TAIL)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
     scores = raw_scores(q, k, real, TAIL or MASKED, PRECISION) * score_scale

@@ -49,7 +49,7 @@ class FusedOperator:
         self.rows_known = False
         sums = None
         if receives:  # kernels use base-2 logarithms
-            sums = saved_slices(self.spec)[0]["heard"].view(self.saved) * math.log(2)
+            sums = saved_slices(self.spec)[0]["message_sums"].view(self.saved) * math.log(2)
         self.single_rows = TiledOperator(
             query[0], key[0], refinement, strength, Mask(), scale=scale, message_sums=sums
         )
