@@ -258,7 +258,8 @@ def check_symmetric_mask(graph: FactorGraph, refinement: Refinement, is_causal: 
     two_way = ~(visible & ~visible.mT & nodes & nodes.mT).any()
     sentence = (
         "attn_mask lets one row see another's token but not the reverse, as a causal mask does, so rows "
-        "would hear of tokens that are hidden from them: pass is_causal=True, or a mask that is symmetric"
+        "would receive messages about tokens hidden from them: pass is_causal=True, or a mask that is "
+        "symmetric"
     )
     if torch.compiler.is_compiling():
         torch._assert_async(two_way, sentence)

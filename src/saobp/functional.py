@@ -33,9 +33,9 @@ from saobp.propagation.reference import head_strength, reference_attention, refi
 from saobp.refinement import Refinement
 
 LEAK_WARNING = (
-    "future='paper' lets every row hear later rows, so a causal model sees the tokens it has to predict; "
-    "its losses and perplexities mean nothing beside a causal model's. Use future='strict' for anything but "
-    "reproducing the paper's decoder table."
+    "future='paper' lets rows receive messages of later rows, so a causal model sees the tokens it has to "
+    "predict; its losses and perplexities mean nothing beside a causal model's. Use future='strict' for "
+    "anything but reproducing the paper's decoder table."
 )
 
 

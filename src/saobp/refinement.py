@@ -33,7 +33,7 @@ SINKS = ("sink", "softmax-plus-one")
 """Variants that replace softmax."""
 KEY_BIAS = ("high-key-bias", "low-key-bias")
 """Factors with one bias per key, the same for all rows, whose messages may come from a part of the rows."""
-NO_CAUSAL_STRIDE = "message_stride has no causal form, since causal rows would hear different shares of rows"
+NO_CAUSAL_STRIDE = "message_stride has no causal form, since causal rows receive unequal shares of messages"
 STRENGTH_VARIANTS = ("alternating", "by-distance", "later-steps", "message-gate")
 """Variants of learned strengths, in the order in which they apply."""
 VARIANTS = ("temperature", "qk-norm", "query-bias", "sigma-reparam", "gate", *SINKS, *STRENGTH_VARIANTS)

@@ -103,7 +103,7 @@ def test_a_classifier_of_pairs_is_exported_by_the_command(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_exported_is_refused() -> None:
-    with pytest.warns(UserWarning, match="hear later rows"):
+    with pytest.warns(UserWarning, match="messages of later rows"):
         leaking = saobp.apply(tiny_model("gpt2"), "high:0.2,future=paper")
     with pytest.raises(ValueError, match=r"do not exist yet while a text is generated.*future='strict'"):
         token_model(leaking)

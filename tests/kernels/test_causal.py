@@ -269,7 +269,10 @@ def test_operators_are_sound() -> None:
 
 def test_the_leaking_form_is_refused() -> None:
     inputs = attention_inputs(1, 1, 8, 16, device=DEVICE)
-    with pytest.warns(UserWarning, match="hear later rows"), pytest.raises(ValueError, match="leaking form"):
+    with (
+        pytest.warns(UserWarning, match="messages of later rows"),
+        pytest.raises(ValueError, match="leaking form"),
+    ):
         fused(inputs, Refinement("high", 0.2, future="paper"))(*inputs.leaves())
 
 

@@ -121,7 +121,7 @@ def attend(**changes: Any) -> None:
         (
             {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()},
             "attn_mask lets one row see another's token but not the reverse, as a causal mask does, so rows "
-            "would hear of tokens that are hidden from them: pass is_causal=True, or",
+            "would receive messages about tokens hidden from them: pass is_causal=True, or",
         ),
         ({"strength": [0.1] * 4}, "strength must be a tensor of one real number per head, not list"),
         (

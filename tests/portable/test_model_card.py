@@ -121,7 +121,7 @@ def test_finetune_saves_a_portable_model_whose_card_has_intervals(tmp_path):
     assert not (tmp_path / "none" / "rte" / "seed-42").exists()
 
 
-@pytest.mark.filterwarnings("ignore:.*hear later rows")
+@pytest.mark.filterwarnings("ignore:.*messages of later rows")
 @pytest.mark.parametrize(
     ("task", "refinement", "words"),
     [

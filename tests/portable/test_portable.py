@@ -255,7 +255,7 @@ def test_what_has_no_portable_code_is_refused_and_nothing_is_written(tmp_path):
         with pytest.raises(ValueError, match=words) as caught:
             saobp.save(model, tmp_path / "model", portable=True)
         assert "\n" not in str(caught.value)
-    with pytest.warns(UserWarning, match="hear later rows"):
+    with pytest.warns(UserWarning, match="messages of later rows"):
         leaking = saobp.apply(tiny_model("gpt2"), "high:0.5,future=paper")
     with pytest.raises(ValueError, match="must not travel"):
         saobp.save(leaking, tmp_path / "model", portable=True)

@@ -121,7 +121,7 @@ def check_exportable(model: PreTrainedModel) -> None:
     written = getattr(model.config, "saobp", None)
     if written is not None and written.get("future") == "paper" and model.can_generate():
         raise ValueError(
-            "future='paper' lets rows hear later rows, which do not exist yet while a text is generated, so "
-            "an exported decoder would give other numbers than it was trained with: train or apply a "
-            "refinement with future='strict'"
+            "future='paper' lets rows receive messages of later rows, which do not exist yet while a text is "
+            "generated, so an exported decoder would give other numbers than it was trained with: train or "
+            "apply a refinement with future='strict'"
         )

@@ -222,8 +222,8 @@ def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) 
 def refuse_to_generate(*_: Any, **__: Any) -> NoReturn:
     """Replaces ``generate`` of a model with ``future="paper"``."""
     raise ValueError(
-        "future='paper' lets rows hear later rows, which do not exist yet while a text is generated: "
-        "apply a refinement with future='strict'"
+        "future='paper' lets rows receive messages of later rows, which do not exist yet while a text is "
+        "generated: apply a refinement with future='strict'"
     )
 
 

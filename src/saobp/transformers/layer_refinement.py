@@ -262,7 +262,8 @@ def strength_parameters(model: nn.Module) -> list[nn.Parameter]:
 def _why_not_cached(refinement: Refinement, factor: Any) -> str:
     if refinement.future == "paper":
         return (
-            "future='paper' lets rows hear later rows, so it cannot decode step by step and must not generate"
+            "future='paper' lets rows receive messages of later rows, so it cannot decode step by step and "
+            "must not generate"
         )
     if isinstance(factor, Similarity):
         return (

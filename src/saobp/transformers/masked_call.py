@@ -1,4 +1,4 @@
-"""Calls without causality whose mask says more than padding, by kernels in linear memory."""
+"""Calls without causality whose mask is not only padding, by kernels in linear memory."""
 
 from __future__ import annotations
 

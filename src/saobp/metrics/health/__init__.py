@@ -1,1 +1,1 @@
-"""Statistics of every head while a model runs, and what they say."""
+"""Statistics of every head while a model runs, and verdicts from them."""
