@@ -226,7 +226,7 @@ def test_the_way_of_weak_strengths(
 
 @pytest.mark.parametrize("length", [40, 140])
 def test_heads_of_strength_zero_among_weak_ones(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that says nothing is plain attention; the interpreter sends float16 the way of bfloat16."""
+    """Without messages a head is plain attention; the interpreter sends float16 the way of bfloat16."""
     dtype, strongest = (torch.bfloat16, 0.2) if GPU else (torch.float16, 0.05)
     if not GPU:
         monkeypatch.setattr(CallSpec, "precise", 0)
@@ -380,7 +380,7 @@ def test_parabolas_are_far_below_the_rounding_of_bfloat16(bound: float) -> None:
 
 
 def test_normalisers_cannot_fall_below_their_bound() -> None:
-    """Where ``may_underflow`` says no, the smallest normaliser of the worst map is above ``lowest_sum``."""
+    """Where ``may_underflow`` is False, the smallest normaliser of the worst map is above ``lowest_sum``."""
 
     def problem(strength: float, length: int) -> CallSpec:
         states = torch.empty(1, 1, length, 16, dtype=torch.bfloat16)
@@ -391,5 +391,5 @@ def test_normalisers_cannot_fall_below_their_bound() -> None:
     longest = next(n for n in range(64, 4096) if problem(0.2, n).may_underflow) - 1
     rows = torch.zeros(longest, longest, dtype=torch.float64)
     rows[:, 0] = 1.0
-    heard = (longest * math.log1p(math.expm1(-0.2))) / math.log(2)
-    assert 2.0 ** (heard + 0.2 / math.log(2)) > problem(0.2, longest).lowest_sum
+    log_message_sum = (longest * math.log1p(math.expm1(-0.2))) / math.log(2)
+    assert 2.0 ** (log_message_sum + 0.2 / math.log(2)) > problem(0.2, longest).lowest_sum

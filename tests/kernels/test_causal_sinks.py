@@ -25,7 +25,7 @@ def operation(query: Tensor, key: Tensor, value: Tensor, _: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("weak_way")
-def test_what_rows_hear_is_not_lost_beside_larger_terms() -> None:
+def test_messages_are_not_lost_beside_larger_terms() -> None:
     """A sink's key gradient is the sum of terms smaller than the last digit of what they are added to."""
     inputs = attention_inputs(1, 1, 192, 16, strength=0.2, dtype=DTYPE, device=DEVICE)
     inputs = drifting_inputs(collapsed_inputs(inputs, 7.0), 64 * torch.finfo(DTYPE).eps)

@@ -43,8 +43,8 @@ def step(
 def reference(states: list[Tensor], strength: Tensor, past: Tensor, marks: Tensor | None) -> Attended:
     graph = FactorGraph(causal=True)
     if marks is not None:
-        speaks = ~(marks == 2).any(-1)[:, None, None, None]
-        graph = FactorGraph((marks != 0)[:, None, None], speaks, causal=True)
+        senders = ~(marks == 2).any(-1)[:, None, None, None]
+        graph = FactorGraph((marks != 0)[:, None, None], senders, causal=True)
     past = torch.nn.functional.pad(past, (0, states[1].shape[2] - past.shape[-1]))[None]
     options = {"past": past.to(states[0].dtype) if states[0].dtype == torch.float64 else past}
     return reference_attention(

@@ -122,7 +122,7 @@ def test_collapsed_heads(gap: float, strength: float, collapse: Any, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_rows_hear_is_not_lost_beside_larger_terms(dtype: torch.dtype) -> None:
+def test_messages_are_not_lost_beside_larger_terms(dtype: torch.dtype) -> None:
     """A sink's key gradient is the sum of terms smaller than the last digit of what they are added to."""
     inputs = attention_inputs(1, 2, 128, DIM, strength=0.2, dtype=dtype, device=DEVICE)
     check(drifting_inputs(collapsed_inputs(inputs, 7.0), 64 * torch.finfo(dtype).eps))

@@ -89,7 +89,7 @@ def test_collapsed_heads(kind: Any, gap: float) -> None:
     check(collapsed_inputs(states(100, dim=32), gap, kind))
 
 
-def test_a_head_that_says_nothing() -> None:
+def test_a_head_of_strength_zero() -> None:
     check(states(128, strength=(0.0, STRENGTH)))
 
 

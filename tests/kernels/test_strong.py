@@ -41,7 +41,7 @@ def test_the_strongest_allowed_stay_finite_on_collapsed_heads(
 
 
 def test_not_a_number_is_not_hidden() -> None:
-    """A row that is not a number speaks to all others, as in the specification."""
+    """The messages of a row of NaN are NaN, as in the specification."""
     inputs = attention_inputs(1, 1, 9, 16, device=DEVICE)
     query = inputs.query.clone()
     query[0, 0, 4] = torch.nan

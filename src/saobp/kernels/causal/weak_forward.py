@@ -38,7 +38,7 @@ def weak_scores(raw, keys, rows, keys_real, EDGE: tl.constexpr, MASKED: tl.const
 
 @triton.jit
 def weak_prior(raw, high, rows_real, score_scale, MASKED: tl.constexpr):
-    """Relative scores of a tile ``[keys, rows]``, prior weights, and those that send messages: 0 in padding rows."""
+    """Relative scores of a tile ``[keys, rows]``, prior weights, and these with 0 in padding rows, which send no message."""
     scores = raw * score_scale - high[None, :]
     a = tl.exp2(scores)
     if MASKED:

@@ -13,7 +13,7 @@ and one over keys for its dc (``step_key_sums``, in the last step with dV); ``st
 have all vectors. The last D is not taken from rowsum(dO * O), whose O is rounded: dT must sum to 0 in each row, since dc adds
 up the errors of all rows, and attraction (gamma < 0, unbounded) multiplies them.
 
-Names in the code: ``pull`` is G, ``delta`` D, ``d_logits`` dT, ``sums_grad`` dc, ``d_message`` H, ``inverse`` 1 / m.
+Names in the code: ``d_belief`` is G, ``delta`` D, ``d_logits`` dT, ``sums_grad`` dc, ``d_message`` H, ``inverse`` 1 / m.
 
 With two undamped steps (SHARED) the sweeps for D_1 and dc_1 also sum, from the same products, the terms of D_0 and dc_0 in dT_1. With
 w = u_0 / m_1, whose sums with and without G_2 are two more numbers per row and per key,
@@ -53,19 +53,19 @@ from saobp.kernels.steps.entries import (
 
 
 @triton.jit
-def drop(pull, seed, rows, keys, drop_threshold, keep_scale, DROPS: tl.constexpr):
+def drop(d_belief, seed, rows, keys, drop_threshold, keep_scale, DROPS: tl.constexpr):
     """The gradient of weights before dropout from that after it."""
     if DROPS:
-        pull = tl.where(kept(seed, rows, keys, drop_threshold), pull * keep_scale, 0.0)
-    return pull
+        d_belief = tl.where(kept(seed, rows, keys, drop_threshold), d_belief * keep_scale, 0.0)
+    return d_belief
 
 
 @triton.jit
-def logit_gradient(pull, updated, delta, damping, DAMPED: tl.constexpr):
+def logit_gradient(d_belief, updated, delta, damping, DAMPED: tl.constexpr):
     """dT of a step from G after it."""
     if DAMPED:
-        pull *= 1.0 - damping
-    return updated * (pull - delta)
+        d_belief *= 1.0 - damping
+    return updated * (d_belief - delta)
 
 
 @triton.jit
@@ -80,24 +80,26 @@ def message_gradient(d_logits, inverse, sums_grad, RECEIVES: tl.constexpr):
 
 
 @triton.jit
-def pull_before(pull, d_message, gamma, damping, DAMPED: tl.constexpr):
+def d_belief_before(d_belief, d_message, gamma, damping, DAMPED: tl.constexpr):
     """G before a step from G after it."""
-    return damping * pull + gamma * d_message if DAMPED else gamma * d_message
+    return damping * d_belief + gamma * d_message if DAMPED else gamma * d_message
 
 
 @triton.jit
-def pull_after(
-    pull, updated, inverses, deltas, sums_grads, messages, damping,
+def d_belief_after(
+    d_belief, updated, inverses, deltas, sums_grads, messages, damping,
     STEP: tl.constexpr, STEPS: tl.constexpr, RECEIVES: tl.constexpr, DAMPED: tl.constexpr,
 ):  # fmt: skip
     """G after t = STEP from G_T."""
     for back in tl.static_range(STEPS - 1 - STEP):
-        d_logits = logit_gradient(pull, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED)
+        d_logits = logit_gradient(
+            d_belief, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED
+        )
         d_message = message_gradient(
             d_logits, inverses[STEPS - 1 - back], sums_grads[STEPS - 1 - back], RECEIVES
         )
-        pull = pull_before(pull, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
-    return pull
+        d_belief = d_belief_before(d_belief, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
+    return d_belief
 
 
 @triton.jit
@@ -159,8 +161,8 @@ def step_row_sums(
         raw = raw_scores(q, k, real_tokens(mask_base, keys, tokens, MASKED), TAIL or MASKED, PRECISION)
         if not LIGHT:
             v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-            pull = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-            pull = drop(pull, seed, rows[:, None], keys[None, :], drop_threshold, keep_scale, DROPS)
+            d_belief = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+            d_belief = drop(d_belief, seed, rows[:, None], keys[None, :], drop_threshold, keep_scale, DROPS)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
         key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, TAIL, 0, RECEIVES)
         sums_grads = load_steps(sums_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, TAIL, 0)
@@ -170,20 +172,20 @@ def step_row_sums(
         if LIGHT:
             total += sums_by_thread(updated[0] * inverses[1] * sums_grads[1])
         elif DAMPED or LAST:
-            pull = pull_after(
-                pull, updated, inverses, deltas, sums_grads, messages, damping, STEP, STEPS, RECEIVES, DAMPED
-            )
-            pulled = updated[STEP] * pull
-            total += sums_by_thread(pulled)
+            d_belief = d_belief_after(
+                d_belief, updated, inverses, deltas, sums_grads, messages, damping, STEP, STEPS, RECEIVES, DAMPED,
+            )  # fmt: skip
+            weighted_grad = updated[STEP] * d_belief
+            total += sums_by_thread(weighted_grad)
             if SHARED:
                 weights = updated[0] * inverses[1]
-                spread += sums_by_thread(weights * pulled)
+                spread += sums_by_thread(weights * weighted_grad)
                 overlap += sums_by_thread(weights * updated[1])
         else:
-            pull = pull_after(
-                pull, updated, inverses, deltas, sums_grads, messages, damping, STEP + 1, STEPS, RECEIVES, DAMPED
+            d_belief = d_belief_after(
+                d_belief, updated, inverses, deltas, sums_grads, messages, damping, STEP + 1, STEPS, RECEIVES, DAMPED
             )  # fmt: skip
-            d_logits = logit_gradient(pull, updated[STEP + 1], deltas[STEP + 1], damping, DAMPED)
+            d_logits = logit_gradient(d_belief, updated[STEP + 1], deltas[STEP + 1], damping, DAMPED)
             d_message = message_gradient(d_logits, inverses[STEP + 1], sums_grads[STEP + 1], RECEIVES)
             total += sums_by_thread(updated[STEP] * d_message)
     delta = tl.sum(total, 1)
@@ -264,12 +266,12 @@ def step_key_sums(
             total += sums_by_thread(updated[0] * deltas[0])
         else:
             grad = load_rows(g_base, start, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
-            pull = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-            pull = drop(pull, seed, rows[None, :], keys[:, None], drop_threshold, keep_scale, DROPS)
-            pull = pull_after(
-                pull, updated, inverses, deltas, sums_grads, messages, damping, STEP, STEPS, RECEIVES, DAMPED
-            )
-            d_logits = logit_gradient(pull, updated[STEP], deltas[STEP], damping, DAMPED)
+            d_belief = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+            d_belief = drop(d_belief, seed, rows[None, :], keys[:, None], drop_threshold, keep_scale, DROPS)
+            d_belief = d_belief_after(
+                d_belief, updated, inverses, deltas, sums_grads, messages, damping, STEP, STEPS, RECEIVES, DAMPED,
+            )  # fmt: skip
+            d_logits = logit_gradient(d_belief, updated[STEP], deltas[STEP], damping, DAMPED)
             total += sums_by_thread(d_logits)
             if SHARED:
                 weights = messages[1][0] * updated[0] * inverses[1]

@@ -18,10 +18,10 @@ from saobp.kernels.library.arithmetic import (
 from saobp.kernels.library.indexing import locate, row_bases, states_base
 from saobp.kernels.library.packed_bf16 import sums_by_thread
 from saobp.kernels.steps.backward import (
+    d_belief_before,
     drop,
     logit_gradient,
     message_gradient,
-    pull_before,
     store_gamma_gradient,
 )
 from saobp.kernels.steps.entries import (
@@ -89,7 +89,7 @@ def step_query_gradient(
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
         raw = raw_scores(q, k, real_tokens(mask_base, keys, tokens, MASKED), TAIL or MASKED, PRECISION)
-        pull = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        d_belief = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
         a = tl.exp2(scores)
         prior_k = tl.dot(a.to(KIND), k, prior_k, input_precision=PRECISION)
@@ -98,11 +98,11 @@ def step_query_gradient(
         before, updated, inverses = run_steps(
             scores, a, key_parts, anchors, norms, messages, damping, STEPS, RECEIVES, PRECISE, CAREFUL, DAMPED
         )
-        pull = drop(pull, seed, rows[:, None], keys[None, :], drop_threshold, keep_scale, DROPS)
+        d_belief = drop(d_belief, seed, rows[:, None], keys[None, :], drop_threshold, keep_scale, DROPS)
         d_scores = tl.zeros([ROWS, KEYS], tl.float32)
         for back in tl.static_range(STEPS):
             d_logits = logit_gradient(
-                pull, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED
+                d_belief, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED
             )
             d_message = message_gradient(
                 d_logits, inverses[STEPS - 1 - back], sums_grads[STEPS - 1 - back], RECEIVES
@@ -111,10 +111,10 @@ def step_query_gradient(
                 own = tl.sum(before[STEPS - 1 - back] * d_message, 1)
                 strength_grad += tl.where(columns == STEPS - 1 - back, own[:, None], 0.0)
             d_scores += d_logits
-            pull = pull_before(pull, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
+            d_belief = d_belief_before(d_belief, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
         if LEARNS and not DAMPED:
             first_grad += sums_by_thread(a * d_message)
-        d_scores += a * pull
+        d_scores += a * d_belief
         row_terms += sums_by_thread(d_scores)
         dq = tl.dot(d_scores.to(KIND), k, dq, input_precision=PRECISION)
     row_term = tl.sum(row_terms, 1)
@@ -183,24 +183,24 @@ def step_key_gradient(
         deltas = load_steps(delta_ptr + row_base, plane, rows, tokens, 0.0, STEPS, TAIL, 0)
         messages = row_messages(by_head, real_tokens(mask_base, rows, tokens, MASKED)[None, :], STEPS, MASKED)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        pull = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        d_belief = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         a = tl.exp2(scores)
         _, updated, inverses = run_steps(
             scores, a, key_parts, anchors, norms, messages, damping, STEPS, RECEIVES, PRECISE, CAREFUL, DAMPED
         )
-        pull = drop(pull, seed, rows[None, :], keys[:, None], drop_threshold, keep_scale, DROPS)
+        d_belief = drop(d_belief, seed, rows[None, :], keys[:, None], drop_threshold, keep_scale, DROPS)
         d_scores = tl.zeros([KEYS, ROWS], tl.float32)
         for back in tl.static_range(STEPS):
             d_logits = logit_gradient(
-                pull, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED
+                d_belief, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED
             )
             d_message = message_gradient(
                 d_logits, inverses[STEPS - 1 - back], sums_grads[STEPS - 1 - back], RECEIVES
             )
             d_scores += d_logits
-            pull = pull_before(pull, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
-        d_scores += a * (pull - row_term[None, :])
+            d_belief = d_belief_before(d_belief, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
+        d_scores += a * (d_belief - row_term[None, :])
         dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION)
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)
     dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)

@@ -20,7 +20,7 @@ from saobp.kernels.library.arithmetic import (
     store_rows,
 )
 from saobp.kernels.library.indexing import head_base, locate, row_bases, states_base
-from saobp.kernels.steps.backward import drop, logit_gradient, message_gradient, pull_before
+from saobp.kernels.steps.backward import d_belief_before, drop, logit_gradient, message_gradient
 from saobp.kernels.steps.entries import head_messages, mix, row_messages
 
 
@@ -136,15 +136,15 @@ def short_steps_backward(
     store_rows(dv_base, 0, tokens, d_row, tl.where(real[:, None], dv, 0.0), KEYS, DIM, BLOCK_DIM)
 
     v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-    pull = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-    pull = drop(pull, seed, places[:, None], places[None, :], drop_threshold, keep_scale, DROPS)
+    d_belief = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    d_belief = drop(d_belief, seed, places[:, None], places[None, :], drop_threshold, keep_scale, DROPS)
     strength_base = head_base(strength_grad_ptr, batch, head, first, heads * STEPS, length)
     d_scores = tl.zeros([KEYS, KEYS], tl.float32)
     for back in tl.static_range(STEPS):
-        delta = tl.sum(updated[STEPS - 1 - back] * pull, 1)
+        delta = tl.sum(updated[STEPS - 1 - back] * d_belief, 1)
         if DAMPED:
             delta *= 1.0 - damping
-        d_logits = logit_gradient(pull, updated[STEPS - 1 - back], delta[:, None], damping, DAMPED)
+        d_logits = logit_gradient(d_belief, updated[STEPS - 1 - back], delta[:, None], damping, DAMPED)
         d_scores += d_logits
         inverse = inverse_message(before[STEPS - 1 - back], messages[STEPS - 1 - back], PRECISE)
         d_message = message_gradient(d_logits, inverse, tl.sum(d_logits, 0)[None, :], RECEIVES)
@@ -152,8 +152,8 @@ def short_steps_backward(
             own = tl.where(real, tl.sum(before[STEPS - 1 - back] * d_message, 1), 0.0)
             step_base = strength_base + (STEPS - 1 - back) * heads * length
             tl.store(step_base + places, own, mask=places < tokens)
-        pull = pull_before(pull, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
-    d_scores += a * (pull - tl.sum(a * pull, 1)[:, None])
+        d_belief = d_belief_before(d_belief, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
+    d_scores += a * (d_belief - tl.sum(a * d_belief, 1)[:, None])
     d_scores *= scale
     rounded = d_scores.to(KIND)
     dq = tl.dot(rounded, k, input_precision=PRECISION)
