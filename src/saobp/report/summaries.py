@@ -161,14 +161,14 @@ TERMS: dict[str, str] = {
     "row": "The attention of one token: its weights over all keys, which sum to one.",
     "key": "A token that others look at.",
     "softmax": "The attention of the model before any refinement.",
-    "refined": "The same attention after belief propagation: each row has heard what the others chose.",
+    "refined": "The same attention after belief propagation: each row times the messages of the others.",
     "λ": "Strength of the refinement. Above 0 (high) rows that chose the same key repel each other, below 0 "
     "(low) they attract; at 0 nothing changes.",
     "strength": "λ, how strongly rows influence each other. Learned strengths are trained, one per head; "
     "fixed ones were given.",
-    "factor": "What one row tells another about each key: high and low are the paper's equation, the listing "
+    "factor": "Which messages rows send about each key: high and low are the paper's equation, the listing "
     "its printed program, elemmul compares whole rows.",
-    "steps": "How often rows tell each other and choose again.",
+    "steps": "How often rows exchange messages and choose again.",
     "damping": "Share of the old choice that is kept at each of several steps.",
     "two-hop paths": "Ways from one token to another by a third in between: the product of both weights.",
     "arcs": "An arc joins a token to one that it looks at; the wider, the more.",

@@ -59,7 +59,7 @@ function logBeliefs(logPrior, beliefs, length, setting, inOrder) {
   const { factor, strength } = setting;
   if (factor.startsWith("elemmul")) return alike(logPrior, beliefs, length, factor === "elemmul-prior");
   const messages = logMessages(beliefs, strength);
-  if (factor === "potts") return heard(logPrior, messages, length, inOrder);
+  if (factor === "potts") return withMessages(logPrior, messages, length, inOrder);
   return logPrior.map((value, i) => value - messages[i]);
 }
 
@@ -84,7 +84,7 @@ function logMessages(beliefs, strength) {
  * @param {number} length
  * @param {boolean} inOrder
  */
-function heard(logPrior, messages, length, inOrder) {
+function withMessages(logPrior, messages, length, inOrder) {
   const total = new Float64Array(length);
   const result = new Float64Array(logPrior.length);
   if (!inOrder) {
