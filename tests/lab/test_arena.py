@@ -250,11 +250,12 @@ def test_measured_times_stand_beside_gains_and_notes_below(tmp_path: Path) -> No
     times |= {"command": "python ...", "environment": {"GPU": "A GPU, 80 GiB", "CPU": "a CPU"}}
     times["seconds"] = {"none": [0.010, 0.011, 0.012], "gate": [0.0102, 0.01122, 0.01224]}
     (tmp_path / "arena").mkdir()
+    (tmp_path / "arena" / "time-first.json").write_text(json.dumps(times | {"masked_share": 0.4}))
     (tmp_path / "arena" / "time.json").write_text(json.dumps(times))
     (tmp_path / "arena" / "notes.md").write_text("## Not run\n")
     page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
     assert "| +0 | 1.02 [1.02, 1.02] |" in page
-    assert "relative to Original's 11.00 ms, alone on a quiet A GPU, in turns, 3 rounds" in page
+    assert "11.00 ms, alone on a quiet A GPU, in turns, 3 rounds ([time.json](time.json))." in page
     assert page.count("time of a step |") == 1  # the other size was not measured
     assert page.endswith("\n\n## Not run\n")
 

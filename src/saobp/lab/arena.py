@@ -34,7 +34,7 @@ from saobp.lab.arena_records import (
 from saobp.lab.figures import save_figure
 from saobp.lab.forest import forest
 from saobp.lab.result_page import gain_in_words, in_words, made_on, markdown_table, verdict_in_words
-from saobp.lab.statistics import paired_gain, pairs_needed, spread
+from saobp.lab.statistics import LEAST_PAIRS, paired_gain, pairs_needed, spread
 from saobp.lab.tuning import tuning_tables
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_json, read_object, write_json
@@ -59,7 +59,8 @@ COMPARED = 8
 def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int]] = ()) -> list[Path]:
     """``arena/README.md`` and ``arena/runs.json`` in a results folder, and ``forest.svg`` and ``.png``.
 
-    Times of steps come from ``arena/time.json``, if there is one; ``arena/notes.md`` is put after the tables.
+    Times of steps come from ``arena/time*.json``, one for each recipe that was timed; ``arena/notes.md`` is
+    put after the tables.
     fresh: groups of seeds that confirm a choice made on others
     """
     kept = out / "arena" / "runs.json"
@@ -75,7 +76,7 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_json(kept, [records[name] for name in sorted(records)])
     page = out / "arena" / "README.md"
-    times = StepTimes.read(page.with_name("time.json"))
+    times = [StepTimes.read(path) for path in sorted(page.parent.glob("time*.json"))]
     notes = page.with_name("notes.md")
     parts = [*_page(paired, times)]
     repeated = page.with_name("again.json")
@@ -90,7 +91,7 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
     return [page, kept, *save_figure(forest(paired), out / "forest")]
 
 
-def _page(settings: Sequence[Setting], times: StepTimes | None) -> Iterable[str]:
+def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[str]:
     yield "# Which way of attention is better?"
     yield (
         "Written by `saobp arena` from the runs in [runs.json](runs.json), which holds command, commit, "
@@ -102,7 +103,7 @@ def _page(settings: Sequence[Setting], times: StepTimes | None) -> Iterable[str]
     confirmed = any(setting.fresh for setting in settings)
     for setting in settings:
         yield f"## {setting.title}"
-        measured = times if times is not None and times.fits(setting.recipe) else None
+        measured = next((one for one in times if one.fits(setting.recipe)), None)
         yield markdown_table(
             HEADERS if measured is None else (*HEADERS, "time of a step"), list(rows(setting, measured))
         )
@@ -216,10 +217,10 @@ def _single_tasks(setting: Setting) -> str:
 
 def power(setting: Setting) -> str:
     """Power analysis: pairs needed for an effect, from the spread of the available pairs."""
-    found = [setting.deviation(method) for method in setting.gains()]
-    known = [deviation for deviation in found if deviation]
+    enough = [method for method in setting.gains() if len(setting.differences(method)) >= LEAST_PAIRS]
+    known = [deviation for deviation in map(setting.deviation, enough) if deviation]
     if not known:
-        return "How many seeds an effect needs is not known before some method has two pairs."
+        return f"How many seeds an effect needs is not known before some method has {LEAST_PAIRS} pairs."
     typical = float(np.median(known))
     needed = pairs_needed(typical, EFFECT)
     return (
@@ -237,19 +238,16 @@ LATER: dict[str, Any] = {"optimizer": "adamw", "masked_share": 0.15}
 class StepTimes:
     """Seconds of a step by method, one number per round; rounds are comparable across methods."""
 
+    file: str
     setting: Mapping[str, Any]
     seconds: Mapping[str, list[float]]
     environment: Mapping[str, str]
-    command: str
 
     @classmethod
-    def read(cls, path: Path) -> StepTimes | None:
-        """The file's times, None if there is no file."""
-        if not path.exists():
-            return None
+    def read(cls, path: Path) -> StepTimes:
         found = read_object(path)
         setting = {name: found[name] for name in SHARED} | {n: found.get(n, was) for n, was in LATER.items()}
-        return cls(setting, found["seconds"], found["environment"], found["command"])
+        return cls(path.name, setting, found["seconds"], found["environment"])
 
     def fits(self, recipe: Mapping[str, Any]) -> bool:
         return all(recipe.get(name, LATER.get(name)) == value for name, value in self.setting.items())
@@ -271,5 +269,5 @@ class StepTimes:
         gpu = self.environment.get("GPU", self.environment["CPU"]).partition(",")[0]
         return (
             f"Times of a training step are relative to Original's {1e3 * sum(plain) / len(plain):.2f} ms, "
-            f"alone on a quiet {gpu}, in turns, {len(plain)} rounds ([time.json](time.json))."
+            f"alone on a quiet {gpu}, in turns, {len(plain)} rounds ([{self.file}]({self.file}))."
         )
