@@ -194,7 +194,7 @@ def baselines(results: Results, page: Page) -> None:
 def decoders(results: Results, page: Page) -> None:
     page.text(BUDGET)
     page.text(
-        "The paper's decoder hears later tokens while it predicts them (see [what leaks]"
+        "The paper's decoder receives messages from later tokens while it predicts them (see [what leaks]"
         f"(../decoder-leak/{results.plan.scale.name}.md)): its row is compared with our paper form. "
         "RACE-Middle asks every one of the test questions; prompts and windows have the "
         "length of pretraining."
