@@ -138,14 +138,15 @@ def test_lambda_has_room_for_more(tab: Opened) -> None:
 
 def test_the_idea_is_stepped_through(tab: Opened) -> None:
     words = tab.tab.locator("#idea-picture")
-    assert "heard" not in words.text_content()
+    assert "messages" not in words.text_content()
     tab.tab.locator("#idea-next").click()
+    assert "messages" in words.text_content()
     assert "\N{MULTIPLICATION SIGN} 0.24" in words.text_content()
     tab.tab.get_by_role("button", name="Rows choose again").click()
     assert "new choice" in words.text_content()
     assert tab.tab.locator(".idea li.now").inner_text().startswith("Rows choose again")
     tab.tab.locator("#idea-next").click()
-    assert "heard" not in words.text_content()
+    assert "messages" not in words.text_content()
 
 
 def test_terms_are_explained_to_pointer_and_keyboard(tab: Opened) -> None:

@@ -36,8 +36,8 @@ export function startIdea() {
   show(0);
 }
 
-/** What the shown row hears from the others about each key: the product of 1 - gamma A. */
-export function heardAbout() {
+/** Product of the messages 1 - gamma A that the shown row receives about each key. */
+export function receivedMessages() {
   const gamma = -Math.expm1(-LAMBDA);
   return TOKENS.map((_, key) =>
     FIRST_CHOICES.reduce((all, row, place) => (place === SHOWN ? all : all * (1 - gamma * row[key])), 1),
@@ -54,22 +54,22 @@ export function chosenAgain() {
 /** @param {number} step */
 function drawing(step) {
   const before = FIRST_CHOICES[SHOWN];
-  const heard = heardAbout();
+  const received = receivedMessages();
   const after = chosenAgain();
   const x = (/** @type {number} */ place) => 118 + 88 * place;
   const parts = [
     textAt(52, ROWS_AT + 5, "rows", "quiet-word"),
     textAt(52, KEYS_AT + 5, "keys", "quiet-word"),
     textAt(52, KEYS_AT + 38, "first choice", "quiet-word"),
-    ...(step >= 1 ? [textAt(52, KEYS_AT + 62, "heard", "quiet-word")] : []),
+    ...(step >= 1 ? [textAt(52, KEYS_AT + 62, "messages", "quiet-word")] : []),
     ...(step >= 2 ? [textAt(52, KEYS_AT + 86, "new choice", "quiet-word")] : []),
   ];
   FIRST_CHOICES.forEach((row, from) =>
     row.forEach((weight, key) => {
       const isShown = from === SHOWN;
-      const isSpeaking = step === 1 && !isShown;
+      const isSending = step === 1 && !isShown;
       const now = isShown && step === 2 ? after[key] : weight;
-      const kind = isShown ? (step === 2 ? "line again" : "line own") : isSpeaking ? "line speaking" : "line";
+      const kind = isShown ? (step === 2 ? "line again" : "line own") : isSending ? "line sending" : "line";
       parts.push(
         draw("line", {
           class: kind,
@@ -86,7 +86,8 @@ function drawing(step) {
     parts.push(textAt(x(place), ROWS_AT + 5, word, place === SHOWN ? "word own-word" : "word"));
     parts.push(textAt(x(place), KEYS_AT + 5, word, "word"));
     parts.push(textAt(x(place), KEYS_AT + 38, before[place].toFixed(2), "number"));
-    if (step >= 1) parts.push(textAt(x(place), KEYS_AT + 62, `× ${heard[place].toFixed(2)}`, "number heard"));
+    if (step >= 1)
+      parts.push(textAt(x(place), KEYS_AT + 62, `× ${received[place].toFixed(2)}`, "number received"));
     if (step >= 2) parts.push(textAt(x(place), KEYS_AT + 86, after[place].toFixed(2), "number again"));
   });
   return parts;
