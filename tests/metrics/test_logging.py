@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import numpy
 import pytest
@@ -154,6 +155,39 @@ def test_ranges_without_meaning_are_refused(tmp_path) -> None:  # type: ignore[n
         HealthLog(print, ranges={"gtd": (0.5, None)})(heads, 0)
     with pytest.raises(ValueError, match="max_logit belong to the fast tier"):
         HealthCallback(trainer(tmp_path), statistics=("gtd", "max_logit"))
+    for ends in (1, (None,), ("a", None), (None, math.nan), "ab"):
+        with pytest.raises(ValueError, match="range of gtd must be its lowest and highest value"):
+            HealthLog(print, ranges={"gtd": ends})
+    with pytest.raises(TypeError, match="ranges must be a dict"):
+        HealthLog(print, ranges=[("gtd", (0, 1))])
+
+
+def test_a_range_that_is_never_measured_is_refused_before_training(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Also one for max_logit, which has a range by default: it would never alert."""
+    run = trainer(tmp_path)
+    for name in ("max_logit", "gdt"):
+        with pytest.raises(ValueError, match=f"a range for {name}, but measured are gtd"):
+            HealthCallback(run, ranges={name: (None, 50)})
+    HealthCallback(run)
+    HealthCallback(run, statistics=metrics.FAST, ranges={"max_logit": (None, 50)})
+
+
+def test_callbacks_refuse_what_they_cannot_use(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    run = trainer(tmp_path)
+    for callback in (HealthCallback, metrics.QKClip):
+        with pytest.raises(TypeError, match="takes the Trainer that it is added to, not Bert"):
+            callback(run.model)
+        for every in (0, "a", 1.5):
+            with pytest.raises(ValueError, match="every must be a whole number of at least 1"):
+                callback(run, every=every)
+    with pytest.raises(ValueError, match="threshold must be above 0, not 'a'"):
+        metrics.QKClip(run, threshold="a")
+    with pytest.raises(ValueError, match=r"a list of names, as in \['gtd'\]"):
+        HealthCallback(run, statistics="gtd")
+    with pytest.raises(TypeError, match="on_alert must be a function, not int"):
+        HealthCallback(run, on_alert=3)
+    with pytest.raises(TypeError, match="log must be a function, not int"):
+        HealthLog(3)
 
 
 def test_a_failing_step_leaves_nothing_switched_on(tmp_path) -> None:  # type: ignore[no-untyped-def]

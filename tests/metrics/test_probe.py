@@ -245,11 +245,16 @@ def test_wrong_input_gets_a_clear_sentence() -> None:
         ({"texts": 0}, "at least 1"),
         ({"texts": 2.5}, "whole number"),
         ({"statistics": ["nonsense"]}, "unknown statistic"),
-        ({"statistics": ["clustering"]}, "unknown statistic"),
+        ({"statistics": ["clustering"]}, "clustering: method 'auto' has gtd, .*; method 'exact' has it"),
+        ({"statistics": "gtd"}, r"a list of names, as in \['gtd'\]"),
+        ({"method": "guess"}, "'auto' or 'exact' or 'sampled', not 'guess'"),
+        ({"beta": "a"}, "beta must be a number above 0"),
         ({"statistics": ["gtd", "cross_layer_gtd"], "method": "sampled"}, "no sampled form"),
     ):
         with pytest.raises(ValueError, match=words), saobp.probe(model, **options):
             pass
+    with pytest.raises(TypeError, match=r"a saobp\.metrics\.Sampling"), saobp.probe(model, sampling=3):
+        pass
 
 
 def test_broken_weights_are_called_undefined() -> None:

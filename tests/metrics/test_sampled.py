@@ -391,6 +391,8 @@ def test_bad_input_gets_a_clear_sentence(change: dict, words: str) -> None:
         metrics.measure(options.pop("query"), options.pop("key"), **options)
     with pytest.raises(ValueError, match="at least 2 probes"):
         Sampling(probes=1)
+    with pytest.raises(ValueError, match="must be whole numbers"):
+        Sampling(probes=2.5)
     with pytest.raises(ValueError, match="confidence"):
         exact_estimate(torch.zeros(1)).interval(1.5)
     with warnings.catch_warnings():

@@ -194,6 +194,12 @@ def test_what_cannot_be_watched_is_refused_in_a_sentence() -> None:
         saobp.watch(tiny_model("bert"), every=0),
     ):
         pass
+    for first in (0, "a"):
+        with (
+            pytest.raises(ValueError, match="first must be between 1 and 64 tokens"),
+            saobp.watch(tiny_model("bert"), first=first),
+        ):
+            pass
     with pytest.warns(UserWarning, match="saw no forward"), saobp.watch(tiny_model("bert")):
         pass
 

@@ -21,7 +21,16 @@ from saobp.metrics.functional.gtd import BETA, HOPS, check_path, indirect_paths,
 from saobp.metrics.functional.maps import Maps
 from saobp.metrics.functional.token_graph import betweenness, clustering
 from saobp.metrics.operators.fused import operator_for
-from saobp.metrics.sampling import SAMPLED, Draws, Estimate, Sampling, estimate, exact_estimate, observe
+from saobp.metrics.sampling import (
+    SAMPLED,
+    Draws,
+    Estimate,
+    Sampling,
+    checked_sampling,
+    estimate,
+    exact_estimate,
+    observe,
+)
 from saobp.propagation.beliefs import without_autocast
 from saobp.refinement import Refinement
 
@@ -98,20 +107,25 @@ def measure_heads(
     wanted = checked_statistics(method, statistics)
     with torch.no_grad(), without_autocast(heads.query.device.type):
         if method == "sampled":
-            return _sampled(heads, wanted, beta, hops, sampling or Sampling())
+            return _sampled(heads, wanted, beta, hops, checked_sampling(sampling))
         return exact_statistics(heads, wanted, beta, hops, on_maps)
 
 
-def checked_statistics(method: str, statistics: Collection[str] | None) -> tuple[str, ...]:
-    """The requested statistics, or all that the method has."""
-    if method not in ("exact", "sampled"):
-        raise ValueError(f"method must be 'exact' or 'sampled', not {method!r}")
+def checked_statistics(
+    method: str, statistics: Collection[str] | None, methods: tuple[str, ...] = ("exact", "sampled")
+) -> tuple[str, ...]:
+    """The requested statistics, or all that the method has; ``auto`` has those that can be sampled."""
+    if method not in methods:
+        raise ValueError(f"method must be {' or '.join(map(repr, methods))}, not {method!r}")
+    if isinstance(statistics, str):
+        raise ValueError(f"statistics must be a list of names, as in [{statistics!r}], not text")
     known = STATISTICS if method == "exact" else SAMPLED
     wanted = tuple(known if statistics is None else statistics)
     unknown = [name for name in wanted if name not in known]
     if unknown or not wanted:
-        what = f"unknown statistic {', '.join(unknown)}" if unknown else "no statistic asked for"
-        raise ValueError(f"{what}: method {method!r} has {', '.join(known)}")
+        what = f"unknown statistic {', '.join(map(str, unknown))}" if unknown else "no statistic asked for"
+        more = "; method 'exact' has it" if unknown and set(unknown) <= set(STATISTICS) else ""
+        raise ValueError(f"{what}: method {method!r} has {', '.join(known)}{more}")
     return wanted
 
 

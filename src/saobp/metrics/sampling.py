@@ -144,10 +144,21 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if any(not isinstance(field, int) for field in (self.probes, self.rows, self.seed)):
+            raise ValueError(f"probes, rows and seed must be whole numbers, not as in {self}")
         if self.probes < 2 or self.rows < 4:
             raise ValueError(
                 f"sampling needs at least 2 probes and 4 rows, not {self.probes} and {self.rows}"
             )
+
+
+def checked_sampling(sampling: Sampling | None) -> Sampling:
+    """The given Sampling, or the usual one."""
+    if not isinstance(sampling, Sampling | None):
+        raise TypeError(
+            f"sampling must be a saobp.metrics.Sampling, as in Sampling(probes=62), not {sampling!r}"
+        )
+    return Sampling() if sampling is None else sampling
 
 
 class Draws(NamedTuple):

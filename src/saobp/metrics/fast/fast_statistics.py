@@ -8,6 +8,7 @@ from torch import Tensor
 from saobp.arguments import check_states, read_padding
 from saobp.propagation.beliefs import without_autocast
 from saobp.propagation.row_statistics import RowMask, RowSums, row_sums
+from saobp.refinement import check_count
 
 FAST = ("max_logit", "attention_entropy", "sink_share", "sink_share_first_k", "sink_share_by_norm")
 FIRST = 4
@@ -38,10 +39,9 @@ def fast_statistics(
         raise ValueError(f"statistics need at least one text and one token, not shape {tuple(query.shape)}")
     if is_causal and queries > keys:
         raise ValueError(f"causal rows are the last of the keys, so {queries} of {keys} cannot be")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, not {window}")
-    if not 1 <= first <= 64:
-        raise ValueError(f"first must be between 1 and 64 tokens, not {first}")
+    if window is not None:
+        check_count("window", window)
+    check_first(first)
     padding = read_padding(None, padding_mask, (query.shape[0], keys), query.device)
     if padding is not None and not bool(padding[:, -queries:].any(-1).all()):
         raise ValueError("padding_mask leaves a text without any real token")
@@ -51,6 +51,11 @@ def fast_statistics(
     )
     wanted = FAST if value is not None else FAST[:-1]
     return {name: found[..., FAST.index(name)] for name in wanted}
+
+
+def check_first(first: int) -> None:
+    if not isinstance(first, int) or not 1 <= first <= 64:
+        raise ValueError(f"first must be between 1 and 64 tokens, not {first!r}")
 
 
 def sweep(

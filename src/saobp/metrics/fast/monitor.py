@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from saobp.metrics.attention_inputs import check_options, is_cross_attention
-from saobp.metrics.fast.fast_statistics import FIRST, padded_rows, sweep
+from saobp.metrics.fast.fast_statistics import FIRST, check_first, padded_rows, sweep
 from saobp.metrics.fast.head_watch import HeadWatch
 from saobp.metrics.health.recorder import forwards_of, layer_name
 from saobp.propagation.row_statistics import RowMask
@@ -43,8 +43,7 @@ class Monitor:
     def __init__(self, model: nn.Module, texts: int | None = None, first: int = FIRST) -> None:
         if texts is not None:
             check_count("texts", texts)
-        if not 1 <= first <= 64:
-            raise ValueError(f"first must be between 1 and 64 tokens, not {first}")
+        check_first(first)
         self.texts, self.first = texts, first
         self.health = HeadWatch()
         self._watcher = Watcher(model, self._record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -103,8 +104,8 @@ def averaged_heads(layers: Sequence[Tensor], padding_mask: Tensor | None) -> lis
 
 
 def check_path(beta: float, hops: int) -> None:
-    if not 0 < beta <= 1:
-        raise ValueError(f"beta must lie above 0 and at most at 1, not {beta}")
+    if not isinstance(beta, Real) or not 0 < beta <= 1:
+        raise ValueError(f"beta must be a number above 0 and at most 1, not {beta!r}")
     check_count("hops", hops, 2)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,11 +91,12 @@ class HealthLog:
         ranges: Mapping[str, Range] | None = None,
         on_alert: Callable[[Alert], object] | None = None,
     ) -> None:
+        for name, given in (("log", log), ("on_alert", on_alert)):
+            if given is not None and not callable(given):
+                raise TypeError(f"{name} must be a function, not {type(given).__name__}")
         self.log, self.prefix, self.untrained, self.on_alert = log, prefix, untrained, on_alert
-        self.ranges = dict(RANGES if ranges is None else ranges)
-        for statistic, (low, high) in self.ranges.items():
-            if low is not None and high is not None and low > high:
-                raise ValueError(f"the range of {statistic} ends at {high:g}, below its start {low:g}")
+        self.ranges = dict(RANGES) if ranges is None else checked_ranges(ranges)
+        self._may_lack = tuple(RANGES) if ranges is None else ()
         self._before: dict[tuple[str, int], set[str]] = {}
         self._inside: set[tuple[str, int, str]] = set()
 
@@ -103,11 +105,7 @@ class HealthLog:
         if not health:
             return
         total = health.reduced()
-        unknown = [name for name in self.ranges if name not in total.statistics and name not in RANGES]
-        if unknown:
-            raise ValueError(
-                f"there is a range for {', '.join(unknown)}, but measured are {', '.join(total.statistics)}"
-            )
+        self.check_measured(total.statistics)
         heads = total.heads()
         alerts = self._alerts(heads, step)
         if alerts and _is_main_process():
@@ -117,6 +115,14 @@ class HealthLog:
         logs = health_metrics(total, self.prefix)
         self.log({**logs, f"{self.prefix}/alerts": float(len(alerts))} if logs else logs, step)
         health.reset()
+
+    def check_measured(self, statistics: Collection[str]) -> None:
+        """Raises on a range of the caller's for a statistic that is not measured."""
+        unknown = [name for name in self.ranges if name not in statistics and name not in self._may_lack]
+        if unknown:
+            raise ValueError(
+                f"there is a range for {', '.join(unknown)}, but measured are {', '.join(statistics)}"
+            )
 
     def _alerts(self, heads: list[HeadHealth], step: int) -> list[Alert]:
         alerts = []
@@ -151,6 +157,25 @@ class HealthLog:
             if high is not None and value > high:
                 found[statistic, f"{statistic} above"] = f"{statistic} {value:.4g} above {high:g}"
         return found
+
+
+def checked_ranges(ranges: Mapping[str, Range]) -> dict[str, Range]:
+    if not isinstance(ranges, Mapping):
+        raise TypeError(f"ranges must be a dict such as {{'gtd': (0.5, None)}}, not {type(ranges).__name__}")
+    for statistic, ends in ranges.items():
+        if not isinstance(ends, Sequence) or len(ends) != 2 or not all(map(_is_limit, ends)):
+            raise ValueError(
+                f"the range of {statistic} must be its lowest and highest value, a number or None each, "
+                f"not {ends!r}"
+            )
+        low, high = ends
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"the range of {statistic} ends at {high:g}, below its start {low:g}")
+    return dict(ranges)
+
+
+def _is_limit(end: object) -> bool:
+    return end is None or (isinstance(end, Real) and not math.isnan(end))
 
 
 def _warning(alerts: list[Alert], heads: int) -> str:

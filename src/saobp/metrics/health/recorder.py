@@ -18,7 +18,7 @@ from saobp.metrics.functional.gtd import BETA, HOPS, check_path, share_through_l
 from saobp.metrics.health.head_health import CROSS_LAYER, Health
 from saobp.metrics.health.verdicts import UniformMap, uniform_map
 from saobp.metrics.query_key_statistics import PLAIN, Method, checked_statistics, measure_heads
-from saobp.metrics.sampling import SAMPLED, Sampling, exact_estimate
+from saobp.metrics.sampling import SAMPLED, Sampling, checked_sampling, exact_estimate
 from saobp.propagation.beliefs import without_autocast
 from saobp.refinement import check_count
 from saobp.transformers.apply import attention_modules
@@ -69,14 +69,15 @@ class Recorder:
         attention_modules(model)
         check_path(beta, hops)
         self.across = CROSS_LAYER in statistics
-        wanted = [name for name in statistics if name != CROSS_LAYER]
-        self.statistics = checked_statistics("sampled" if method == "auto" else method, wanted)
+        alone = isinstance(statistics, str)  # refused below
+        wanted = statistics if alone else [name for name in statistics if name != CROSS_LAYER]
+        self.statistics = checked_statistics(method, wanted, ("auto", "exact", "sampled"))
         if self.across and method == "sampled":
             raise ValueError(f"{CROSS_LAYER} has no sampled form: use method 'exact' or 'auto'")
         if texts is not None:
             check_count("texts", texts)
         self.model, self.method, self.texts = model, method, texts
-        self.beta, self.hops, self.sampling = beta, hops, sampling or Sampling()
+        self.beta, self.hops, self.sampling = beta, hops, checked_sampling(sampling)
         self.health = Health(self.statistics)
         self._calls: dict[str, int] = {}
         self._layers_below: deque[list[Tensor]] = deque(maxlen=hops - 1)

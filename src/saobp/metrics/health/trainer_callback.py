@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from saobp.metrics.fast.fast_statistics import FAST
@@ -17,6 +17,7 @@ from saobp.metrics.health.health_log import Alert, HealthLog, Range
 from saobp.metrics.health.recorder import Recorder, unwrapped
 from saobp.metrics.health.verdicts import is_untrained
 from saobp.metrics.sampling import SAMPLED, Sampling
+from saobp.refinement import check_count
 from saobp.transformers.apply import attention_modules
 from saobp.transformers.projections import HeadParts
 
@@ -32,8 +33,7 @@ class MeasuredSteps(TrainerCallback):
     def __init__(
         self, trainer: Trainer, every: int, measuring: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1, not {every}")
+        check_count("every", every)
         self.trainer, self.every, self.measuring, self.due = trainer, every, measuring, False
         self._training_step: Callable[..., Any] | None = None
 
@@ -57,6 +57,18 @@ class MeasuredSteps(TrainerCallback):
         self.due = not self.only_first
         with self.measuring():
             return self._training_step(*args, **kwargs)
+
+
+def model_of(trainer: Trainer) -> nn.Module:
+    """The model that a Trainer trains; raises on anything but a Trainer that has one."""
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"the callback takes the Trainer that it is added to, not {type(trainer).__name__}; in a loop of "
+            "your own, saobp.probe and saobp.watch take the model"
+        )
+    if trainer.model is None:
+        raise ValueError("this Trainer has no model yet: one made by model_init comes when training begins")
+    return trainer.model
 
 
 class HealthCallback(MeasuredSteps):
@@ -87,10 +99,10 @@ class HealthCallback(MeasuredSteps):
         on_alert: Callable[[Alert], object] | None = None,
     ) -> None:
         self.untrained = untrained
-        assert trainer.model is not None
+        model = model_of(trainer)
         self.recorder: Recorder | Monitor
         if statistics and set(statistics) <= set(FAST):
-            self.recorder = Monitor(trainer.model, texts)
+            self.recorder = Monitor(model, texts)
         else:
             mixed = sorted(set(statistics) & set(FAST) - set(SAMPLED))
             if mixed:
@@ -98,7 +110,7 @@ class HealthCallback(MeasuredSteps):
                     f"{', '.join(mixed)} belong to the fast tier and the others do not: add two callbacks, "
                     "one with statistics=saobp.metrics.FAST"
                 )
-            self.recorder = Recorder(trainer.model, statistics, method, texts, sampling=sampling)
+            self.recorder = Recorder(model, statistics, method, texts, sampling=sampling)
         super().__init__(trainer, every, self.recorder.measuring)
         self.health_log = HealthLog(
             lambda logs, _: trainer.log(logs),
@@ -107,6 +119,7 @@ class HealthCallback(MeasuredSteps):
             ranges=ranges,
             on_alert=on_alert,
         )
+        self.health_log.check_measured(self.recorder.health.statistics)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         if self.untrained is None:
@@ -135,18 +148,18 @@ class QKClip(MeasuredSteps):
     only_first = False
 
     def __init__(self, trainer: Trainer, *, threshold: float = 100.0, every: int = 1) -> None:
-        if not threshold > 0:
+        if not isinstance(threshold, int | float) or not threshold > 0:
             raise ValueError(f"threshold must be above 0, not {threshold!r}")
+        model = model_of(trainer)
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError(
                 "QKClip scales whole weights, which FSDP and DeepSpeed split: use plain data parallelism"
             )
         self.threshold = threshold
-        assert trainer.model is not None
-        self.modules = {unwrapped(name): module for name, module in attention_modules(trainer.model)}
+        self.modules = {unwrapped(name): module for name, module in attention_modules(model)}
         for module in self.modules.values():
             HeadParts(module)  # raises if they cannot be scaled
-        self.monitor = Monitor(trainer.model)
+        self.monitor = Monitor(model)
         super().__init__(trainer, every, self.monitor.measuring)
         self.clipped, self.largest = 0, 0.0
 
