@@ -44,6 +44,8 @@ def explain(first: Tensor | nn.Module, *others: Any, **options: Any) -> Path | M
     token ids, and says the same of every attention layer.
     """
     if isinstance(first, nn.Module):
+        if not others and "inputs" not in options:
+            raise TypeError("a model's paths depend on its inputs: saobp.explain(model, inputs)")
         return explain_model(first, *others, **options)
     if not isinstance(first, Tensor):
         what = "what saobp.attention takes, beginning with a query, or a model and its inputs"

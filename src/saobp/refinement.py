@@ -183,6 +183,8 @@ class Refinement:
                 raise ValueError(
                     f"cannot read {part!r} in {text!r}: write {' or '.join(f'{k}=...' for k in kinds)}"
                 )
+            if name in options:
+                raise ValueError(f"{name} is given twice in {text!r}")
             try:
                 options[name] = kinds[name](value)
             except ValueError:

@@ -173,3 +173,14 @@ def test_it_compiles_without_a_graph_break(causal: bool) -> None:
     torch.testing.assert_close(
         refine(rows, number, is_causal=causal), saobp.refine(rows, number, is_causal=causal)
     )
+
+
+@pytest.mark.parametrize(("gives", "found"), [(None, "NoneType"), (torch.zeros(2, 5), r"\(2, 5\)")])
+def test_messages_of_another_shape_are_refused(gives: torch.Tensor | None, found: str) -> None:
+    class Wrong(saobp.Factor):
+        def log_messages(self, beliefs: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+            return gives  # type: ignore[return-value]
+
+    graph = FactorGraph(None, None, causal=False)
+    with pytest.raises(ValueError, match=rf"one number for every entry of beliefs \(2, 5, 5\), not {found}"):
+        propagate(torch.randn(2, 5, 5), Wrong(), torch.tensor(0.5), graph)

@@ -268,6 +268,10 @@ def test_what_cannot_be_is_said() -> None:
             call(*arguments, **options)
 
     refused("refines self-attention: pass one tensor as query, key and value", module, x, x, x.clone())
+    narrow, hidden = x[..., :-1].clone(), torch.zeros(2, 3, dtype=torch.bool)
+    refused(f"query must have {WIDTH} channels, not {WIDTH - 1}", module, narrow, narrow, narrow)
+    shape = f"({BATCH}, {LENGTH})"
+    refused(f"key_padding_mask must have shape {shape}, not (2, 3)", module, x, x, x, key_padding_mask=hidden)
     refused("query must be a dense tensor of 2 or 3 dimensions, not of shape (16,)", module, *[x[0, 0]] * 3)
     refused(
         "must hold 0 and minus infinity only", module, x, x, x, key_padding_mask=torch.ones(BATCH, LENGTH)

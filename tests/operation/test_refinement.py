@@ -127,6 +127,8 @@ def test_parse(text: str, expected: Refinement) -> None:
         ("high,strength=strong", "strength cannot be 'strong' in 'high,strength=strong'"),
         ("high,steps=two", "steps cannot be 'two' in 'high,steps=two'"),
         ("high,steps", "cannot read 'steps' in 'high,steps': write strength=... or steps=... or damping=..."),
+        ("high,steps=2,steps=3", "steps is given twice in 'high,steps=2,steps=3'"),
+        ("high:0.2,strength=0.5", "strength is given twice in 'high:0.2,strength=0.5'"),
         ("high,colour=red", "cannot read 'colour=red' in 'high,colour=red': write strength=..."),
         ("high:-1", "a strength must lie from 0 to 16, not -1 ('low' is the factor for attraction)"),
         ("high:nan", "a strength must lie from 0 to 16, not nan"),

@@ -71,3 +71,8 @@ def test_a_plain_model_and_what_is_no_model():
         saobp.explain("bert")
     with pytest.raises(TypeError, match="a mapping or a tensor of token ids, not list"):
         saobp.explain(tiny_model("bert"), [1, 2])
+
+
+def test_a_model_without_inputs_is_refused():
+    with pytest.raises(TypeError, match=r"depend on its inputs: saobp\.explain\(model, inputs\)"):
+        saobp.explain(tiny_model("bert"))

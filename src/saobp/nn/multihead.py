@@ -86,7 +86,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         states = query.unsqueeze(0) if query.ndim == 2 else query
         if query.ndim == 3 and not self.batch_first:
             states = query.transpose(0, 1)
-        batch, length, _ = states.shape
+        batch, length, width = states.shape
+        if width != self.embed_dim:
+            raise ValueError(f"query must have {self.embed_dim} channels, not {width}")
         if attn_mask is not None:
             known = not torch.compiler.is_compiling()  # the compiler cannot trace a read of the mask's values
             causal = _is_causal_mask(attn_mask, length) if known else is_causal
@@ -94,7 +96,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask = None if causal else _positive(attn_mask, batch, self.num_heads)
         projected = functional.linear(states, self.in_proj_weight, self.in_proj_bias)
         options: dict[str, Any] = {
-            "attention_mask": _real_tokens(key_padding_mask, batch),
+            "attention_mask": _real_tokens(key_padding_mask, batch, length),
             "attn_mask": attn_mask,
             "is_causal": is_causal,
             "dropout_p": self.dropout if self.training else 0.0,
@@ -113,10 +115,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         return output if self.batch_first else output.transpose(0, 1), rows
 
 
-def _real_tokens(hidden: Tensor | None, batch: int) -> Tensor | None:
+def _real_tokens(hidden: Tensor | None, batch: int, length: int) -> Tensor | None:
     """PyTorch's key_padding_mask, bool or numbers, as ``[batch, keys]`` that is True for real tokens."""
     if hidden is None:
         return None
+    if tuple(hidden.shape) != (batch, length) and (batch != 1 or tuple(hidden.shape) != (length,)):
+        raise ValueError(f"key_padding_mask must have shape ({batch}, {length}), not {tuple(hidden.shape)}")
     if hidden.is_floating_point():
         found = hidden == float("-inf")
         readable = hidden.device.type == "cpu" and not torch.compiler.is_compiling()

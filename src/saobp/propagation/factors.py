@@ -51,10 +51,11 @@ class Factor(ABC):
     def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
         """Unnormalised log belief of every node: its prior and received messages. ``[..., node, label]``"""
         messages = self.log_messages(beliefs, strength)
-        if messages.shape != beliefs.shape:
+        found = tuple(messages.shape) if isinstance(messages, Tensor) else type(messages).__name__
+        if found != beliefs.shape:
             raise ValueError(
                 f"{type(self).__name__}.log_messages must give one number for every entry of beliefs "
-                f"{tuple(beliefs.shape)}, not {tuple(messages.shape)}"
+                f"{tuple(beliefs.shape)}, not {found}"
             )
         return log_prior + graph.incoming(messages, include_own=self.includes_own_message)
 
