@@ -35,7 +35,7 @@ from saobp.metrics.diagnosis.head_kinds import (
     shares,
     text_targets,
 )
-from saobp.metrics.diagnosis.loading import example_model, load_model, planted_model
+from saobp.metrics.diagnosis.loading import example_model, load_model, planted_model, read_texts
 from saobp.storage.manifest import write_manifest
 from saobp.testing.tiny_models import save_tiny_bert, tiny_model
 
@@ -246,14 +246,42 @@ def test_what_is_cut_or_left_out_and_the_time_are_said(
     texts.write_text("word " * 90 + "\n\nsome words\n\none")
     shown = run(folders["bert"], "--text", texts, "--out", tmp_path / "out")
     assert shown.exit_code == 0, shown.output
-    assert "1 of 3 texts are cut to 64 tokens, the most that" in shown.output
-    assert "1 of 3 texts have fewer than two tokens and are left out" in shown.output
+    assert "1 of 3 texts is cut to 64 tokens, the most that" in shown.output
+    assert "1 of 3 texts has fewer than two tokens and is left out" in shown.output
     assert "measuring 2 texts, 66 tokens: about 6 s" in shown.output  # 1000 s for 64 tokens
     (record,) = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
     assert (record["texts"], record["tokens"]) == (2, 66)
     quiet = run(folders["bert"], "--text", texts, "--length", 64, "--out", tmp_path / "quiet")
     assert quiet.exit_code == 0
-    assert "are cut" not in quiet.output
+    assert "cut to" not in quiet.output
+
+
+def test_wrong_places_are_refused_before_anything_is_measured(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saobp.metrics.diagnosis.diagnose.diagnose", lambda *_, **__: pytest.fail("measured"))
+    text = tmp_path / "texts.txt"
+    text.write_text("some words")
+    for arguments, words in (
+        (("--text", tmp_path, "--out", tmp_path / "out"), "is a folder: name a file in it"),
+        (("--text", text, "--out", text), "is a file: name a folder by --out"),
+        (("--text", text, "--out", tmp_path / "out", "--compare", tmp_path / "none"), "there is no model"),
+    ):
+        shown = run(folders["bert"], *arguments)
+        assert shown.exit_code == 1, shown.output
+        assert words in shown.output
+
+
+def test_texts_of_a_file(tmp_path: Path) -> None:
+    """A byte order mark is no part of a text, and a line of blanks is a blank line."""
+    file = tmp_path / "texts.txt"
+    for content, texts in (
+        ("one text\nof two lines\n \t\nanother\n", ["one text\nof two lines", "another"]),
+        ("\ufeffone text\r\nof two lines\r\n\r\nanother", ["one text\nof two lines", "another"]),
+        ("one\ntwo\n", ["one", "two"]),
+    ):
+        file.write_bytes(content.encode())
+        assert read_texts(file, 8) == texts
 
 
 def test_a_tokenizer_without_padding_token_changes_nothing() -> None:

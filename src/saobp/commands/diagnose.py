@@ -17,7 +17,7 @@ from saobp.commands.own_code import Imports, import_own
 from saobp.commands.streams import AsJson, fail, print_json, print_note, stderr_console, stdout_console
 from saobp.progress import ProgressBar, ProgressBars
 from saobp.runs.layout import DIAGNOSIS
-from saobp.storage.model_folders import checked_folder
+from saobp.storage.model_folders import check_file, checked_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,7 +54,9 @@ def diagnose(
     model: Annotated[
         str | None, typer.Argument(help="Folder of a run or of a saved model, or a name on the hub.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="File of texts, split at blank lines.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="File of texts, split at blank lines, or else at line ends.")
+    ] = None,
     dataset: Annotated[str | None, typer.Option(help="Dataset by name or folder.")] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     column: Annotated[str | None, typer.Option(help="Column of the dataset; default: first of text.")] = None,
@@ -79,8 +81,10 @@ def diagnose(
         stdout_console().print(EXPLANATION)
         return
     try:
-        if text is not None and not text.is_file():
-            raise ValueError(f"there is no file {str(text)!r}")
+        if text is not None:
+            check_file(text)
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"{str(out)!r} is a file: name a folder by --out")
         if (out / DIAGNOSIS).exists() and not overwrite:
             raise ValueError(
                 f"{out} holds a diagnosis: name another by --out, or add --overwrite to replace it"
@@ -119,6 +123,7 @@ def _subjects(model: str, compare: str | None) -> list[tuple[str, str | None]]:
     if compare is None:
         return [(model, None)]
     if not is_refinement(compare):
+        checked_folder(compare)  # raises before anything is measured
         return [(model, None), (compare, None)]
     Refinement.parse(compare)  # raises before anything is measured
     return [(model, None), (model, compare)]

@@ -34,6 +34,14 @@ def checked_folder(folder: str | PathLike[str]) -> str:
     return str(folder)
 
 
+def check_file(path: Path) -> None:
+    """Raises if a file that should be read is not there."""
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a folder: name a file in it")
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}")
+
+
 def check_tokenizer(place: str) -> None:
     """Raises if a model's folder holds no tokenizer: Transformers would make an empty one without a word."""
     path = Path(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from transformers import (
 from saobp.refinement import Refinement
 from saobp.storage.atomic import first_line
 from saobp.storage.manifest import check_manifest
-from saobp.storage.model_folders import check_tokenizer, checked_folder
+from saobp.storage.model_folders import check_file, check_tokenizer, checked_folder
 from saobp.transformers import apply
 from saobp.transformers.load_errors import clear_load_errors
 
@@ -65,13 +66,12 @@ def is_refinement(text: str) -> bool:
 
 def read_texts(path: Path, limit: int) -> list[str]:
     """Texts of a file, split at blank lines, or at line ends if it has none."""
-    if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r}")
+    check_file(path)
     try:
-        whole = path.read_text(encoding="utf-8")
+        whole = path.read_text(encoding="utf-8-sig")  # without the mark that some editors begin with
     except UnicodeDecodeError:
         raise ValueError(f"{str(path)!r} is not text in UTF-8") from None
-    parts = whole.replace("\r\n", "\n").split("\n\n")
+    parts = re.split(r"\n\s*\n", whole.replace("\r\n", "\n"))
     if len([part for part in parts if part.strip()]) < 2:
         parts = whole.splitlines()
     return _non_empty(parts, limit, f"{str(path)!r}")

@@ -45,7 +45,8 @@ def encode(
     if room is not None:
         cut = sum(len(one) > room for one in ids)
         if cut and length is None:
-            note(f"{cut} of {len(ids)} texts are cut to {room} tokens, the most that {subject} takes")
+            verb = "is" if cut == 1 else "are"
+            note(f"{cut} of {len(ids)} texts {verb} cut to {room} tokens, the most that {subject} takes")
         ids = [
             one if len(one) <= room else _ids(tokenizer, text, room)
             for text, one in zip(texts, ids, strict=True)
@@ -54,7 +55,9 @@ def encode(
     if not kept:
         raise ValueError("the texts hold no more than a token each, so there is no attention to look at")
     if len(kept) < len(ids):
-        note(f"{len(ids) - len(kept)} of {len(ids)} texts have fewer than two tokens and are left out")
+        short, few = len(ids) - len(kept), "fewer than two tokens"
+        verbs = f"has {few} and is" if short == 1 else f"have {few} and are"
+        note(f"{short} of {len(ids)} texts {verbs} left out")
     _check_vocabulary(model, kept, subject)
     if tokenizer.pad_token_id is None and len({len(one) for one in kept}) > 1:
         note("the tokenizer has no padding token: shorter texts are filled up with another and masked")
