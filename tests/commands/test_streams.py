@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from saobp import progress
 from saobp.cli import app
+from saobp.commands.streams import fail
 from saobp.progress import OccasionalLines
 from saobp.storage import model_folders
 from saobp.storage.model_folders import checked_folder, hub_problem
@@ -30,6 +31,13 @@ def test_a_diagnosis_as_json_is_all_that_stdout_holds(tmp_path: Path) -> None:
     (found,) = json.loads(said.stdout)
     assert found["heads"][0]["verdict"] == "diffuse"
     assert "wrote diagnosis.json" in said.stderr
+
+
+def test_a_reader_that_stops_reading_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in ``saobp diagnose ... --json | head``: typer ends the command without a word."""
+    with pytest.raises(BrokenPipeError):
+        fail(BrokenPipeError(32, "Broken pipe"))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_page_is_never_replaced_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

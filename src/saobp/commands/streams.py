@@ -48,7 +48,9 @@ def print_error(sentence: str) -> None:
 
 
 def fail(problem: BaseException | str) -> NoReturn:
-    """Print the error and end the command with exit code 1."""
+    """Print the error and end the command with exit code 1; in silence if nobody reads stdout."""
+    if isinstance(problem, BrokenPipeError):
+        raise problem  # typer ends the command
     print_error(problem if isinstance(problem, str) else in_words(problem))
     raise typer.Exit(1) from None
 
