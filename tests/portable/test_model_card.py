@@ -66,6 +66,19 @@ def test_a_card_tells_the_training_and_results_of_a_run(tmp_path):
     assert "learned, one number per head" in text
 
 
+@pytest.mark.parametrize(
+    "results",
+    [3, "ab", ("accuracy", 81.2), [("accuracy",)], [("a", "81")], [("a", 1, 2)], [("a", 81.2, (83, 82))]],
+)
+def test_results_that_no_card_can_show_are_refused(results, tmp_path):
+    model = saobp.apply(tiny_model("bert"), "high:0.2")
+    with pytest.raises(ValueError, match=r"a list of entries such as \('accuracy', 81.2, "):
+        saobp.save(model, tmp_path / "model", results=results)
+    with pytest.raises(TypeError, match=r"AutoTokenizer\.from_pretrained gives, not str"):
+        saobp.save(model, tmp_path / "model", tokenizer="bert")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_interval_of_a_share_is_wilsons():
     """Compared with the values of Wilson's formula for 90 of 100 and for all of 10."""
     assert share_interval(90.0, 100) == pytest.approx((82.5634, 94.4772), abs=1e-3)

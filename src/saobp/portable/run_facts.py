@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,30 @@ class CardResult(NamedTuple):
     value: float
     interval: tuple[float, float] | None = None
     note: str = ""
+
+
+def checked_results(given: Sequence[Any]) -> tuple[CardResult, ...]:
+    """A caller's numbers for the card, each ``(name, value, (low, high) or None, note)``."""
+    entries = given if isinstance(given, list | tuple) else [given]
+    for entry in entries:
+        if not _is_result(entry):
+            raise ValueError(
+                "results must be a list of entries such as ('accuracy', 81.2, (79.9, 82.4), "
+                f"'1,000 held-out rows'), unlike {entry!r}"
+            )
+    return tuple(CardResult(*entry) for entry in entries)
+
+
+def _is_result(entry: Any) -> bool:
+    if not isinstance(entry, list | tuple) or not 2 <= len(entry) <= 4:
+        return False
+    _, value, interval, _ = CardResult(*entry)
+    if not isinstance(value, Real):
+        return False
+    if interval is None:
+        return True
+    is_pair = isinstance(interval, list | tuple) and len(interval) == 2
+    return is_pair and all(isinstance(end, Real) for end in interval) and interval[0] <= interval[1]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.portable.code import add_code, check_portable, classes_of, refinement_of, weights_of
-from saobp.portable.run_facts import CardResult, RunFacts, facts_of_folder
+from saobp.portable.run_facts import CardResult, RunFacts, checked_results, facts_of_folder
 from saobp.refinement import Refinement
 from saobp.storage.atomic import replacing
 from saobp.storage.manifest import CARD
@@ -48,10 +48,14 @@ def save(
         raise FileExistsError(f"{str(path)!r} exists already: name a folder that does not")
     if refinement_of(model) is None:
         raise ValueError("the model is not refined: save it with model.save_pretrained(folder)")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        raise TypeError(
+            f"tokenizer must be what AutoTokenizer.from_pretrained gives, not {type(tokenizer).__name__}"
+        )
     if portable:
         check_portable(model)
     facts = RunFacts() if run is None else facts_of_folder(run)
-    facts = replace(facts, results=(*facts.results, *(CardResult(*result) for result in results)))
+    facts = replace(facts, results=(*facts.results, *checked_results(results)))
     with replacing(path) as new:
         model.save_pretrained(new, state_dict=weights_of(model))
         if tokenizer is not None:
