@@ -172,6 +172,23 @@ def test_a_range_that_is_never_measured_is_refused_before_training(tmp_path) -> 
     HealthCallback(run, statistics=metrics.FAST, ranges={"max_logit": (None, 50)})
 
 
+def test_the_loss_is_logged_beside_health_and_clipping(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Trainer.log takes back the flag by which the Trainer logs the loss at the end of the step."""
+    run = trainer(tmp_path, report_to="none")
+    run.add_callback(HealthCallback(run, every=2))
+    run.add_callback(HealthCallback(run, every=1, statistics=metrics.FAST, prefix="fast"))
+    run.add_callback(metrics.QKClip(run, threshold=1e6))
+    run.args.logging_steps = 3
+    run.train()
+    steps = {
+        name: [entry["step"] for entry in run.state.log_history if name in entry]
+        for name in ("loss", "health/gtd", "fast/max_logit", "qk_clip/heads")
+    }
+    assert steps["loss"] == steps["qk_clip/heads"] == [3, 6]
+    assert steps["health/gtd"] == [1, 3, 5]
+    assert steps["fast/max_logit"] == [1, 2, 3, 4, 5, 6]
+
+
 def test_callbacks_refuse_what_they_cannot_use(tmp_path) -> None:  # type: ignore[no-untyped-def]
     run = trainer(tmp_path)
     for callback in (HealthCallback, metrics.QKClip):

@@ -71,6 +71,13 @@ def model_of(trainer: Trainer) -> nn.Module:
     return trainer.model
 
 
+def log_beside(trainer: Trainer, logs: dict[str, float]) -> None:
+    """``Trainer.log``, after which the Trainer's own log of this step, with the loss, is still due."""
+    due = trainer.control.should_log
+    trainer.log(logs)
+    trainer.control.should_log = due
+
+
 class HealthCallback(MeasuredSteps):
     """Measures the model's attention every so many steps of a Trainer and logs it where the loss goes.
 
@@ -113,7 +120,7 @@ class HealthCallback(MeasuredSteps):
             self.recorder = Recorder(model, statistics, method, texts, sampling=sampling)
         super().__init__(trainer, every, self.recorder.measuring)
         self.health_log = HealthLog(
-            lambda logs, _: trainer.log(logs),
+            lambda logs, _: log_beside(trainer, logs),
             prefix,
             untrained=bool(untrained),
             ranges=ranges,
@@ -171,7 +178,8 @@ class QKClip(MeasuredSteps):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, state
         if control.should_log:
-            self.trainer.log({"qk_clip/heads": float(self.clipped), "qk_clip/max_logit": self.largest})
+            logs = {"qk_clip/heads": float(self.clipped), "qk_clip/max_logit": self.largest}
+            log_beside(self.trainer, logs)
             self.clipped, self.largest = 0, 0.0
 
     def _clip(self) -> None:
