@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from saobp.cli import app
@@ -36,6 +37,17 @@ def test_a_damaged_model_of_a_run_is_refused(data_dir, bert, tmp_path):
         load_language_model(tmp_path / "run")
     (model / "manifest.json").unlink()
     load_language_model(tmp_path / "run")
+
+
+def test_a_language_model_without_its_head_is_not_measured(bert, tmp_path):
+    """Sentence encoders are saved so: their config names a language model, and its head would be random."""
+    shutil.copytree(bert, tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    weights = {name: values for name, values in load_file(path).items() if "transform" not in name}
+    save_file(weights, path, metadata={"format": "pt"})
+    told = r"lacks weights of BertForMaskedLM, such as cls\.predictions\.transform\.\S+, and random ones"
+    with pytest.raises(ValueError, match=told):
+        load_language_model(tmp_path / "model")
 
 
 class Hostile:

@@ -43,15 +43,28 @@ def load_tokenizer_of(folder: str | Path) -> PreTrainedTokenizerFast:
 
 
 def load_model(
-    folder: str | Path, kind: Any, refinement: Refinement | None = None, **options: Any
+    folder: str | Path,
+    kind: Any,
+    refinement: Refinement | None = None,
+    *,
+    head_may_be_new: bool = True,
+    **options: Any,
 ) -> PreTrainedModel:
     """A model of a kind (an Auto class) in float32, refined as it was saved or as asked.
 
     ``refinement`` overrides the checkpoint's own; the factor ``none`` removes it.
+    ``head_may_be_new``: whether weights that the checkpoint lacks may be random, to be trained.
     """
     name = checked_folder(folder)
     with clear_load_errors(name):
-        model = kind.from_pretrained(name, **{"dtype": torch.float32, **options})
+        model, info = kind.from_pretrained(
+            name, output_loading_info=True, **{"dtype": torch.float32, **options}
+        )
+    if info["missing_keys"] and not head_may_be_new:
+        raise ValueError(
+            f"{str(folder)!r} lacks weights of {type(model).__name__}, such as {min(info['missing_keys'])}, "
+            "and random ones would be measured: give a model that was saved with its language-model head"
+        )
     if refinement is None:
         return model
     return remove(model) if refinement.is_plain else apply(model, refinement)

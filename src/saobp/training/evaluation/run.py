@@ -148,7 +148,7 @@ def load_language_model(
             f"{str(folder)!r} holds {kinds[0]}, which is no language model: give a pretrained one"
         )
     kind = AutoModelForCausalLM if is_decoder else AutoModelForMaskedLM
-    model = load_model(folder, kind, refinement)
+    model = load_model(folder, kind, refinement, head_may_be_new=False)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), load_tokenizer_of(folder), is_decoder
 
