@@ -33,9 +33,10 @@ from saobp.kernels.bidirectional.gradient_terms import (
     sender_pair,
 )
 from saobp.kernels.library.arithmetic import (
+    drop,
+    drop_scaled,
+    head_dropout,
     head_message,
-    head_seed,
-    kept,
     load_anchor,
     load_lse,
     load_rows,
@@ -76,7 +77,7 @@ def value_gradient(
     g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     pair = pair_message(message, KIND)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
@@ -113,8 +114,7 @@ def value_gradient(
         else:
             parts = load_rows(parts_ptr + row_base * part_row, start, tokens, part_row, ROWS, 16, 16, TAIL)
             own = tl.dot(refined, parts, own)
-        if DROPS:
-            refined = tl.where(kept(seed, rows[None, :], keys[:, None], drop_threshold), refined, 0.0)
+        refined = drop(refined, dropout, rows[None, :], keys[:, None], DROPS)
         grad = load_rows(g_base, start, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
         dv = tl.dot(refined, grad, dv, input_precision=PRECISION)
     sums_grad = -tl.sum(own, 1)
@@ -164,7 +164,7 @@ def query_gradient(
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     gamma = message[0]
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     q = load_rows(q_base, block * ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, block * ROWS, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
@@ -196,9 +196,7 @@ def query_gradient(
         )  # fmt: skip
         prior_k = tl.dot(a.to(KIND), k, prior_k, input_precision=PRECISION)
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-        if DROPS:
-            keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
-            d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+        d_rows = drop_scaled(d_rows, dropout, rows[:, None], keys[None, :], DROPS)
         centred = d_rows - delta[:, None]
         key_part = load_vector(
             key_part_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, TAIL or not RECEIVES
@@ -285,7 +283,7 @@ def key_gradient(
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     gamma = message[0]
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
@@ -310,9 +308,7 @@ def key_gradient(
         )  # fmt: skip
         inverse = sender_inverse(a, rows_real, message, PRECISE, MASKED)
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        if DROPS:
-            keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
-            d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
         centred = d_rows - delta[None, :]
         if PRECISE == 0 and RECEIVES == 2 and not CAREFUL and not MASKED:
             d_scores = a * (key_part * centred - gamma * inverse * sums_grad - row_term[None, :])

@@ -11,11 +11,11 @@ import triton.language as tl
 
 from saobp.kernels.bidirectional.sums import raw_scores
 from saobp.kernels.library.arithmetic import (
+    drop,
     fetch_tile,
+    head_dropout,
     head_message,
-    head_seed,
     inverse_message,
-    kept,
     load_lse,
     load_rows,
     load_vector,
@@ -105,7 +105,7 @@ def refined_output(
     out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     KIND: tl.constexpr = v_ptr.dtype.element_ty
     pair = pair_message(message, KIND)
     ones = tl.full([KEYS, 16], 1.0, KIND)
@@ -136,8 +136,7 @@ def refined_output(
             raw, high, low, rows_real, weight, score_scale, message, pair, KIND, RECEIVES, PRECISE, MASKED
         )
         totals = add_row_sums(totals, refined, ones, PRECISE)
-        if DROPS:
-            refined = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
+        refined = drop(refined, dropout, rows[:, None], keys[None, :], DROPS)
         out = tl.dot(refined, v, out, input_precision=PRECISION)
         if SPLIT:
             if MAPPED:  # with few registers, one half after the other
@@ -146,10 +145,7 @@ def refined_output(
                 raw_2, high_2, low_2, rows_real_2, weight, score_scale, message, pair, KIND, RECEIVES, PRECISE, MASKED
             )  # fmt: skip
             totals_2 = add_row_sums(totals_2, refined_2, ones, PRECISE)
-            if DROPS:
-                refined_2 = tl.where(
-                    kept(seed, rows_2[:, None], keys[None, :], drop_threshold), refined_2, 0.0
-                )
+            refined_2 = drop(refined_2, dropout, rows_2[:, None], keys[None, :], DROPS)
             out_2 = tl.dot(refined_2, v, out_2, input_precision=PRECISION)
     lowest = store_output(
         out_base, anchor_ptr + row_base, inverse_ptr + row_base, begin, tokens, o_row, out, totals, high, keep_scale,
@@ -192,7 +188,7 @@ def careful_output(
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     anchor = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -214,8 +210,7 @@ def careful_output(
         shrink = tl.exp2(top - anchor)
         refined = (tl.exp2(scores - anchor[:, None]) * inverse).to(v_ptr.dtype.element_ty)
         total = total * shrink + tl.sum(refined.to(tl.float32), 1)
-        if DROPS:
-            refined = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
+        refined = drop(refined, dropout, rows[:, None], keys[None, :], DROPS)
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
         out = tl.dot(refined, v, out * shrink[:, None], input_precision=PRECISION)
         top = raised

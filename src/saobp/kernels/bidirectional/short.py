@@ -14,10 +14,11 @@ from saobp.kernels.bidirectional.forward import add_row_sums
 from saobp.kernels.bidirectional.short_weak import real_or
 from saobp.kernels.library.arithmetic import (
     _hardware_log2,
+    drop,
+    drop_scaled,
+    head_dropout,
     head_message,
-    head_seed,
     inverse_message,
-    kept,
     load_lse,
     load_rows,
     load_vector,
@@ -158,9 +159,8 @@ def short_forward(
         refined = weights.to(KIND)
     totals = add_row_sums(tl.zeros([KEYS, 16], tl.float32), refined, tl.full([KEYS, 16], 1.0, KIND), PRECISE)
     inverse = keep_scale * inverse_or_zero(tl.max(totals, 1), TAIL or MASKED)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base, DROPS)
-        refined = tl.where(kept(seed, places[:, None], places[None, :], drop_threshold), refined, 0.0)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
+    refined = drop(refined, dropout, places[:, None], places[None, :], DROPS)
     out = tl.dot(refined, v, input_precision=PRECISION) * inverse[:, None]
     store_rows(out_base, 0, tokens, o_row, out, KEYS, DIM, BLOCK_DIM)
 
@@ -198,7 +198,7 @@ def short_careful(
                 message_sums = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), TAIL)
                 k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
                 v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-                seed = head_seed(seed_ptr, row_base, DROPS)
+                dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
                 for begin in tl.range(0, KEYS, ROWS):
                     rows = begin + tl.arange(0, ROWS)
                     q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
@@ -208,9 +208,7 @@ def short_careful(
                         raw, real, sends, message_sums, score_scale, gamma, TAIL or MASKED, RECEIVES
                     ).to(v.dtype)
                     factor = keep_scale * inverse_or_zero(tl.sum(refined.to(tl.float32), 1), TAIL or MASKED)
-                    if DROPS:
-                        keep = kept(seed, rows[:, None], places[None, :], drop_threshold)
-                        refined = tl.where(keep, refined, 0.0)
+                    refined = drop(refined, dropout, rows[:, None], places[None, :], DROPS)
                     out = tl.dot(refined, v, input_precision=PRECISION) * factor[:, None]
                     store_rows(out_base, begin, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
 
@@ -275,17 +273,13 @@ def short_backward(
             total = tl.sum(refined, 1)
     refined *= inverse_or_zero(total, TAIL or MASKED)[:, None]
 
-    if DROPS:
-        keep = kept(head_seed(seed_ptr, row_base, DROPS), places[:, None], places[None, :], drop_threshold)
-        dropped = tl.where(keep, refined * keep_scale, 0.0).to(grad.dtype)
-    else:
-        dropped = refined.to(grad.dtype)
-    dv = tl.dot(tl.trans(dropped), grad, input_precision=PRECISION)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
+    dropped = drop_scaled(refined, dropout, places[:, None], places[None, :], DROPS)
+    dv = tl.dot(tl.trans(dropped.to(grad.dtype)), grad, input_precision=PRECISION)
     store_rows(dv_ptr + d_base, 0, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
 
     d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-    if DROPS:
-        d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+    d_rows = drop_scaled(d_rows, dropout, places[:, None], places[None, :], DROPS)
     d_logits = refined * (d_rows - tl.sum(refined * d_rows, 1)[:, None])
     if RECEIVES == 2:
         d_message = -u * tl.sum(d_logits, 0)[None, :]

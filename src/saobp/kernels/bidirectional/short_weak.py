@@ -15,9 +15,9 @@ from saobp.kernels.library.arithmetic import (
     INTERPRETED,
     _hardware_inverse,
     _hardware_log2,
+    drop,
+    head_dropout,
     head_message,
-    head_seed,
-    kept,
     load_rows,
     real_tokens,
     store_rows,
@@ -139,7 +139,7 @@ def add_messages_and_boost(
 
 @triton.jit
 def store_refined(
-    refined, weight, v, out_base, begin, tokens, o_row, seed, drop_threshold, keep_scale,
+    refined, weight, v, out_base, begin, tokens, o_row, dropout, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, RECEIVES: tl.constexpr, DROPS: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -149,11 +149,8 @@ def store_refined(
     if RECEIVES:
         refined = multiply(refined, weight[None, :])
     total = tl.max(row_sums_of(refined), 1)
-    if DROPS:
-        rows = begin + tl.arange(0, ROWS)
-        refined = tl.where(
-            kept(seed, rows[:, None], tl.arange(0, KEYS)[None, :], drop_threshold), refined, 0.0
-        )
+    rows = begin + tl.arange(0, ROWS)
+    refined = drop(refined, dropout, rows[:, None], tl.arange(0, KEYS)[None, :], DROPS)
     out = tl.dot(refined, v, input_precision=PRECISION)
     out *= (keep_scale * inverse_or_zero(total, GAPS))[:, None]
     store_rows(out_base, begin, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
@@ -220,13 +217,13 @@ def short_weak_forward(
         if SAVES:
             tl.store(key_part_ptr + row_base + places, message_sums, mask=places < tokens)
     weight = weight.to(KIND)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     store_refined(
-        refined, weight, v, out_base, 0, tokens, o_row, seed, drop_threshold, keep_scale,
+        refined, weight, v, out_base, 0, tokens, o_row, dropout, keep_scale,
         DIM, BLOCK_DIM, RECEIVES, DROPS, GAPS, PRECISION,
     )  # fmt: skip
     if SPLIT:
         store_refined(
-            refined_2, weight, v, out_base, ROWS, tokens, o_row, seed, drop_threshold, keep_scale,
+            refined_2, weight, v, out_base, ROWS, tokens, o_row, dropout, keep_scale,
             DIM, BLOCK_DIM, RECEIVES, DROPS, GAPS, PRECISION,
         )  # fmt: skip

@@ -34,10 +34,10 @@ from saobp.kernels.causal.forward import (
 )
 from saobp.kernels.causal.row_kernels import is_careful_head
 from saobp.kernels.library.arithmetic import (
+    drop_scaled,
+    head_dropout,
     head_message,
-    head_seed,
     inverse_message,
-    kept,
     load_lse,
     load_rows,
     load_vector,
@@ -62,7 +62,7 @@ def message_gradient(a, g, rows_real, message, PRECISE: tl.constexpr, MASKED: tl
 def _climb(
     dv, own, message_sums, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
     lse_base, low_plane, belief_base, delta_base, past_base, later_base, length, span_start, start, stop, tokens,
-    score_scale, seed, drop_threshold, keep_scale,
+    score_scale, dropout,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, TYPE: tl.constexpr,
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -96,9 +96,7 @@ def _climb(
             # The rounded weights that multiply dO, so that rounding errors cancel in ``later``.
             delta = load_vector(delta_base + begin, local, tokens - begin, 0.0, EDGE)[None, :]
             own += tl.sum(refined.to(v.dtype).to(tl.float32) * delta, 1)
-        if DROPS:
-            keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
-            refined = tl.where(keep, refined * keep_scale, 0.0)
+        refined = drop_scaled(refined, dropout, rows[None, :], keys[:, None], DROPS)
         grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, EDGE)
         dv = tl.dot(refined.to(grad.dtype), grad, dv, input_precision=PRECISION)
     return dv, own, message_sums, lost
@@ -135,7 +133,7 @@ def causal_value_gradient(
     sums_base = head_base(0, batch, head, first, heads, sums_plane)
     mask_base = mask_base_of(mask_ptr, batch, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
@@ -153,7 +151,7 @@ def causal_value_gradient(
             dv, own, message_sums, lost, k, v, keys, keys_real, message, q_base, q_row, g_base, g_row, mask_base,
             lse_ptr + row_base, low_plane, belief_ptr + row_base, delta_ptr + row_base, past_ptr + sums_base,
             later_ptr + sums_base, length, span_start,
-            walk[leg], walk[leg + 1], tokens, score_scale, seed, drop_threshold, keep_scale,
+            walk[leg], walk[leg + 1], tokens, score_scale, dropout,
             ROWS, DIM, BLOCK_DIM, leg != 1, TYPE, RECEIVES, PRECISE, MASKED, PACKED, DROPS, PRECISION,
         )  # fmt: skip
     dv = tl.where(keys_real[:, None], dv, 0.0)
@@ -169,7 +167,7 @@ def causal_value_gradient(
 def _query_loop(
     dq, prior_k, strength_grad, row_term, q, grad, high, low, belief, part, delta, rows, rows_real, message,
     k_base, k_row, v_base, v_row, mask_base, past_base, later_base,
-    start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+    start, stop, tokens, score_scale, dropout,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
     TYPE: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -192,9 +190,7 @@ def _query_loop(
         prior_k = tl.dot(a.to(k.dtype), k, prior_k, input_precision=PRECISION)
         refined = tl.exp2(relative(beliefs, belief[:, None], part[:, None], 1.0, PRECISE))
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-        if DROPS:
-            keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
-            d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+        d_rows = drop_scaled(d_rows, dropout, rows[:, None], keys[None, :], DROPS)
         d_beliefs = refined * (d_rows - delta[:, None])
         if RECEIVES:
             later = load_vector(later_base + begin, local, stop - begin, 0.0, EDGE)
@@ -242,7 +238,7 @@ def causal_query_gradient(
     sums_base += slot_place(slot, span_start, length, ROWS, PACKED)
     mask_base = mask_base_of(mask_ptr, batch, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, row_start, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
@@ -258,7 +254,7 @@ def causal_query_gradient(
         dq, prior_k, strength_grad, row_term = _query_loop(
             dq, prior_k, strength_grad, row_term, q, grad, high, low, belief, part, delta, rows, rows_real, message,
             k_base, k_row, v_base, v_row, mask_base, past_ptr + sums_base, later_ptr + sums_base,
-            start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+            start, stop, tokens, score_scale, dropout,
             ROWS, KEYS, DIM, BLOCK_DIM, EDGE, TYPE, RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
         )  # fmt: skip
     dq = (dq - row_term[:, None] * prior_k) * scale
@@ -271,7 +267,7 @@ def causal_query_gradient(
 def _key_loop(
     dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_base, low_plane,
     belief_base, delta_base, strength_grad_base, past_base, later_base, length, span_start,
-    start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+    start, stop, tokens, score_scale, dropout,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, TYPE: tl.constexpr,
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -297,9 +293,7 @@ def _key_loop(
         beliefs = beliefs_by_key(scores, messages, past, ROWS, TYPE, RECEIVES, PRECISE)
         refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        if DROPS:
-            keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
-            d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
         d_beliefs = refined * (
             d_rows - load_vector(delta_base + begin, local, tokens - begin, 0.0, EDGE)[None, :]
         )
@@ -346,7 +340,7 @@ def causal_key_gradient(
     sums_base = head_base(0, batch, head, first, heads, sums_plane)
     mask_base = mask_base_of(mask_ptr, batch, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
@@ -359,7 +353,7 @@ def causal_key_gradient(
             dk, k, v, keys, message, q_base, q_row, g_base, g_row, mask_base, lse_ptr + row_base, low_plane,
             belief_ptr + row_base, delta_ptr + row_base, strength_grad_ptr + row_base, past_ptr + sums_base,
             later_ptr + sums_base, length, span_start,
-            walk[leg], walk[leg + 1], tokens, score_scale, seed, drop_threshold, keep_scale,
+            walk[leg], walk[leg + 1], tokens, score_scale, dropout,
             ROWS, DIM, BLOCK_DIM, leg != 1, TYPE, RECEIVES, PRECISE, MASKED, PACKED, DROPS, PRECISION,
         )  # fmt: skip
     # Earlier spans do not see the keys of this one: their sum is complete.

@@ -18,10 +18,10 @@ import triton.language as tl
 from saobp.kernels.bidirectional.sums import as_reference, raw_scores, with_maximum, write_lse
 from saobp.kernels.causal.block_indexing import key_walk, row_walk, slot_place
 from saobp.kernels.library.arithmetic import (
+    drop_scaled,
     fetch_tile,
+    head_dropout,
     head_message,
-    head_seed,
-    kept,
     load_lse,
     load_rows,
     load_vector,
@@ -280,7 +280,7 @@ def beliefs_by_key(
 @triton.jit
 def _add_output(
     total, top, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
-    start, stop, tokens, score_scale, message, seed, drop_threshold, keep_scale,
+    start, stop, tokens, score_scale, message, dropout,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
     TYPE: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -304,9 +304,7 @@ def _add_output(
         shrink = tl.exp2(top - anchor)
         refined = tl.exp2(beliefs - anchor[:, None])
         total = total * shrink + tl.sum(refined, 1)
-        if DROPS:
-            keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
-            refined = tl.where(keep, refined * keep_scale, 0.0)
+        refined = drop_scaled(refined, dropout, rows[:, None], keys[None, :], DROPS)
         v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, EDGE)
         out = tl.dot(refined.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
         top = raised
@@ -349,7 +347,7 @@ def causal_output(
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, PRECISE, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
@@ -357,7 +355,7 @@ def causal_output(
         start, stop = key_walk(row_start, tokens, ROWS, KEYS, EDGE)
         total, top, out = _add_output(
             total, top, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
-            start, stop, tokens, score_scale, message, seed, drop_threshold, keep_scale,
+            start, stop, tokens, score_scale, message, dropout,
             ROWS, KEYS, DIM, BLOCK_DIM, EDGE, TYPE, RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
         )  # fmt: skip
     visible = (high < float("inf")) & (total > 0)

@@ -14,9 +14,9 @@ from saobp.kernels.causal.backward import message_gradient
 from saobp.kernels.causal.forward import smaller
 from saobp.kernels.causal.short_forward import refined_rows
 from saobp.kernels.library.arithmetic import (
+    drop_scaled,
+    head_dropout,
     head_message,
-    head_seed,
-    kept,
     load_rows,
     real_tokens,
     store_rows,
@@ -28,25 +28,20 @@ from saobp.kernels.library.prefetch import fetch_ahead
 
 @triton.jit
 def value_weights(
-    refined, rows, keys, seed, drop_threshold, keep_scale, KIND: tl.constexpr, DROPS: tl.constexpr
+    refined, rows, keys, dropout, KIND: tl.constexpr, DROPS: tl.constexpr
 ):  # fmt: skip
     """Weights that multiply values, after dropout, in the type KIND, transposed for the gradient of values."""
-    if DROPS:
-        keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
-        refined = tl.where(keep, refined * keep_scale, 0.0)
+    refined = drop_scaled(refined, dropout, rows[:, None], keys[None, :], DROPS)
     return tl.trans(rounded(refined, KIND))
 
 
 @triton.jit
 def weight_gradients(
-    grad, v, rows, keys, seed, drop_threshold, keep_scale, DROPS: tl.constexpr, PRECISION: tl.constexpr
+    grad, v, rows, keys, dropout, DROPS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Gradients of refined weights, through dropout."""
     d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-    if DROPS:
-        keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
-        d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-    return d_rows
+    return drop_scaled(d_rows, dropout, rows[:, None], keys[None, :], DROPS)
 
 
 @triton.jit
@@ -69,7 +64,7 @@ def message_gradients(
 @triton.jit
 def part_gradients(
     dk, dv, later, past, q, k, v, grad, k_before, v_before, real, before_real, start, tokens, message,
-    dq_base, dk_base, dv_base, d_row, strength_grad_base, scale, score_scale, seed, drop_threshold, keep_scale,
+    dq_base, dk_base, dv_base, d_row, strength_grad_base, scale, score_scale, dropout,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BEFORE: tl.constexpr, RECEIVES: tl.constexpr, CAREFUL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -90,19 +85,17 @@ def part_gradients(
         total += tl.sum(refined_before, 1)
     inverse = inverse_or_zero(total, MASKED)[:, None]
     refined *= inverse
-    weights = value_weights(refined, rows, rows, seed, drop_threshold, keep_scale, KIND, DROPS)
+    weights = value_weights(refined, rows, rows, dropout, KIND, DROPS)
     dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
     store_rows(dv_base, start, tokens, d_row, dv, ROWS, DIM, BLOCK_DIM)
     if BEFORE:
         refined_before *= inverse
-        weights = value_weights(refined_before, rows, local, seed, drop_threshold, keep_scale, KIND, DROPS)
+        weights = value_weights(refined_before, rows, local, dropout, KIND, DROPS)
 
-    d_beliefs = weight_gradients(grad, v, rows, rows, seed, drop_threshold, keep_scale, DROPS, PRECISION)
+    d_beliefs = weight_gradients(grad, v, rows, rows, dropout, DROPS, PRECISION)
     delta = tl.sum(refined * d_beliefs, 1)
     if BEFORE:
-        d_before = weight_gradients(
-            grad, v_before, rows, local, seed, drop_threshold, keep_scale, DROPS, PRECISION
-        )
+        d_before = weight_gradients(grad, v_before, rows, local, dropout, DROPS, PRECISION)
         delta += tl.sum(refined_before * d_before, 1)
         d_before = refined_before * (d_before - delta[:, None])
     d_beliefs = refined * (d_beliefs - delta[:, None])
@@ -156,7 +149,7 @@ def short_causal_backward(
     d_base = states_base(0, batch, head, first, d_batch, d_head, d_row)
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     k = load_rows(k_base, 0, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
     v = load_rows(v_base, 0, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
     real = real_tokens(mask_base, rows, tokens, MASKED)
@@ -178,7 +171,7 @@ def short_causal_backward(
         dk, dv, later = part_gradients(
             dk, dv, later, past, q, own_k, own_v, grad, k, v, own_real, real, ROWS, tokens, message,
             dq_ptr + d_base, dk_ptr + d_base, dv_ptr + d_base, d_row, strength_grad_ptr + row_base,
-            scale, score_scale, seed, drop_threshold, keep_scale,
+            scale, score_scale, dropout,
             DIM, BLOCK_DIM, True, RECEIVES, CAREFUL, PRECISE, MASKED, DROPS, PRECISION,
         )  # fmt: skip
     q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
@@ -186,6 +179,6 @@ def short_causal_backward(
     part_gradients(
         dk, dv, later, past, q, k, v, grad, k, v, real, real, 0, tokens, message,
         dq_ptr + d_base, dk_ptr + d_base, dv_ptr + d_base, d_row, strength_grad_ptr + row_base,
-        scale, score_scale, seed, drop_threshold, keep_scale,
+        scale, score_scale, dropout,
         DIM, BLOCK_DIM, False, RECEIVES, CAREFUL, PRECISE, MASKED, DROPS, PRECISION,
     )  # fmt: skip

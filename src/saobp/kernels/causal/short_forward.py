@@ -15,9 +15,9 @@ from saobp.kernels.bidirectional.short import inverse_or_zero
 from saobp.kernels.bidirectional.sums import as_reference
 from saobp.kernels.causal.forward import causal_scores, larger
 from saobp.kernels.library.arithmetic import (
+    drop,
+    head_dropout,
     head_message,
-    head_seed,
-    kept,
     load_rows,
     log2_message,
     real_tokens,
@@ -116,7 +116,7 @@ def refined_rows(
 
 @triton.jit
 def store_output(
-    refined, refined_before, v, v_before, base, start, tokens, stride, seed, drop_threshold, keep_scale,
+    refined, refined_before, v, v_before, base, start, tokens, stride, dropout, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BEFORE: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -129,9 +129,8 @@ def store_output(
     totals = add_row_sums(tl.zeros([ROWS, 16], tl.float32), refined, ones, PRECISE)
     if BEFORE:
         totals = add_row_sums(totals, refined_before, ones, PRECISE)
-    if DROPS:
-        refined = tl.where(kept(seed, rows, (start + local)[None, :], drop_threshold), refined, 0.0)
-        refined_before = tl.where(kept(seed, rows, local[None, :], drop_threshold), refined_before, 0.0)
+    refined = drop(refined, dropout, rows, (start + local)[None, :], DROPS)
+    refined_before = drop(refined_before, dropout, rows, local[None, :], DROPS)
     out = tl.dot(refined, v, input_precision=PRECISION)
     if BEFORE:
         out = tl.dot(refined_before, v_before, out, input_precision=PRECISION)
@@ -160,7 +159,7 @@ def short_causal_forward(
     out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     ALL: tl.constexpr = 2 * ROWS if SPLIT else ROWS
     fetch_for_later(q_ptr, q_batch, q_head, q_row, heads, 1, length, ALL, PACKED)
     fetch_for_later(k_ptr, k_batch, k_head, k_row, heads, group, length, ALL, PACKED)
@@ -178,7 +177,7 @@ def short_causal_forward(
         q, k, k, real, real, past, message, score_scale, False, RECEIVES, CAREFUL, PRECISE, MASKED, PRECISION
     )
     store_output(
-        refined, refined, v, v, out_base, 0, tokens, o_row, seed, drop_threshold, keep_scale,
+        refined, refined, v, v, out_base, 0, tokens, o_row, dropout, keep_scale,
         DIM, BLOCK_DIM, False, PRECISE, MASKED, DROPS, PRECISION,
     )  # fmt: skip
     if SPLIT:
@@ -189,6 +188,6 @@ def short_causal_forward(
             q_2, k_2, k, real_2, real, past, message, score_scale, True, RECEIVES, CAREFUL, PRECISE, MASKED, PRECISION
         )  # fmt: skip
         store_output(
-            refined_2, refined_21, v_2, v, out_base, ROWS, tokens, o_row, seed, drop_threshold, keep_scale,
+            refined_2, refined_21, v_2, v, out_base, ROWS, tokens, o_row, dropout, keep_scale,
             DIM, BLOCK_DIM, True, PRECISE, MASKED, DROPS, PRECISION,
         )  # fmt: skip

@@ -37,10 +37,11 @@ from saobp.kernels.causal.weak_forward import (
     weak_triangle,
 )
 from saobp.kernels.library.arithmetic import (
+    drop,
+    drop_scaled,
     fetch_tile,
+    head_dropout,
     head_message,
-    head_seed,
-    kept,
     load_rows,
     load_vector,
     real_tokens,
@@ -65,16 +66,8 @@ from saobp.kernels.library.packed_bf16 import (
 
 
 @triton.jit
-def weight_gradients(d_rows, delta, keep, keep_scale, KIND: tl.constexpr, DROPS: tl.constexpr):
-    """dO V^T - D, rounded to KIND; times P it is dT."""
-    if DROPS:
-        d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-    return rounded(d_rows - delta[None, :], KIND)
-
-
-@triton.jit
 def score_gradients(u, d_weights, refined, d_logits, triangle, later, pair):
-    """d = dT - gamma u g of a tile ``[keys, rows]``.
+    """d = dT - gamma u g of a tile ``[keys, rows]``; ``d_weights`` is dO V^T - D, which times P is dT.
 
     ``later`` ``[keys]`` is -gamma times the sum of dT over the rows after the tile; the triangle adds those within.
     dT is recomputed inside the sum, unrounded: added to a rounded dT, a term below its last digit would always be lost,
@@ -89,7 +82,7 @@ def score_gradients(u, d_weights, refined, d_logits, triangle, later, pair):
 @triton.jit
 def _climb(
     dv, dk, message_sums, after, k, v, keys, keys_real, gamma, logarithm, pair, queries, gradients, mask_base,
-    pair_base, sums_base, length, span_start, start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+    pair_base, sums_base, length, span_start, start, stop, tokens, score_scale, dropout,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -130,13 +123,10 @@ def _climb(
         message_sums -= sums_over_rows(messages0, ones) * logarithm[0]
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         refined = joined(rounded(tl.exp2(beliefs0), KIND), rounded(tl.exp2(beliefs1), KIND))
-        keep = rows_real[None, :]
-        weights = refined
-        if DROPS:
-            keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
-            weights = tl.where(keep, refined, 0.0)
+        weights = drop(refined, dropout, rows[None, :], keys[:, None], DROPS)
         dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
-        d_weights = weight_gradients(d_rows, delta, keep, keep_scale, KIND, DROPS)
+        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
+        d_weights = rounded(d_rows - delta[None, :], KIND)
         d_logits = multiply(d_weights, refined)
         later = any_column(after) * -gamma
         after = tl.dot(d_logits, ones_here, after, input_precision="ieee")
@@ -181,7 +171,7 @@ def weak_climb(
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
     pair = pair_message(message, k_ptr.dtype.element_ty)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
@@ -198,7 +188,7 @@ def weak_climb(
         dv, dk, message_sums, after = _climb(
             dv, dk, message_sums, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients,
             mask_base, pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
-            walk[leg], walk[leg + 1], tokens, score_scale, seed, drop_threshold, keep_scale,
+            walk[leg], walk[leg + 1], tokens, score_scale, dropout,
             ROWS, DIM, BLOCK_DIM, leg != 1, MASKED, PACKED, DROPS, PRECISION, MAPPED,
         )  # fmt: skip
     if DROPS:
@@ -216,7 +206,7 @@ def weak_climb(
 def _query_loop(
     dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
     key_states, value_states, mask_base, sums_base,
-    start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+    start, stop, tokens, score_scale, dropout,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
     MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -238,10 +228,8 @@ def _query_loop(
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         refined = rounded(tl.exp2(beliefs), KIND)
         prior_k = tl.dot(tl.trans(k), prior, prior_k, input_precision=PRECISION)
-        keep = rows_real[None, :]
-        if DROPS:
-            keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
-        d_weights = weight_gradients(d_rows, delta, keep, keep_scale, KIND, DROPS)
+        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
+        d_weights = rounded(d_rows - delta[None, :], KIND)
         d_logits = multiply(d_weights, refined)
         u = boosted(rounded(sender_prior, KIND), pair)
         d_scores = score_gradients(u, d_weights, refined, d_logits, larger(ROWS, KIND), later, pair)
@@ -284,7 +272,7 @@ def weak_query_gradient(
     logarithm = pair_logarithm(message)
     pair = pair_message(message, q_ptr.dtype.element_ty)
     triangle = weak_triangle(logarithm, ROWS, True)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, row_start, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     high = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
@@ -298,7 +286,7 @@ def weak_query_gradient(
         dq, prior_k, row_terms = _query_loop(
             dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
             key_states, value_states, mask_base, sums_ptr + sums_base * 2,
-            start, stop, tokens, score_scale, seed, drop_threshold, keep_scale,
+            start, stop, tokens, score_scale, dropout,
             ROWS, KEYS, DIM, BLOCK_DIM, EDGE, MASKED, DROPS, PRECISION, MAPPED,
         )  # fmt: skip
     row_term = tl.sum(tl.sum(row_terms, 0), 0)

@@ -13,10 +13,10 @@ import triton.language as tl
 from saobp.kernels.causal.block_indexing import key_walk, row_walk, slot_place
 from saobp.kernels.causal.forward import smaller
 from saobp.kernels.library.arithmetic import (
+    drop,
     fetch_tile,
+    head_dropout,
     head_message,
-    head_seed,
-    kept,
     load_rows,
     load_vector,
     real_tokens,
@@ -207,7 +207,7 @@ def weak_messages(
 @triton.jit
 def _add_output(
     totals, out, q, high, rows, rows_real, key_states, value_states, mask_base, past_base,
-    start, stop, tokens, score_scale, logarithm, triangle, seed, drop_threshold,
+    start, stop, tokens, score_scale, logarithm, triangle, dropout,
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
     MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -227,8 +227,7 @@ def _add_output(
         refined = rounded(tl.exp2(beliefs), v.dtype)
         # The rounded weights that multiply values, so that a row that sees one key returns exactly its value.
         totals = add_rows(totals, refined)
-        if DROPS:
-            refined = tl.where(kept(seed, rows[None, :], keys[:, None], drop_threshold), refined, 0.0)
+        refined = drop(refined, dropout, rows[None, :], keys[:, None], DROPS)
         out = tl.dot(tl.trans(v), refined, out, input_precision=PRECISION)
     return totals, out
 
@@ -265,14 +264,14 @@ def weak_output(
     triangle = weak_triangle(logarithm, ROWS, True)
     high = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     totals = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
     out = tl.zeros([BLOCK_DIM, ROWS], tl.float32)
     for EDGE in tl.static_range(2):
         start, stop = key_walk(row_start, tokens, ROWS, KEYS, EDGE)
         totals, out = _add_output(
             totals, out, q, high, rows, rows_real, key_states, value_states, mask_base, past_base,
-            start, stop, tokens, score_scale, logarithm, triangle, seed, drop_threshold,
+            start, stop, tokens, score_scale, logarithm, triangle, dropout,
             KEYS, DIM, BLOCK_DIM, EDGE, MASKED, DROPS, PRECISION, MAPPED,
         )  # fmt: skip
     total = tl.sum(tl.sum(totals, 0), 0)

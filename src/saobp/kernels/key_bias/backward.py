@@ -20,10 +20,11 @@ import triton.language as tl
 
 from saobp.kernels.bidirectional.gradient_terms import prior_weights
 from saobp.kernels.library.arithmetic import (
+    drop,
+    drop_scaled,
+    head_dropout,
     head_message,
-    head_seed,
     inverse_message,
-    kept,
     load_lse,
     load_rows,
     load_vector,
@@ -66,7 +67,7 @@ def key_value_gradient(
     d_base = states_base(0, batch, head, first, d_batch, d_head, d_row)
     row_base = head_base(0, batch, head, first, heads, length)
     index, count, share = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
@@ -84,10 +85,8 @@ def key_value_gradient(
         refined = biased_weights(raw, bias, high[None, :], low[None, :], score_scale, PRECISE)
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         dropped = refined.to(KIND)
-        if DROPS:
-            keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
-            d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
-            dropped = tl.where(keep, dropped, 0.0)
+        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
+        dropped = drop(dropped, dropout, rows[None, :], keys[:, None], DROPS)
         dv = tl.dot(dropped, grad, dv, input_precision=PRECISION)
         d_logits = refined * (d_rows - delta[None, :])
         sums_grad += tl.sum(d_logits, 1)
@@ -176,7 +175,7 @@ def query_gradient(
     v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
     g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
     row_base = head_base(0, batch, head, first, heads, length)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
@@ -191,9 +190,7 @@ def query_gradient(
         raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         refined = biased_weights(raw, bias, high[:, None], low[:, None], score_scale, PRECISE)
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-        if DROPS:
-            keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
-            d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+        d_rows = drop_scaled(d_rows, dropout, rows[:, None], keys[None, :], DROPS)
         d_logits = refined * (d_rows - delta[:, None])
         dq = tl.dot(d_logits.to(KIND), k, dq, input_precision=PRECISION)
     if MASKED and STRIDE > 1:

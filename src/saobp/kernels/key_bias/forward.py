@@ -13,7 +13,7 @@ import triton.language as tl
 
 from saobp.kernels.bidirectional.forward import add_row_sums
 from saobp.kernels.bidirectional.sums import write_lse
-from saobp.kernels.library.arithmetic import head_seed, kept, load_rows, load_vector, store_rows
+from saobp.kernels.library.arithmetic import drop, head_dropout, load_rows, load_vector, store_rows
 from saobp.kernels.library.indexing import head_base, locate, states_base
 
 
@@ -29,7 +29,7 @@ def first_reference(q, k, bias, score_scale, PRECISION: tl.constexpr, ANCHORED: 
 
 @triton.jit
 def add_tile(
-    out, totals, raw, v, bias, reference, ones, seed, rows, keys, score_scale, drop_threshold,
+    out, totals, raw, v, bias, reference, ones, dropout, rows, keys, score_scale,
     PRECISE: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
     """Output and sums of weights of some rows, with those of a tile of keys added."""
@@ -38,14 +38,13 @@ def add_tile(
         scores -= reference[:, None]
     weights = tl.exp2(scores).to(v.dtype)
     totals = add_row_sums(totals, weights, ones, PRECISE)
-    if DROPS:
-        weights = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), weights, 0.0)
+    weights = drop(weights, dropout, rows[:, None], keys[None, :], DROPS)
     return tl.dot(weights, v, out, input_precision=PRECISION), totals
 
 
 @triton.jit
 def with_maximum(
-    q, k_base, v_base, message_sums_base, peak, seed, rows, tokens, k_row, v_row, score_scale, drop_threshold,
+    q, k_base, v_base, message_sums_base, peak, dropout, rows, tokens, k_row, v_row, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output, sum of weights and reference of some rows, with a running maximum, in narrow tiles."""
@@ -65,8 +64,7 @@ def with_maximum(
         shrink = tl.exp2(top - reference)
         weights = tl.exp2(scores - reference[:, None]).to(v.dtype)
         total = total * shrink + tl.sum(weights.to(tl.float32), 1)
-        if DROPS:
-            weights = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), weights, 0.0)
+        weights = drop(weights, dropout, rows[:, None], keys[None, :], DROPS)
         out = tl.dot(weights, v, out * shrink[:, None], input_precision=PRECISION)
         top = raised
     return out, total, reference
@@ -75,7 +73,7 @@ def with_maximum(
 @triton.jit
 def finish_rows(
     out, totals, reference, q, k_base, v_base, out_ptr, rest_ptr, out_offset, message_sums_base, belief_base,
-    low_plane, peak, seed, begin, tokens, k_row, v_row, o_row, score_scale, drop_threshold, keep_scale,
+    low_plane, peak, dropout, begin, tokens, k_row, v_row, o_row, score_scale, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PRECISE: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr,
     PRECISION: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +83,7 @@ def finish_rows(
     # ANCHORED: of a first tile with a real key the largest weight is 1.
     if (tl.max(total) > 1e37) | (tl.min(total) < (0.5 if ANCHORED else 1e-28)):
         out, total, reference = with_maximum(
-            q, k_base, v_base, message_sums_base, peak, seed, rows, tokens, k_row, v_row, score_scale, drop_threshold,
+            q, k_base, v_base, message_sums_base, peak, dropout, rows, tokens, k_row, v_row, score_scale,
             DIM, BLOCK_DIM, DROPS, PRECISION,
         )  # fmt: skip
     out *= tl.where(total > 0, keep_scale / total, 0.0)[:, None]
@@ -122,7 +120,7 @@ def biased_output(
     v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
     out_offset = states_base(0, batch, head, first, o_batch, o_head, o_row)
     row_base = head_base(0, batch, head, first, heads, length)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     places = tl.arange(0, PEAKS)
     peak_base = peak_ptr + tl.program_id(0) // blocks * peaks
     peak = tl.max(tl.load(peak_base + places, mask=places < peaks, other=float("-inf")), 0)
@@ -148,22 +146,22 @@ def biased_output(
         if SPLIT:
             raw_2 = tl.dot(q_2, tl.trans(k), input_precision=PRECISION)
         out, totals = add_tile(
-            out, totals, raw, v, bias, reference, ones, seed, rows, keys, score_scale, drop_threshold,
+            out, totals, raw, v, bias, reference, ones, dropout, rows, keys, score_scale,
             PRECISE, DROPS, PRECISION, ANCHORED,
         )  # fmt: skip
         if SPLIT:
             out_2, totals_2 = add_tile(
-                out_2, totals_2, raw_2, v, bias, reference_2, ones, seed, rows + PART, keys, score_scale, drop_threshold,
+                out_2, totals_2, raw_2, v, bias, reference_2, ones, dropout, rows + PART, keys, score_scale,
                 PRECISE, DROPS, PRECISION, ANCHORED,
             )  # fmt: skip
     finish_rows(
         out, totals, reference, q, k_base, v_base, out_ptr, rest_ptr, out_offset, message_sums_ptr + row_base,
-        belief_ptr + row_base, low_plane, peak, seed, begin, tokens, k_row, v_row, o_row, score_scale, drop_threshold,
+        belief_ptr + row_base, low_plane, peak, dropout, begin, tokens, k_row, v_row, o_row, score_scale,
         keep_scale, DIM, BLOCK_DIM, PRECISE, DROPS, SAVES, PRECISION, ANCHORED,
     )  # fmt: skip
     if SPLIT:
         finish_rows(
             out_2, totals_2, reference_2, q_2, k_base, v_base, out_ptr, rest_ptr, out_offset,
-            message_sums_ptr + row_base, belief_ptr + row_base, low_plane, peak, seed, begin + PART, tokens, k_row, v_row,
-            o_row, score_scale, drop_threshold, keep_scale, DIM, BLOCK_DIM, PRECISE, DROPS, SAVES, PRECISION, ANCHORED,
+            message_sums_ptr + row_base, belief_ptr + row_base, low_plane, peak, dropout, begin + PART, tokens, k_row, v_row,
+            o_row, score_scale, keep_scale, DIM, BLOCK_DIM, PRECISE, DROPS, SAVES, PRECISION, ANCHORED,
         )  # fmt: skip

@@ -188,6 +188,28 @@ def kept(seed, rows, columns, threshold):
 
 
 @triton.jit
+def head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS: tl.constexpr):
+    """Dropout of one head, as ``drop`` takes it: its seed, the threshold of ``kept``, and the factor of weights that are kept."""
+    return head_seed(seed_ptr, row_base, DROPS), drop_threshold, keep_scale
+
+
+@triton.jit
+def drop(weights, dropout, rows, keys, DROPS: tl.constexpr):
+    """Weights of a tile after dropout, but for the factor of those kept; ``rows`` and ``keys`` broadcast to the tile."""
+    if DROPS:
+        weights = tl.where(kept(dropout[0], rows, keys, dropout[1]), weights, 0.0)
+    return weights
+
+
+@triton.jit
+def drop_scaled(weights, dropout, rows, keys, DROPS: tl.constexpr):
+    """Weights of a tile after dropout; or the gradient of weights before dropout from that after it."""
+    if DROPS:
+        weights = tl.where(kept(dropout[0], rows, keys, dropout[1]), weights * dropout[2], 0.0)
+    return weights
+
+
+@triton.jit
 def _scramble(x):
     """A 32-bit integer hash of two multiplications with near-perfect avalanche."""
     x = (x ^ (x >> 16)) * 0x7FEB352D

@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.library.arithmetic import (
-    head_seed,
-    kept,
+    drop,
+    drop_scaled,
+    head_dropout,
     load_lse,
     load_rows,
     load_vector,
@@ -83,7 +84,7 @@ def masked_value_gradient(
     view = (mask_base, m_row, m_key, lowest, window, length)
     row_base = head_base(0, batch, head, first, heads, length)
     message = own_message(strength_ptr, head, sign)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
@@ -120,13 +121,9 @@ def masked_value_gradient(
             if CAUSAL:
                 tl.store(future_ptr + places, sums_grad, mask=keys < tokens)
             d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-            if DROPS:
-                keep = kept(seed, rows[None, :], keys[:, None], drop_threshold)
-                d_rows = tl.where(keep, d_rows * keep_scale, 0.0)
+            d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
             sums_grad += tl.sum(refined * (d_rows - delta[None, :]), 1)
-        refined = refined.to(KIND)
-        if DROPS:
-            refined = tl.where(kept(seed, rows[None, :], keys[:, None], drop_threshold), refined, 0.0)
+        refined = drop(refined.to(KIND), dropout, rows[None, :], keys[:, None], DROPS)
         dv = tl.dot(refined, grad, dv, input_precision=PRECISION)
     dv *= keep_scale
     dv_base = states_base(dv_ptr, batch, head, first, d_batch, d_head, d_row)
@@ -181,7 +178,7 @@ def masked_query_gradient(
     view = (mask_base, m_row, m_key, lowest, window, length)
     row_base = head_base(0, batch, head, first, heads, length)
     message = own_message(strength_ptr, head, sign)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
@@ -213,10 +210,7 @@ def masked_query_gradient(
             RECEIVES, EXACT, CAUSAL, True, PRECISION,
         )  # fmt: skip
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-        if DROPS:
-            d_rows = tl.where(
-                kept(seed, rows[:, None], keys[None, :], drop_threshold), d_rows * keep_scale, 0.0
-            )
+        d_rows = drop_scaled(d_rows, dropout, rows[:, None], keys[None, :], DROPS)
         d_logits = refined * (d_rows - delta[:, None])
         if CAUSAL and RECEIVES:
             after = tl.load(future_ptr + places, mask=keys < tokens, other=0.0)[None, :]
@@ -261,7 +255,7 @@ def masked_key_gradient(
     row_base = head_base(0, batch, head, first, heads, length)
     message = own_message(strength_ptr, head, sign)
     gamma = message[0]
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
@@ -296,10 +290,7 @@ def masked_key_gradient(
             RECEIVES, EXACT, CAUSAL, False, PRECISION,
         )  # fmt: skip
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        if DROPS:
-            d_rows = tl.where(
-                kept(seed, rows[None, :], keys[:, None], drop_threshold), d_rows * keep_scale, 0.0
-            )
+        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
         d_logits = refined * (d_rows - delta[None, :])
         if CAUSAL and RECEIVES:
             after = tl.load(future_ptr + places, mask=keys < tokens, other=0.0)[:, None]

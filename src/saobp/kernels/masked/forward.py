@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.library.arithmetic import (
-    head_seed,
-    kept,
+    drop,
+    head_dropout,
     load_lse,
     load_rows,
     load_vector,
@@ -145,7 +145,7 @@ def masked_output(
     view = (mask_base, m_row, m_key, lowest, window, length)
     row_base = head_base(0, batch, head, first, heads, length)
     message = own_message(strength_ptr, head, sign)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     KIND: tl.constexpr = v_ptr.dtype.element_ty
     q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, tokens, 2, True)
@@ -181,8 +181,7 @@ def masked_output(
         shrink = tl.exp2(top - anchor)
         refined = tl.exp2(beliefs - anchor[:, None]).to(KIND)
         total = total * shrink + tl.sum(refined.to(tl.float32), 1)
-        if DROPS:
-            refined = tl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
+        refined = drop(refined, dropout, rows[:, None], keys[None, :], DROPS)
         v = load_rows(v_base, place, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
         out = tl.dot(refined, v, out * shrink[:, None], input_precision=PRECISION)
         top = raised

@@ -30,8 +30,9 @@ import triton.language as tl
 
 from saobp.kernels.bidirectional.sums import raw_scores
 from saobp.kernels.library.arithmetic import (
-    head_seed,
-    kept,
+    drop,
+    drop_scaled,
+    head_dropout,
     load_lse,
     load_rows,
     load_vector,
@@ -50,14 +51,6 @@ from saobp.kernels.steps.entries import (
     row_messages,
     run_steps,
 )
-
-
-@triton.jit
-def drop(d_belief, seed, rows, keys, drop_threshold, keep_scale, DROPS: tl.constexpr):
-    """The gradient of weights before dropout from that after it."""
-    if DROPS:
-        d_belief = tl.where(kept(seed, rows, keys, drop_threshold), d_belief * keep_scale, 0.0)
-    return d_belief
 
 
 @triton.jit
@@ -151,7 +144,7 @@ def step_row_sums(
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     messages = row_messages(by_head, rows_real[:, None], STEPS, MASKED)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     total = tl.zeros([ROWS, 8], tl.float32)
     spread = tl.zeros([ROWS, 8], tl.float32)
     overlap = tl.zeros([ROWS, 8], tl.float32)
@@ -162,7 +155,7 @@ def step_row_sums(
         if not LIGHT:
             v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
             d_belief = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-            d_belief = drop(d_belief, seed, rows[:, None], keys[None, :], drop_threshold, keep_scale, DROPS)
+            d_belief = drop_scaled(d_belief, dropout, rows[:, None], keys[None, :], DROPS)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
         key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, TAIL, 0, RECEIVES)
         sums_grads = load_steps(sums_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, TAIL, 0)
@@ -244,7 +237,7 @@ def step_key_sums(
     key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, True, 1, RECEIVES)
     sums_grads = load_steps(sums_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, True, 1)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     total = tl.zeros([KEYS, 8], tl.float32)
     spread = tl.zeros([KEYS, 8], tl.float32)
     overlap = tl.zeros([KEYS, 8], tl.float32)
@@ -267,7 +260,7 @@ def step_key_sums(
         else:
             grad = load_rows(g_base, start, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
             d_belief = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-            d_belief = drop(d_belief, seed, rows[None, :], keys[:, None], drop_threshold, keep_scale, DROPS)
+            d_belief = drop_scaled(d_belief, dropout, rows[None, :], keys[:, None], DROPS)
             d_belief = d_belief_after(
                 d_belief, updated, inverses, deltas, sums_grads, messages, damping, STEP, STEPS, RECEIVES, DAMPED,
             )  # fmt: skip
@@ -279,8 +272,7 @@ def step_key_sums(
                 overlap += sums_by_thread(weights)
         if VALUES:
             refined = mix(updated[STEP], before[STEP], damping, PRECISE, DAMPED).to(KIND)
-            if DROPS:
-                refined = tl.where(kept(seed, rows[None, :], keys[:, None], drop_threshold), refined, 0.0)
+            refined = drop(refined, dropout, rows[None, :], keys[:, None], DROPS)
             dv = tl.dot(refined, grad, dv, input_precision=PRECISION)
     sums_grad = tl.sum(total, 1)
     if SHARED and VALUES:

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from saobp.kernels.bidirectional.sums import raw_scores, store_message_sums
 from saobp.kernels.library.arithmetic import (
-    head_seed,
-    kept,
+    drop,
+    head_dropout,
     load_lse,
     load_rows,
     load_vector,
@@ -83,7 +83,7 @@ def step_rows(
     norms = load_steps(norm_ptr + row_base, plane, rows, tokens, 1.0, STEP, True, 1)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEP + 1)
     messages = row_messages(by_head, real_tokens(mask_base, rows, tokens, MASKED)[:, None], STEP + 1, MASKED)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     KIND: tl.constexpr = v_ptr.dtype.element_ty
     top = tl.full([ROWS], float("-inf"), tl.float32)
     anchor = tl.zeros([ROWS], tl.float32)
@@ -119,14 +119,10 @@ def step_rows(
             refined = refined.to(KIND)
             rounded += sums_by_thread(refined.to(tl.float32))
             v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-            if DROPS:
-                keep = kept(seed, rows[:, None], keys[None, :], drop_threshold)
-                refined = tl.where(keep, refined, 0.0)
+            refined = drop(refined, dropout, rows[:, None], keys[None, :], DROPS)
             out = tl.dot(refined, v, out, input_precision=PRECISION)
             if DAMPED:
-                belief = belief.to(KIND)
-                if DROPS:
-                    belief = tl.where(keep, belief, 0.0)
+                belief = drop(belief.to(KIND), dropout, rows[:, None], keys[None, :], DROPS)
                 out_before = tl.dot(belief, v, out_before, input_precision=PRECISION)
     sums = tl.sum(total, 1)
     visible = (high < float("inf")) & (sums > 0)

@@ -7,7 +7,8 @@ import triton.language as tl
 
 from saobp.kernels.bidirectional.sums import raw_scores
 from saobp.kernels.library.arithmetic import (
-    head_seed,
+    drop_scaled,
+    head_dropout,
     load_lse,
     load_rows,
     load_vector,
@@ -19,7 +20,6 @@ from saobp.kernels.library.indexing import locate, row_bases, states_base
 from saobp.kernels.library.packed_bf16 import sums_by_thread
 from saobp.kernels.steps.backward import (
     d_belief_before,
-    drop,
     logit_gradient,
     message_gradient,
     store_gamma_gradient,
@@ -77,7 +77,7 @@ def step_query_gradient(
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
     messages = row_messages(by_head, rows_real[:, None], STEPS, MASKED)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     columns = tl.arange(0, COLUMNS)[None, :]
     strength_grad = tl.zeros([ROWS, COLUMNS], tl.float32)
     first_grad = tl.zeros([ROWS, 8], tl.float32)
@@ -98,7 +98,7 @@ def step_query_gradient(
         before, updated, inverses = run_steps(
             scores, a, key_parts, anchors, norms, messages, damping, STEPS, RECEIVES, PRECISE, CAREFUL, DAMPED
         )
-        d_belief = drop(d_belief, seed, rows[:, None], keys[None, :], drop_threshold, keep_scale, DROPS)
+        d_belief = drop_scaled(d_belief, dropout, rows[:, None], keys[None, :], DROPS)
         d_scores = tl.zeros([ROWS, KEYS], tl.float32)
         for back in tl.static_range(STEPS):
             d_logits = logit_gradient(
@@ -170,7 +170,7 @@ def step_key_gradient(
     key_parts = load_key_parts(key_part_ptr + row_base, plane, keys, tokens, STEPS, True, 1, RECEIVES)
     sums_grads = load_steps(sums_grad_ptr + row_base, plane, keys, tokens, 0.0, STEPS, True, 1)
     by_head = head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     for start in tl.range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
@@ -189,7 +189,7 @@ def step_key_gradient(
         _, updated, inverses = run_steps(
             scores, a, key_parts, anchors, norms, messages, damping, STEPS, RECEIVES, PRECISE, CAREFUL, DAMPED
         )
-        d_belief = drop(d_belief, seed, rows[None, :], keys[:, None], drop_threshold, keep_scale, DROPS)
+        d_belief = drop_scaled(d_belief, dropout, rows[None, :], keys[:, None], DROPS)
         d_scores = tl.zeros([KEYS, ROWS], tl.float32)
         for back in tl.static_range(STEPS):
             d_logits = logit_gradient(

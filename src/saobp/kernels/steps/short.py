@@ -10,9 +10,10 @@ import triton.language as tl
 
 from saobp.kernels.bidirectional.sums import raw_scores
 from saobp.kernels.library.arithmetic import (
-    head_seed,
+    drop,
+    drop_scaled,
+    head_dropout,
     inverse_message,
-    kept,
     load_lse,
     load_rows,
     log2_message,
@@ -20,7 +21,7 @@ from saobp.kernels.library.arithmetic import (
     store_rows,
 )
 from saobp.kernels.library.indexing import head_base, locate, row_bases, states_base
-from saobp.kernels.steps.backward import d_belief_before, drop, logit_gradient, message_gradient
+from saobp.kernels.steps.backward import d_belief_before, logit_gradient, message_gradient
 from saobp.kernels.steps.entries import head_messages, mix, row_messages
 
 
@@ -80,9 +81,8 @@ def short_steps_forward(
         updated = whole_step(log_prior, belief, messages[step], RECEIVES, PRECISE)
         belief = mix(updated, belief, damping, PRECISE, DAMPED)
     refined = belief.to(KIND)
-    if DROPS:
-        seed = head_seed(seed_ptr, row_base, DROPS)
-        refined = tl.where(kept(seed, places[:, None], places[None, :], drop_threshold), refined, 0.0)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
+    refined = drop(refined, dropout, places[:, None], places[None, :], DROPS)
     v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
     out = tl.dot(refined, v, input_precision=PRECISION)
     if DROPS:
@@ -124,11 +124,9 @@ def short_steps_backward(
         new = whole_step(log_prior, belief, messages[step], RECEIVES, PRECISE)
         before, updated = before + (belief,), updated + (new,)
         belief = mix(new, belief, damping, PRECISE, DAMPED)
-    seed = head_seed(seed_ptr, row_base, DROPS)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     grad = load_rows(g_base, 0, tokens, g_row, KEYS, DIM, BLOCK_DIM, TAIL)
-    refined = belief.to(KIND)
-    if DROPS:
-        refined = tl.where(kept(seed, places[:, None], places[None, :], drop_threshold), refined, 0.0)
+    refined = drop(belief.to(KIND), dropout, places[:, None], places[None, :], DROPS)
     dv = tl.dot(tl.trans(refined), grad, input_precision=PRECISION)
     if DROPS:
         dv *= keep_scale
@@ -137,7 +135,7 @@ def short_steps_backward(
 
     v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
     d_belief = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-    d_belief = drop(d_belief, seed, places[:, None], places[None, :], drop_threshold, keep_scale, DROPS)
+    d_belief = drop_scaled(d_belief, dropout, places[:, None], places[None, :], DROPS)
     strength_base = head_base(strength_grad_ptr, batch, head, first, heads * STEPS, length)
     d_scores = tl.zeros([KEYS, KEYS], tl.float32)
     for back in tl.static_range(STEPS):
