@@ -19,6 +19,7 @@ from saobp.kernels.library.arithmetic import (
     load_lse,
     load_rows,
     load_vector,
+    raise_maximum,
     real_tokens,
     relative,
     store_rows,
@@ -205,15 +206,12 @@ def careful_output(
             if MASKED:
                 inverse = tl.where(rows_real[:, None], inverse, 1.0)
         scores += load_vector(message_sums_ptr + row_base, keys, tokens, float("-inf"), TAIL)[None, :]
-        raised = tl.maximum(top, tl.max(scores, 1))
-        anchor = tl.where(raised == float("-inf"), 0.0, raised)
-        shrink = tl.exp2(top - anchor)
+        top, anchor, shrink = raise_maximum(top, scores)
         refined = (tl.exp2(scores - anchor[:, None]) * inverse).to(v_ptr.dtype.element_ty)
         total = total * shrink + tl.sum(refined.to(tl.float32), 1)
         refined = drop(refined, dropout, rows[:, None], keys[None, :], DROPS)
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
         out = tl.dot(refined, v, out * shrink[:, None], input_precision=PRECISION)
-        top = raised
     visible = (high < float("inf")) & (total > 0)
     out *= tl.where(visible, keep_scale / total, 0.0)[:, None]
     out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)

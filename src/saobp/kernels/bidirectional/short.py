@@ -16,6 +16,7 @@ from saobp.kernels.library.arithmetic import (
     _hardware_log2,
     drop,
     drop_scaled,
+    finite,
     head_dropout,
     head_message,
     inverse_message,
@@ -127,8 +128,7 @@ def short_forward(
             message_sums *= share
         if TAIL or MASKED:
             message_sums = tl.where(real, message_sums, float("-inf"))
-        peak = tl.max(message_sums, 0)
-        message_sums -= tl.where(peak == float("-inf"), 0.0, peak)
+        message_sums -= finite(tl.max(message_sums, 0))
         if SAVES:
             tl.store(key_part_ptr + row_base + places, message_sums, mask=places < tokens)
     if PAIRS:

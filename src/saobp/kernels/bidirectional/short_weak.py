@@ -16,6 +16,7 @@ from saobp.kernels.library.arithmetic import (
     _hardware_inverse,
     _hardware_log2,
     drop,
+    finite,
     head_dropout,
     head_message,
     load_rows,
@@ -211,8 +212,7 @@ def short_weak_forward(
         message_sums = tl.sum(sums, 1) * pair_logarithm(message)[0]
         if GAPS:
             message_sums = tl.minimum(message_sums, bound)
-        peak = tl.max(message_sums, 0)
-        message_sums -= tl.where(peak == float("-inf"), 0.0, peak)
+        message_sums -= finite(tl.max(message_sums, 0))
         weight = tl.exp2(message_sums)
         if SAVES:
             tl.store(key_part_ptr + row_base + places, message_sums, mask=places < tokens)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from saobp.kernels.library.arithmetic import (
     fetch_tile,
+    finite,
     head_message,
     load_lse,
     load_rows,
@@ -41,7 +42,7 @@ def raw_scores(q, k, keys_real, TAIL: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def as_reference(top, score_scale, PRECISE: tl.constexpr):
     """Reference of a row's exponentials: its largest raw score; 0 for a row that sees no key."""
-    reference = tl.where(top == float("-inf"), 0.0, top)
+    reference = finite(top)
     if PRECISE != 2:
         reference *= score_scale
     return reference
@@ -51,7 +52,7 @@ def as_reference(top, score_scale, PRECISE: tl.constexpr):
 def with_maximum(top, total, raw, score_scale):
     """Running maximum and sum of exponentials of the rows, updated with a tile (online softmax)."""
     raised = tl.maximum(top, tl.max(raw, 1))
-    anchor = tl.where(raised == float("-inf"), 0.0, raised)
+    anchor = finite(raised)
     added = tl.sum(tl.exp2((raw - anchor[:, None]) * score_scale), 1)
     return raised, total * tl.exp2((top - anchor) * score_scale) + added
 
@@ -275,6 +276,6 @@ def key_weights(
     keys = block * KEYS + tl.arange(0, KEYS)
     base = head_base(0, batch, head, first, heads, length)
     message_sums = tl.load(message_sums_ptr + base + keys, mask=keys < tokens, other=float("-inf"))
-    message_sums -= tl.where(peak == float("-inf"), 0.0, peak)
+    message_sums -= finite(peak)
     tl.store(message_sums_ptr + base + keys, message_sums, mask=keys < tokens)
     tl.store(weight_ptr + base + keys, tl.exp2(message_sums), mask=keys < tokens)

@@ -26,6 +26,7 @@ from saobp.kernels.library.arithmetic import (
     load_rows,
     load_vector,
     log2_message,
+    raise_maximum,
     real_tokens,
     relative,
     store_rows,
@@ -299,15 +300,12 @@ def _add_output(
         _, beliefs = prior_and_beliefs(
             scores, rows_real[:, None], past[None, :], message, ROWS, TYPE, RECEIVES, PRECISE, MASKED
         )
-        raised = tl.maximum(top, tl.max(beliefs, 1))
-        anchor = tl.where(raised == float("-inf"), 0.0, raised)
-        shrink = tl.exp2(top - anchor)
+        top, anchor, shrink = raise_maximum(top, beliefs)
         refined = tl.exp2(beliefs - anchor[:, None])
         total = total * shrink + tl.sum(refined, 1)
         refined = drop_scaled(refined, dropout, rows[:, None], keys[None, :], DROPS)
         v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, EDGE)
         out = tl.dot(refined.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
-        top = raised
     return total, top, out
 
 

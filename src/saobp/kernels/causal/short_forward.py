@@ -16,6 +16,7 @@ from saobp.kernels.bidirectional.sums import as_reference
 from saobp.kernels.causal.forward import causal_scores, larger
 from saobp.kernels.library.arithmetic import (
     drop,
+    finite,
     head_dropout,
     head_message,
     load_rows,
@@ -108,7 +109,7 @@ def refined_rows(
         if BEFORE:
             anchor = tl.maximum(anchor, tl.max(beliefs_before, 1))
         if MASKED:
-            anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
+            anchor = finite(anchor)
         beliefs -= anchor[:, None]
         beliefs_before -= anchor[:, None]
     return a, a_before, tl.exp2(beliefs), tl.exp2(beliefs_before), past

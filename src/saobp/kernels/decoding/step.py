@@ -13,17 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saobp.kernels.library.arithmetic import head_message, load_rows, log2_message
+from saobp.kernels.library.arithmetic import finite, head_message, load_rows, log2_message, raise_maximum
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SEEN_BY_PADDING = tl.constexpr(2)
 """Entry of the mask as in ``saobp.transformers.masks``."""
-
-
-@triton.jit
-def _finite(top):
-    """A maximum to subtract: 0 in place of minus infinity."""
-    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit(
@@ -81,7 +75,7 @@ def attend_part(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         tile_top = tl.max(scores, 1)
-        prior = tl.exp2(scores - _finite(tile_top)[:, None])
+        prior = tl.exp2(scores - finite(tile_top)[:, None])
         sums_place = (rows * tiles + tile) * 2
         tl.store(tile_sums_ptr + sums_place, tile_top, mask=inside)
         tl.store(tile_sums_ptr + sums_place + 1, tl.sum(prior, 1), mask=inside)
@@ -92,13 +86,10 @@ def attend_part(
             numerators_ptr + numerator_places, prior.to(numerators_ptr.dtype.element_ty), mask=inside[:, None]
         )
         beliefs = scores + past * LOG2_E
-        raised = tl.maximum(top, tl.max(beliefs, 1))
-        anchor = _finite(raised)
-        shrink = tl.exp2(top - anchor)
+        top, anchor, shrink = raise_maximum(top, beliefs)
         refined = tl.exp2(beliefs - anchor[:, None])
         total = total * shrink + tl.sum(refined, 1)
         out = tl.dot(refined.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
-        top = raised
     place = rows * parts + part
     tl.store(part_sums_ptr + place * 2, top, mask=inside)
     tl.store(part_sums_ptr + place * 2 + 1, total, mask=inside)
@@ -114,7 +105,7 @@ def _add_parts(
     sums = part_sums_ptr + (row * parts + part) * 2
     top = tl.load(sums, mask=part < parts, other=float("-inf"))
     total = tl.load(sums + 1, mask=part < parts, other=0.0)
-    weight = tl.exp2(top - _finite(tl.max(top, 0)))
+    weight = tl.exp2(top - finite(tl.max(top, 0)))
     total = tl.sum(total * weight, 0)
     dims = tl.arange(0, BLOCK_DIM)
     outs = tl.load(
@@ -136,7 +127,7 @@ def _add_messages(
     sums = tile_sums_ptr + row * tiles * 2
     top = tl.load(sums + tile * 2, mask=tile < tiles, other=float("-inf"))
     total = tl.load(sums + tile * 2 + 1, mask=tile < tiles, other=0.0)
-    anchor = _finite(tl.max(top, 0))
+    anchor = finite(tl.max(top, 0))
     lse = anchor + tl.log2(tl.maximum(tl.sum(total * tl.exp2(top - anchor), 0), 1e-37))
     places = begin + tl.arange(0, SIZE)
     inside = places < keys

@@ -13,7 +13,15 @@ import triton.language as tl
 
 from saobp.kernels.bidirectional.forward import add_row_sums
 from saobp.kernels.bidirectional.sums import write_lse
-from saobp.kernels.library.arithmetic import drop, head_dropout, load_rows, load_vector, store_rows
+from saobp.kernels.library.arithmetic import (
+    drop,
+    finite,
+    head_dropout,
+    load_rows,
+    load_vector,
+    raise_maximum,
+    store_rows,
+)
 from saobp.kernels.library.indexing import head_base, locate, states_base
 
 
@@ -22,7 +30,7 @@ def first_reference(q, k, bias, score_scale, PRECISION: tl.constexpr, ANCHORED: 
     """Largest biased score of each row of a tile; 0 for a row that sees none of its keys, or if not ANCHORED."""
     if ANCHORED:
         top = tl.max(tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale + bias[None, :], 1)
-        return tl.where(top == float("-inf"), 0.0, top)
+        return finite(top)
     else:
         return tl.zeros([q.shape[0]], tl.float32)
 
@@ -59,14 +67,11 @@ def with_maximum(
         v = load_rows(v_base, start, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
         bias = load_vector(message_sums_base, keys, tokens, float("-inf"), True) - peak
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale + bias[None, :]
-        raised = tl.maximum(top, tl.max(scores, 1))
-        reference = tl.where(raised == float("-inf"), 0.0, raised)
-        shrink = tl.exp2(top - reference)
+        top, reference, shrink = raise_maximum(top, scores)
         weights = tl.exp2(scores - reference[:, None]).to(v.dtype)
         total = total * shrink + tl.sum(weights.to(tl.float32), 1)
         weights = drop(weights, dropout, rows[:, None], keys[None, :], DROPS)
         out = tl.dot(weights, v, out * shrink[:, None], input_precision=PRECISION)
-        top = raised
     return out, total, reference
 
 
@@ -123,8 +128,7 @@ def biased_output(
     dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     places = tl.arange(0, PEAKS)
     peak_base = peak_ptr + tl.program_id(0) // blocks * peaks
-    peak = tl.max(tl.load(peak_base + places, mask=places < peaks, other=float("-inf")), 0)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    peak = finite(tl.max(tl.load(peak_base + places, mask=places < peaks, other=float("-inf")), 0))
     ones = tl.full([KEYS, 16], 1.0, v_ptr.dtype.element_ty)
     k = load_rows(k_base, 0, tokens if ANCHORED else 0, k_row, KEYS, DIM, BLOCK_DIM, True)
     bias = load_vector(message_sums_ptr + row_base, tl.arange(0, KEYS), tokens, float("-inf"), True) - peak

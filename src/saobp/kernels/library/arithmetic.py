@@ -88,6 +88,23 @@ def relative(raw, high, low, score_scale, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def finite(top):
+    """A maximum to subtract: 0 in place of minus infinity, the maximum of nothing."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def raise_maximum(top, scores):
+    """Running maximum ``[rows]`` after a tile of scores ``[rows, keys]`` (online softmax).
+
+    Also that maximum as a reference to subtract, and the factor that makes sums so far relative to it.
+    """
+    raised = tl.maximum(top, tl.max(scores, 1))
+    anchor = finite(raised)
+    return raised, anchor, tl.exp2(top - anchor)
+
+
+@triton.jit
 def load_lse(lse_base, low_plane, rows, tokens, PRECISE: tl.constexpr, TAIL: tl.constexpr):
     """Both parts of the rows' log-sum-exp; beyond the sequence plus infinity, which makes weights 0."""
     high = load_vector(lse_base, rows, tokens, float("inf"), TAIL)

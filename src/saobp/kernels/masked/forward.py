@@ -23,6 +23,7 @@ from saobp.kernels.library.arithmetic import (
     load_lse,
     load_rows,
     load_vector,
+    raise_maximum,
     real_tokens,
     store_rows,
 )
@@ -69,10 +70,8 @@ def masked_row_sums(
         scores = seen_scores(
             raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED, CAUSAL
         )
-        raised = tl.maximum(top, tl.max(scores, 1))
-        anchor = tl.where(raised == float("-inf"), 0.0, raised)
-        total = total * tl.exp2(top - anchor) + tl.sum(tl.exp2(scores - anchor[:, None]), 1)
-        top = raised
+        top, anchor, shrink = raise_maximum(top, scores)
+        total = total * shrink + tl.sum(tl.exp2(scores - anchor[:, None]), 1)
     lse_base = head_base(lse_ptr, batch, head, first, heads, length)
     tl.store(lse_base + rows, tl.where(total > 0, top, float("inf")), mask=rows < tokens)
     total = tl.where(total > 0, total, 1.0)
@@ -176,15 +175,12 @@ def masked_output(
                 message_sums_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True
             )[None, :]
         beliefs = log_belief(prior, a, message_sums, sends[:, None], message, RECEIVES, EXACT, CAUSAL)
-        raised = tl.maximum(top, tl.max(beliefs, 1))
-        anchor = tl.where(raised == float("-inf"), 0.0, raised)
-        shrink = tl.exp2(top - anchor)
+        top, anchor, shrink = raise_maximum(top, beliefs)
         refined = tl.exp2(beliefs - anchor[:, None]).to(KIND)
         total = total * shrink + tl.sum(refined.to(tl.float32), 1)
         refined = drop(refined, dropout, rows[:, None], keys[None, :], DROPS)
         v = load_rows(v_base, place, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
         out = tl.dot(refined, v, out * shrink[:, None], input_precision=PRECISION)
-        top = raised
     top = tl.where(total > 0, top, float("inf"))
     total = tl.where(total > 0, total, 1.0)
     out *= (keep_scale / total)[:, None]

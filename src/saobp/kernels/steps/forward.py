@@ -18,10 +18,12 @@ import triton.language as tl
 from saobp.kernels.bidirectional.sums import raw_scores, store_message_sums
 from saobp.kernels.library.arithmetic import (
     drop,
+    finite,
     head_dropout,
     load_lse,
     load_rows,
     load_vector,
+    raise_maximum,
     real_tokens,
     relative,
     store_rows,
@@ -102,10 +104,7 @@ def step_rows(
             scores, a, key_parts, anchors, norms, messages, damping, STEP, RECEIVES, PRECISE, CAREFUL, DAMPED
         )
         if CAREFUL:
-            raised = tl.maximum(top, tl.max(scores + key_parts[STEP], 1))
-            anchor = tl.where(raised == float("-inf"), 0.0, raised)
-            shrink = tl.exp2(top - anchor)
-            top = raised
+            top, anchor, shrink = raise_maximum(top, scores + key_parts[STEP])
             total *= shrink[:, None]
             rounded *= shrink[:, None]
             out *= shrink[:, None]
@@ -194,8 +193,7 @@ def step_messages(
             )
         )  # fmt: skip
     if STEP == 1 and PRECISE == 1 and RECEIVES == 1 and not DAMPED:  # log2_sent is log2(m_0 m_1)
-        known = load_vector(first_message_sums_ptr + row_base, keys, tokens, 0.0, True)
-        known = tl.where(known == float("-inf"), 0.0, known)
+        known = finite(load_vector(first_message_sums_ptr + row_base, keys, tokens, 0.0, True))
         sums -= tl.where(tl.arange(0, 8)[None, :] == 0, known[:, None], 0.0)
     peak = store_message_sums(message_sums_ptr + row_base, keys, tokens, mask_base, sums, 1.0, MASKED)
     tl.store(peak_ptr + pid, peak)

@@ -12,6 +12,7 @@ from saobp.kernels.bidirectional.sums import raw_scores
 from saobp.kernels.library.arithmetic import (
     drop,
     drop_scaled,
+    finite,
     head_dropout,
     inverse_message,
     load_lse,
@@ -28,8 +29,7 @@ from saobp.kernels.steps.entries import head_messages, mix, row_messages
 @triton.jit
 def softmax_rows(logits):
     """Softmax to base 2 over keys; 0 in rows that see no key."""
-    top = tl.max(logits, 1)
-    weights = tl.exp2(logits - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    weights = tl.exp2(logits - finite(tl.max(logits, 1))[:, None])
     total = tl.sum(weights, 1)
     return weights * tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)[:, None]
 
@@ -70,8 +70,7 @@ def short_steps_forward(
     q = load_rows(q_base, 0, tokens, q_row, KEYS, DIM, BLOCK_DIM, TAIL)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
     scores = raw_scores(q, k, real, TAIL or MASKED, PRECISION) * score_scale
-    top = tl.max(scores, 1)
-    top = tl.where(top == float("-inf"), 0.0, top)
+    top = finite(tl.max(scores, 1))
     total = tl.sum(tl.exp2(scores - top[:, None]), 1)
     lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
     tl.store(lse_ptr + row_base + places, lse, mask=places < tokens)
