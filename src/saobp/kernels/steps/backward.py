@@ -79,17 +79,24 @@ def d_belief_before(d_belief, d_message, gamma, damping, DAMPED: tl.constexpr):
 
 
 @triton.jit
+def step_gradients(
+    d_belief, updated, inverses, deltas, sums_grads, damping,
+    STEP: tl.constexpr, RECEIVES: tl.constexpr, DAMPED: tl.constexpr,
+):  # fmt: skip
+    """dT and H of t = STEP from G after it; tuples have a tile or vector of each step."""
+    d_logits = logit_gradient(d_belief, updated[STEP], deltas[STEP], damping, DAMPED)
+    return d_logits, message_gradient(d_logits, inverses[STEP], sums_grads[STEP], RECEIVES)
+
+
+@triton.jit
 def d_belief_after(
     d_belief, updated, inverses, deltas, sums_grads, messages, damping,
     STEP: tl.constexpr, STEPS: tl.constexpr, RECEIVES: tl.constexpr, DAMPED: tl.constexpr,
 ):  # fmt: skip
     """G after t = STEP from G_T."""
     for back in tl.static_range(STEPS - 1 - STEP):
-        d_logits = logit_gradient(
-            d_belief, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED
-        )
-        d_message = message_gradient(
-            d_logits, inverses[STEPS - 1 - back], sums_grads[STEPS - 1 - back], RECEIVES
+        _, d_message = step_gradients(
+            d_belief, updated, inverses, deltas, sums_grads, damping, STEPS - 1 - back, RECEIVES, DAMPED
         )
         d_belief = d_belief_before(d_belief, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
     return d_belief

@@ -18,12 +18,7 @@ from saobp.kernels.library.arithmetic import (
 )
 from saobp.kernels.library.indexing import locate, row_bases, states_base
 from saobp.kernels.library.packed_bf16 import sums_by_thread
-from saobp.kernels.steps.backward import (
-    d_belief_before,
-    logit_gradient,
-    message_gradient,
-    store_gamma_gradient,
-)
+from saobp.kernels.steps.backward import d_belief_before, step_gradients, store_gamma_gradient
 from saobp.kernels.steps.entries import (
     any_careful,
     head_messages,
@@ -101,11 +96,8 @@ def step_query_gradient(
         d_belief = drop_scaled(d_belief, dropout, rows[:, None], keys[None, :], DROPS)
         d_scores = tl.zeros([ROWS, KEYS], tl.float32)
         for back in tl.static_range(STEPS):
-            d_logits = logit_gradient(
-                d_belief, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED
-            )
-            d_message = message_gradient(
-                d_logits, inverses[STEPS - 1 - back], sums_grads[STEPS - 1 - back], RECEIVES
+            d_logits, d_message = step_gradients(
+                d_belief, updated, inverses, deltas, sums_grads, damping, STEPS - 1 - back, RECEIVES, DAMPED
             )
             if LEARNS and DAMPED:
                 own = tl.sum(before[STEPS - 1 - back] * d_message, 1)
@@ -192,11 +184,8 @@ def step_key_gradient(
         d_belief = drop_scaled(d_belief, dropout, rows[None, :], keys[:, None], DROPS)
         d_scores = tl.zeros([KEYS, ROWS], tl.float32)
         for back in tl.static_range(STEPS):
-            d_logits = logit_gradient(
-                d_belief, updated[STEPS - 1 - back], deltas[STEPS - 1 - back], damping, DAMPED
-            )
-            d_message = message_gradient(
-                d_logits, inverses[STEPS - 1 - back], sums_grads[STEPS - 1 - back], RECEIVES
+            d_logits, d_message = step_gradients(
+                d_belief, updated, inverses, deltas, sums_grads, damping, STEPS - 1 - back, RECEIVES, DAMPED
             )
             d_scores += d_logits
             d_belief = d_belief_before(d_belief, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
