@@ -29,6 +29,7 @@ from saobp.kernels.causal.forward import (
     load_message_sums,
     log_messages,
     prior_and_beliefs,
+    scores_by_key,
     smaller,
     store_message_sums,
 )
@@ -76,9 +77,7 @@ def _climb(
         high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
         belief, part = load_lse(belief_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)[None, :]
-        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        if EDGE:
-            raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
+        raw = scores_by_key(k, q, keys, rows, keys, EDGE, False, PRECISION)
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         messages = log_messages(tl.exp2(scores), rows_real, message, PRECISE, MASKED)
         if RECEIVES:
@@ -283,9 +282,7 @@ def _key_loop(
         high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
         belief, part = load_lse(belief_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)[None, :]
-        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        if EDGE:
-            raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
+        raw = scores_by_key(k, q, keys, rows, keys, EDGE, False, PRECISION)
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         a = tl.exp2(scores)
         messages = log_messages(a, rows_real, message, PRECISE, MASKED)

@@ -117,6 +117,19 @@ def causal_scores(
     return raw
 
 
+@triton.jit
+def scores_by_key(
+    k, q, keys, rows, keys_real, EDGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """``causal_scores`` transposed: raw products ``[keys, rows]``."""
+    raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    if EDGE:
+        raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
+    if MASKED:
+        raw = tl.where(keys_real[:, None], raw, float("-inf"))
+    return raw
+
+
 @triton.jit(do_not_specialize=["section"])
 def causal_row_sums(
     q_ptr, k_ptr, mask_ptr, cu_ptr, lse_ptr, k_map,
@@ -196,9 +209,7 @@ def _add_earlier(
         high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
         if MASKED:
             high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
-        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        if EDGE:
-            raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
+        raw = scores_by_key(k, q, keys, rows, keys_real, EDGE, False, PRECISION)
         a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
         message_sums, lost = add_compensated(
             message_sums, lost, tl.sum(log_messages(a, True, message, PRECISE, False), 1), PRECISE

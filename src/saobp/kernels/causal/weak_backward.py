@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.causal.block_indexing import key_walk, row_walk, slot_place
-from saobp.kernels.causal.forward import larger
+from saobp.kernels.causal.forward import larger, scores_by_key
 from saobp.kernels.causal.row_kernels import is_careful_head
 from saobp.kernels.causal.weak_forward import (
     add_rows,
@@ -33,7 +33,6 @@ from saobp.kernels.causal.weak_forward import (
     sums_over_rows,
     weak_log_messages,
     weak_prior,
-    weak_scores,
     weak_triangle,
 )
 from saobp.kernels.library.arithmetic import (
@@ -107,8 +106,7 @@ def _climb(
         grad = fetch_tile(gradients, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
         high, delta = load_pairs(pair_base, begin, tokens, float("inf"), ROWS, EDGE)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)
-        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        raw = weak_scores(raw, keys, rows, keys_real, EDGE, False)
+        raw = scores_by_key(k, q, keys, rows, keys_real, EDGE, False, PRECISION)
         scores, _, sender_prior = weak_prior(raw, high, rows_real, score_scale, MASKED)
         u = boosted(rounded(sender_prior, KIND), pair)
         scores0, scores1 = halves(scores)
@@ -219,9 +217,7 @@ def _query_loop(
         v = fetch_tile(value_states, begin, tokens, KEYS, DIM, BLOCK_DIM, EDGE, MAPPED)
         keys_real = real_tokens(mask_base, keys, tokens, MASKED)
         past, later = load_pairs(sums_base, begin, stop, 0.0, KEYS, EDGE)
-        raw = weak_scores(
-            tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, MASKED
-        )
+        raw = scores_by_key(k, q, keys, rows, keys_real, EDGE, MASKED, PRECISION)
         scores, a, sender_prior = weak_prior(raw, high, rows_real, score_scale, MASKED)
         prior = rounded(a, KIND)
         beliefs = tl.dot(weak_log_messages(sender_prior, logarithm), triangle, scores + past[:, None])
@@ -307,9 +303,10 @@ def _prior_loop(
         local = tl.arange(0, ROWS)
         q = fetch_tile(queries, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
         high, row_term = load_pairs(pair_base, begin, tokens, float("inf"), ROWS, EDGE)
-        raw = weak_scores(
-            tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, begin + local, keys, EDGE, False
-        )
+        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        rows = begin + local
+        if EDGE:
+            raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
         weights = tl.exp2(raw * score_scale - high[None, :]) * row_term[None, :]
         dk = tl.dot(rounded(weights, q.dtype), q, dk, input_precision=PRECISION)
     return dk

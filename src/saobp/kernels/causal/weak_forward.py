@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.causal.block_indexing import key_walk, row_walk, slot_place
-from saobp.kernels.causal.forward import smaller
+from saobp.kernels.causal.forward import scores_by_key, smaller
 from saobp.kernels.library.arithmetic import (
     drop,
     fetch_tile,
@@ -24,16 +24,6 @@ from saobp.kernels.library.arithmetic import (
 )
 from saobp.kernels.library.indexing import head_base, locate_sorted, mask_base_of, states_base, states_of
 from saobp.kernels.library.packed_bf16 import pair_logarithm, rounded, short_log2, widened
-
-
-@triton.jit
-def weak_scores(raw, keys, rows, keys_real, EDGE: tl.constexpr, MASKED: tl.constexpr):
-    """Raw products ``[keys, rows]``; minus infinity for padding and, in an EDGE tile, for later keys."""
-    if EDGE:
-        raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
-    if MASKED:
-        raw = tl.where(keys_real[:, None], raw, float("-inf"))
-    return raw
 
 
 @triton.jit
@@ -163,9 +153,7 @@ def _add_weak(
         high = load_vector(lse_base + begin, local, tokens - begin, float("inf"), EDGE)
         if MASKED:
             high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
-        raw = weak_scores(
-            tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, False
-        )
+        raw = scores_by_key(k, q, keys, rows, keys_real, EDGE, False, PRECISION)
         _, a, _ = weak_prior(raw, high, keys_real, score_scale, False)
         message_sums += sums_over_rows(weak_log_messages(a, logarithm), ones) * logarithm[0]
     return message_sums
@@ -218,9 +206,7 @@ def _add_output(
         k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, EDGE, MAPPED)
         keys_real = real_tokens(mask_base, keys, tokens, MASKED)
         past = load_vector(past_base + begin, local, stop - begin, 0.0, EDGE)
-        raw = weak_scores(
-            tl.dot(k, tl.trans(q), input_precision=PRECISION), keys, rows, keys_real, EDGE, MASKED
-        )
+        raw = scores_by_key(k, q, keys, rows, keys_real, EDGE, MASKED, PRECISION)
         scores, _, sender_prior = weak_prior(raw, high, rows_real, score_scale, MASKED)
         v = fetch_tile(value_states, begin, tokens, KEYS, DIM, BLOCK_DIM, EDGE, MAPPED)
         beliefs = tl.dot(weak_log_messages(sender_prior, logarithm), triangle, scores + past[:, None])
