@@ -25,14 +25,9 @@ from saobp.kernels.steps import backward, forward, gradients
 
 
 def step_block(spec: CallSpec, sweep: str) -> Block:
-    """Tile of a sweep: smaller for float32 and large heads, where registers are scarce."""
-    dim = int(spec.dim)
-    if spec.dtype == torch.float32:
-        return Block(32, 32, warps=4, stages=1) if dim > 64 else Block(64, 32, warps=4, stages=2)
-    if dim > 128:
-        return Block(64, 32, warps=4, stages=2)
-    if dim > 64:
-        return Block(64, 64, warps=4, stages=2)
+    """Tile of a sweep; that of every sweep of a single step where registers are scarce."""
+    if spec.dtype == torch.float32 or int(spec.dim) > 64:
+        return sweep_block(spec, "row_sums")
     return {
         "step_rows": Block(64, 64, 4, 3, 168),
         "step_messages": Block(64, 64, 4, 3, 128),
