@@ -39,6 +39,7 @@ from saobp.kernels.library.arithmetic import (
     head_message,
     load_anchor,
     load_lse,
+    load_or_zero,
     load_rows,
     load_vector,
     real_tokens,
@@ -82,7 +83,7 @@ def value_gradient(
     pair = pair_message(message, KIND)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-    key_part = load_vector(key_part_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True).to(tl.float32)
+    key_part = load_or_zero(key_part_ptr + row_base, keys, tokens, True, RECEIVES).to(tl.float32)
     # A key's factor is the same for all rows, so it is applied to their sum, if the type has the range.
     LATE_PART: tl.constexpr = RECEIVES and not CAREFUL and not POWER
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
@@ -198,9 +199,7 @@ def query_gradient(
         d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         d_rows = drop_scaled(d_rows, dropout, rows[:, None], keys[None, :], DROPS)
         centred = d_rows - delta[:, None]
-        key_part = load_vector(
-            key_part_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, TAIL or not RECEIVES
-        )[None, :]
+        key_part = load_or_zero(key_part_ptr + row_base, keys, tokens, TAIL, RECEIVES)[None, :]
         if PRECISE == 0 and not CAREFUL:
             u = boosted(a.to(KIND), pair)
             d_logits = centred.to(KIND)
@@ -226,9 +225,7 @@ def query_gradient(
                 CAREFUL, POWER,
             )  # fmt: skip
             d_logits = centred * weights
-            sums_grad = load_vector(
-                sums_grad_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, TAIL or not RECEIVES
-            )
+            sums_grad = load_or_zero(sums_grad_ptr + row_base, keys, tokens, TAIL, RECEIVES)
             d_message = -u * sums_grad[None, :] if RECEIVES == 2 else u * (d_logits - sums_grad[None, :])
             if MASKED:
                 d_message = tl.where(rows_real, d_message, 0.0)
@@ -287,10 +284,8 @@ def key_gradient(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
-    key_part = load_vector(key_part_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True).to(
-        tl.float32
-    )[:, None]
-    sums_grad = load_vector(sums_grad_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True)[:, None]
+    key_part = load_or_zero(key_part_ptr + row_base, keys, tokens, True, RECEIVES).to(tl.float32)[:, None]
+    sums_grad = load_or_zero(sums_grad_ptr + row_base, keys, tokens, True, RECEIVES)[:, None]
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     for start in tl.range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)

@@ -40,6 +40,7 @@ from saobp.kernels.library.arithmetic import (
     head_message,
     inverse_message,
     load_lse,
+    load_or_zero,
     load_rows,
     load_vector,
     real_tokens,
@@ -180,9 +181,7 @@ def _query_loop(
         keys_real = real_tokens(mask_base, keys, tokens, MASKED)
         raw = causal_scores(q, k, rows, keys, keys_real, EDGE, MASKED, PRECISION)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
-        past = load_vector(
-            past_base + begin, local, stop - begin if RECEIVES else 0, 0.0, EDGE or not RECEIVES
-        )
+        past = load_or_zero(past_base + begin, local, stop - begin, EDGE, RECEIVES)
         a, beliefs = prior_and_beliefs(
             scores, rows_real, past[None, :], message, ROWS, TYPE, RECEIVES, PRECISE, MASKED
         )
@@ -286,7 +285,7 @@ def _key_loop(
         scores = relative(raw, high[None, :], low[None, :], score_scale, PRECISE)
         a = tl.exp2(scores)
         messages = log_messages(a, rows_real, message, PRECISE, MASKED)
-        past = load_vector(past_base + place, keys, seen if RECEIVES else 0, 0.0, True)[:, None]
+        past = load_or_zero(past_base + place, keys, seen, True, RECEIVES)[:, None]
         beliefs = beliefs_by_key(scores, messages, past, ROWS, TYPE, RECEIVES, PRECISE)
         refined = tl.exp2(relative(beliefs, belief[None, :], part[None, :], 1.0, PRECISE))
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)

@@ -23,6 +23,7 @@ from saobp.kernels.library.arithmetic import (
     head_dropout,
     head_message,
     load_lse,
+    load_or_zero,
     load_rows,
     load_vector,
     log2_message,
@@ -305,9 +306,7 @@ def _add_output(
         real = real_tokens(mask_base, keys, tokens, MASKED)
         raw = causal_scores(q, k, rows, keys, real, EDGE, MASKED, PRECISION)
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
-        past = load_vector(
-            past_base + begin, local, stop - begin if RECEIVES else 0, 0.0, EDGE or not RECEIVES
-        )
+        past = load_or_zero(past_base + begin, local, stop - begin, EDGE, RECEIVES)
         _, beliefs = prior_and_beliefs(
             scores, rows_real[:, None], past[None, :], message, ROWS, TYPE, RECEIVES, PRECISE, MASKED
         )

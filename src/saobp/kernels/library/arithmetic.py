@@ -173,6 +173,12 @@ def load_vector(base, places, tokens, other, TAIL: tl.constexpr):
 
 
 @triton.jit
+def load_or_zero(base, places, tokens, TAIL: tl.constexpr, NEEDED: tl.constexpr):
+    """``load_vector`` with 0 beyond the sequence; zeros, with nothing read, if not NEEDED."""
+    return load_vector(base, places, tokens if NEEDED else 0, 0.0, TAIL or not NEEDED)
+
+
+@triton.jit
 def load_anchor(base, rows, tokens, TAIL: tl.constexpr, CAREFUL: tl.constexpr):
     """Largest log belief of each row, needed only if CAREFUL."""
     if CAREFUL:

@@ -24,6 +24,7 @@ from saobp.kernels.library.arithmetic import (
     drop_scaled,
     head_dropout,
     load_lse,
+    load_or_zero,
     load_rows,
     load_vector,
     real_tokens,
@@ -88,9 +89,7 @@ def masked_value_gradient(
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
-    message_sums = load_vector(
-        message_sums_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True
-    )
+    message_sums = load_or_zero(message_sums_ptr + row_base, keys, tokens, True, RECEIVES and not CAUSAL)
     v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     sums_grad = tl.zeros([KEYS], tl.float32)
@@ -199,9 +198,7 @@ def masked_query_gradient(
         scores = seen_scores(
             raw, rows[:, None], keys[None, :], real[None, :], view, score_scale, MASK, WINDOWED, CAUSAL
         )
-        message_sums = load_vector(
-            message_sums_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True
-        )
+        message_sums = load_or_zero(message_sums_ptr + row_base, keys, tokens, True, RECEIVES and not CAUSAL)
         places = table_places(batch * heads + head, begin, keys, back, slots, length, ROWS)
         if CAUSAL and RECEIVES:
             message_sums = tl.load(past_ptr + places, mask=keys < begin, other=0.0)
@@ -216,9 +213,7 @@ def masked_query_gradient(
             after = tl.load(future_ptr + places, mask=keys < tokens, other=0.0)[None, :]
             sums_grad = after + tl.dot(strict_triangle(ROWS, True), d_logits, input_precision=PRECISION)
         else:
-            sums_grad = load_vector(sums_grad_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True)[
-                None, :
-            ]
+            sums_grad = load_or_zero(sums_grad_ptr + row_base, keys, tokens, True, RECEIVES)[None, :]
         d_message = message_gradient(a, d_logits, sums_grad, sends, message, RECEIVES, CAUSAL)
         gamma_grad += tl.sum(d_message, 1)
         dq = add_product(dq, d_logits + message[0] * d_message, k, CAUSAL, PRECISION)
@@ -260,12 +255,8 @@ def masked_key_gradient(
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     v = load_rows(v_base, begin, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
-    message_sums = load_vector(
-        message_sums_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True
-    )
-    key_sums_grad = load_vector(
-        sums_grad_ptr + row_base, keys, tokens if RECEIVES and not CAUSAL else 0, 0.0, True
-    )
+    message_sums = load_or_zero(message_sums_ptr + row_base, keys, tokens, True, RECEIVES and not CAUSAL)
+    key_sums_grad = load_or_zero(sums_grad_ptr + row_base, keys, tokens, True, RECEIVES and not CAUSAL)
     dk = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     span_base = key_spans_ptr + batch * s_batch + head * s_head
     start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED, False, CAUSAL)

@@ -21,8 +21,8 @@ from saobp.kernels.library.arithmetic import (
     drop,
     head_dropout,
     load_lse,
+    load_or_zero,
     load_rows,
-    load_vector,
     raise_maximum,
     real_tokens,
     store_rows,
@@ -171,9 +171,7 @@ def masked_output(
                 a, past[None, :], sends[:, None], message, EXACT, True, PRECISION
             )
         else:
-            message_sums = load_vector(
-                message_sums_ptr + row_base, keys, tokens if RECEIVES else 0, 0.0, True
-            )[None, :]
+            message_sums = load_or_zero(message_sums_ptr + row_base, keys, tokens, True, RECEIVES)[None, :]
         beliefs = log_belief(prior, a, message_sums, sends[:, None], message, RECEIVES, EXACT, CAUSAL)
         top, anchor, shrink = raise_maximum(top, beliefs)
         refined = tl.exp2(beliefs - anchor[:, None]).to(KIND)
