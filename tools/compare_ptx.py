@@ -40,7 +40,10 @@ OPERATOR = ("saobp.metrics.operators.fused", "saobp.metrics.fused")
 
 
 def calls() -> Iterator[dict[str, Any]]:
-    """Calls of every family: not every combination, but every option with every kind of kernel."""
+    """Calls of every family: not every combination, but every option with every kind of kernel.
+
+    Of a kind other than ``attention``, one of ``KINDS``, they name it.
+    """
     ways, strengths = (False, True), ("weak", "strong", "learned")
     options = ("dropout", "padded", "packed", "padded dropout")
     dims = ((64, "plain"), (64, "padded"), (64, "packed"), (96, "plain"), (256, "padded"))
@@ -93,7 +96,7 @@ def calls_with_key_bias() -> Iterator[dict[str, Any]]:
 
 
 def calls_of_several_steps() -> Iterator[dict[str, Any]]:
-    """Two to four steps, some damped, some of which share sums between steps."""
+    """Two to four steps, damped or not."""
     for length, damping, (dtype, option) in itertools.product((100, 300), (0.0, 0.3), DTYPES_AND_OPTIONS):
         several = {"steps": 3 if option == "plain" else 2, "damping": damping}
         yield {"length": length, "strength": "learned", "dtype": dtype, "option": option, **several}
