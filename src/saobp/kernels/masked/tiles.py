@@ -134,21 +134,22 @@ def earlier_message_sums(
     receives, from the rows before the tile (``past``) and the earlier rows in it."""
     messages = tl.where(sends, log2_own(a, message, EXACT), 0.0)
     if EXACT:
-        # Multiples of 2^-10 add up without rounding, and beside them the rest is small.
+        # Multiples of 2^-10 add up without rounding, and beside them the rest is small. Subtracted, because the compiler
+        # makes the product in past + product go on from past, and then every addition rounds.
         coarse = (messages + 12288.0) - 12288.0
-        past = _sum_earlier(coarse, past, BY_ROWS, PRECISION)
-        return _sum_earlier(messages - coarse, past, BY_ROWS, PRECISION)
+        past = past - _sum_earlier(-coarse, BY_ROWS, PRECISION)
+        return past - _sum_earlier(coarse - messages, BY_ROWS, PRECISION)
     else:
-        return _sum_earlier(messages, past, BY_ROWS, PRECISION)
+        return past + _sum_earlier(messages, BY_ROWS, PRECISION)
 
 
 @triton.jit
-def _sum_earlier(messages, past, BY_ROWS: tl.constexpr, PRECISION: tl.constexpr):
-    """``past`` plus, for each row of a tile, the sum over its earlier rows."""
+def _sum_earlier(messages, BY_ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """For each row of a tile, the sum over its earlier rows."""
     if BY_ROWS:
-        return past + tl.dot(strict_triangle(messages.shape[0], False), messages, input_precision=PRECISION)
+        return tl.dot(strict_triangle(messages.shape[0], False), messages, input_precision=PRECISION)
     else:
-        return past + tl.dot(messages, strict_triangle(messages.shape[1], True), input_precision=PRECISION)
+        return tl.dot(messages, strict_triangle(messages.shape[1], True), input_precision=PRECISION)
 
 
 @triton.jit
