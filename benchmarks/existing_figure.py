@@ -24,22 +24,25 @@ TASKS = {
 }
 CORPORA = {"wikitext2": "WikiText-2", "wikipedia": "Wikipedia"}
 ENCODERS = {"minilm": ("MiniLM-L6", "#1f5fa8"), "mpnet": ("mpnet-base", "#2d8a57")}
-DECODER, ALONE = "#c2571a", "#8a4fa3"
+DECODER, ALONE, TEMPERATURE = "#c2571a", "#8a4fa3", "#999999"
 SHOWN = (-5.0, 10.5)
 """Differences of scores that the axis has room for; what lies outside is written beside its row."""
 
 
 def main() -> None:
     found = {name: _read(f"{name}.json") for name in (*ENCODERS, "smollm2")}
-    figure = Figure(figsize=(12, 5.2), layout="constrained")
+    figure = Figure(figsize=(12, 6.6), layout="constrained")
     left, right = figure.subfigures(1, 2, wspace=0.02)
-    scores, losses = left.subplots(2, 1, height_ratios=(4.6, 1))
+    scores, losses, falls = left.subplots(3, 1, height_ratios=(4.6, 1.3, 1.8))
     beside, alone = right.subplots(2, 1, sharex=True)
     _differences(scores, {name: found[name]["tasks"] for name in ENCODERS if found[name]})
     _losses(losses, found["smollm2"])
+    _falls(falls, found["smollm2"])
     _strengths(beside, _beside_weights(found), "Strengths at the end, trained beside the weights")
     _strengths(
-        alone, {("SmolLM2, weights frozen", ALONE): _ends(found["smollm2"], "strengths")}, "Trained alone"
+        alone,
+        {("SmolLM2, weights frozen", ALONE): _ends(found["smollm2"], "strengths")},
+        "Trained alone, 10 M tokens of Wikipedia",
     )
     alone.set_xlabel("depth of the layer, first to last; a dot is a head in one run", fontsize=9)
     figure.savefig(FOLDER / "differences.png", dpi=110)
@@ -106,6 +109,30 @@ def _losses(axis: Axes, found: Mapping[str, Any]) -> None:
         "held-out loss in 1/1000 nats per token, learned less plain; below 0 is better", fontsize=9
     )
     axis.set_title("SmolLM2 trained on", fontsize=10, loc="left")
+
+
+def _falls(axis: Axes, found: Mapping[str, Any]) -> None:
+    """How far numbers per head, trained alone, lower the decoder's held-out loss; corpora by rows."""
+    longer = "strengths alone, 50 M tokens"
+    runs = {
+        "WikiText-2,\n2.5 M tokens": [run for run in found["runs"] if run["corpus"] == "wikitext2"],
+        "Wikipedia,\n10 M tokens": [run for run in found["runs"] if run["corpus"] == "wikipedia"],
+        "Wikipedia,\n50 M tokens": found[longer]["runs"],
+    }
+    for row, own in enumerate(runs.values()):
+        for shift, (method, colour) in ((-0.17, ("strengths", ALONE)), (0.17, ("temperatures", TEMPERATURE))):
+            ends = [1000 * (run["after"] - run["before"]) for run in own if run["method"] == method]
+            label = f"{method} alone" if row == 0 else None
+            if ends:
+                mean = sum(ends) / len(ends)
+                axis.barh(row + shift, mean, 0.3, color=colour, alpha=0.8, label=label)
+                axis.text(mean, row + shift, f" {mean:.1f} ", fontsize=8, ha="right", va="center")
+    axis.axvline(0, color="#888888", linewidth=1)
+    _rows(axis, list(runs))
+    axis.set_xlim(left=-72)
+    axis.set_xlabel("held-out loss in 1/1000 nats per token, less that of the model as it was", fontsize=9)
+    axis.set_title("SmolLM2, weights frozen, one number per head trained", fontsize=10, loc="left")
+    axis.legend(fontsize=8, frameon=False, loc="lower left")
 
 
 Series = Mapping[tuple[str, str], Sequence[Sequence[Sequence[float]]]]
