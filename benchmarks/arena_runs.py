@@ -1,4 +1,4 @@
-"""Makes the runs of round three of results/arena/plan.md on one GPU.
+"""Makes the runs of round four of results/arena/plan.md on one GPU.
 
     python benchmarks/arena_runs.py --tokens TOKENS --out runs/arena --jobs 9 --seconds 1200
     python benchmarks/arena_runs.py --out runs/arena --pack records.tar.xz
@@ -7,7 +7,7 @@ Each of the processes claims one run after another, in the order of ``arena_plan
 for each run. A second call continues after a kill. TOKENS holds the stores of BERT's and of GPT-2's
 tokens; without the latter there are no decoders. ``--pack`` puts all records, without models, into one file;
 it may be called while runs are made. Unpacked, ``saobp arena runs --fresh 6,7,8,9,10 --fresh
-11,12,13,14,15,16,17,18 --fresh 21,22,23`` writes the page.
+11,12,13,14,15,16,17,18 --fresh 21,22,23,24,25,26,27,28`` writes the page.
 """
 
 from __future__ import annotations

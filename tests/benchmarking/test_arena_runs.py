@@ -20,46 +20,47 @@ from saobp.testing.tiny_training import prose, small_recipe
 runs = load_script("benchmarks/arena_runs.py")
 plan = runs.sys.modules["arena_plan"]
 RECORDS: list[dict[str, Any]] = json.loads((ROOT / "results" / "arena" / "runs.json").read_text())
-LATER = time.time() + 10_000
+LATER = time.time() + 100_000
 
 
-def test_round_two_goes_on_with_the_recipe_and_the_seeds_that_it_has_left() -> None:
+def test_rivals_are_compared_with_recorded_runs_of_the_same_recipe() -> None:
     recorded = next(one for one in RECORDS if one["run"] == "modernbert-mini-masked-30-to-15-original-16")
-    recipe = {"kind": "pretrain", **plan.Run("high:learned", 17).recipe.to_dict()}
+    recipe = {"kind": "pretrain", **plan.Run("gate", 16).recipe.to_dict()}
     (setting,) = settings_of([recorded, {**recorded, "recipe": recipe}])
-    assert set(setting.losses) == {"none", "high:learned"}
+    assert set(setting.losses) == {"none", "gate"}
+    seeds = {one["recipe"]["seed"] for one in RECORDS}
+    assert set(plan.RIVAL_SEEDS) <= seeds
 
 
 def test_the_plan_names_settings_methods_and_seeds() -> None:
-    page = (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round three")[1]
+    page = (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round four")[1]
     for setting in plan.SETTINGS:
         assert f"| {setting} |" in page
-    for form in plan.FORMS[1:]:
+    for form in plan.RIVALS:
         assert f"`{form}`" in page
         assert str(Refinement.of(form)) == form
-    assert all(str(seed) in page for seed in (*plan.LAST_SEEDS, *plan.NEW_SEEDS))
+    for seeds in (plan.SETTING_SEEDS, plan.RIVAL_SEEDS):
+        assert f"{seeds[0]} to {seeds[-1]}" in page
 
 
 RUNS = {run.name: run for run in plan.planned_runs()}
 
 
-def test_runs_have_names_of_their_own_and_what_is_left_of_round_two_comes_first() -> None:
-    assert len(RUNS) == len(list(plan.planned_runs())) == 12 + 6 * 6
-    first = list(RUNS.values())[:12]
-    assert [(run.seed, run.form) for run in first] == [
-        (seed, form) for seed in (17, 18) for form in plan.FORMS
-    ]
-    assert list(RUNS)[12:14] == ["llama-mini-original-21", "llama-mini-learned-21"]
+def test_runs_have_names_of_their_own_and_recorded_pairs_are_not_made_again() -> None:
+    assert len(RUNS) == len(list(plan.planned_runs())) == 2 * (6 + 8) + 8 * 8
+    assert list(RUNS)[:2] == ["llama-mini-original-23", "llama-mini-learned-23"]
+    recorded = {one["recipe"]["seed"] for one in RECORDS if one["recipe"]["family"] == "llama"}
+    assert {("decoder", seed) for seed in recorded if seed in plan.SETTING_SEEDS} == plan.RECORDED
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("learned-21")])
+@pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("learned-23")])
 def test_a_record_names_the_command_that_makes_the_run_again(name: str) -> None:
     done = CliRunner().invoke(app, [*RUNS[name].command[1:], "--dry-run"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.output) == json.loads(json.dumps(RUNS[name].recipe.to_dict()))
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("learned-21")])
+@pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("learned-23")])
 def test_every_setting_has_as_many_tokens_and_numbers_per_head_learn_at_one_rate(name: str) -> None:
     recipe = RUNS[name].recipe
     assert recipe.tokens == 98_304_000
@@ -86,7 +87,7 @@ def test_processes_share_the_runs_in_order_and_few_large_ones_are_side_by_side(t
     order = []
     while (run := (queue, other)[len(order) % 2].claim()) is not None:
         order.append(run)
-    assert order == [*wanted[:12], *large[: runs.LARGE_AT_ONCE], *wanted[12:]]
+    assert order == [*large[: runs.LARGE_AT_ONCE], *wanted]
     assert not queue.is_empty()
     finish(queue, large[0], 3.0)
     assert other.claim() == large[runs.LARGE_AT_ONCE]
@@ -144,7 +145,9 @@ def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pa
         return small_recipe(**shared, family=run.family, health_texts=0, steps=4, corpus=str(text))
 
     monkeypatch.setattr(plan.Run, "recipe", property(small))
-    monkeypatch.setattr(plan, "SETTINGS", {})
+    monkeypatch.setattr(plan, "SETTINGS", {"small": {}})
+    monkeypatch.setattr(plan, "SETTING_SEEDS", (21, 22))
+    monkeypatch.setattr(plan, "RIVAL_SEEDS", (22,))
     return tokens, tmp_path / "out"
 
 
@@ -154,8 +157,8 @@ def test_the_whole_queue_in_miniature(miniature: tuple[Path, Path], tmp_path: Pa
         (out / name).mkdir(parents=True)
     runs.work(runs.Queue(out, LATER), str(tokens))
     lines = (out / "log.txt").read_text().splitlines()
-    assert len(lines) == sum(", loss " in line for line in lines) == 12
-    names = [f"modernbert-mini-{form}-18" for form in ("original", "learned-temperature", "qk-norm")]
+    assert len(lines) == sum(", loss " in line for line in lines) == 4 + len(plan.RIVALS)
+    names = [f"modernbert-mini-{form}-22" for form in ("original", "learned", "gate", "sinkhorn-3")]
     assert all((out / "runs" / name / "model").is_dir() for name in names)
     runs.pack(out, tmp_path / "records.tar.xz")
     with tarfile.open(tmp_path / "records.tar.xz") as archive:
@@ -164,7 +167,7 @@ def test_the_whole_queue_in_miniature(miniature: tuple[Path, Path], tmp_path: Pa
     assert not list(back.rglob("model"))
     assert (back / "log.txt").exists()
     done = CliRunner().invoke(
-        app, ["arena", str(back / "runs"), "--out", str(tmp_path / "results"), "--fresh", "17,18"]
+        app, ["arena", str(back / "runs"), "--out", str(tmp_path / "results"), "--fresh", "21,22"]
     )
     assert done.exit_code == 0, done.output
-    assert "fresh seeds 17, 18" in (tmp_path / "results" / "arena" / "README.md").read_text()
+    assert "fresh seeds 21, 22" in (tmp_path / "results" / "arena" / "README.md").read_text()
