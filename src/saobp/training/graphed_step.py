@@ -55,7 +55,8 @@ def capture_on_gpu(compute: Callable[[], Tensor], pool: Any = None) -> tuple[Ten
         random = torch.cuda.default_generators[torch.cuda.current_device()]
         random.graphsafe_set_state(random.clone_state())
         raise
-    torch.cuda.synchronize()  # PyTorch zeroes the generator's offset on the stream of the capture, replays set it on another
+    # PyTorch zeroes the generator's offset on the stream of the capture, and replays set it on another.
+    torch.cuda.synchronize()
     return loss, graph.replay
 
 
