@@ -8,6 +8,7 @@ call is compiled, down to machine code, with the arguments that the call passes:
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -166,29 +167,57 @@ def compile_sweep(launched: list[Launched]) -> list[str]:
     return [first.name]
 
 
-def compile_masked(launched: list[Launched]) -> list[str]:
-    """A window; and everything at once: learned numbers to add and strengths, a window, padding, dropout."""
+def compile_masked_call(
+    launched: list[Launched], dtype: torch.dtype, *, dim: int = 64, **options: Any
+) -> list[str]:
+    """Kernels that a forward and a backward pass under a window or a mask launch, with learned strengths."""
     from saobp.kernels.masked.attention import masked_attention
     from saobp.refinement import Refinement
 
-    names: list[str] = []
-    calls: list[tuple[torch.dtype, dict[str, Any]]] = [
-        (torch.bfloat16, {"window": 65}),
-        (torch.bfloat16, {"window": 65, "is_causal": True}),
-        (torch.float32, {"window": 65, "is_causal": True}),
-        (torch.float16, {
-            "window": 65, "dropout_p": 0.1,
-            "mask": torch.zeros(1, 1, 300, 300, dtype=torch.bfloat16, requires_grad=True),
-            "nodes": torch.ones(1, 1, 300, dtype=torch.bool),
-        }),
-    ]  # fmt: skip
-    for dtype, options in calls:
-        states = [torch.zeros(1, 300, 2, 64, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
-        strength = torch.zeros(2, requires_grad=True)
-        masked_attention(*states, Refinement("high", "learned"), strength, **options).sum().backward()
-        names += [one.name for one in launched]
-        launched.clear()
+    launched.clear()
+    states = [torch.zeros(1, 300, 2, dim, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
+    strength = torch.zeros(2, requires_grad=True)
+    masked_attention(*states, Refinement("high", "learned"), strength, **options).sum().backward()
+    return [one.name for one in launched]
+
+
+def compile_masked(launched: list[Launched]) -> list[str]:
+    """A window; and everything at once: learned numbers to add and strengths, a window, padding, dropout."""
+    mask = torch.zeros(1, 1, 300, 300, dtype=torch.bfloat16, requires_grad=True)
+    nodes = torch.ones(1, 1, 300, dtype=torch.bool)
+    return (
+        compile_masked_call(launched, torch.bfloat16, window=65)
+        + compile_masked_call(launched, torch.bfloat16, window=65, is_causal=True)
+        + compile_masked_call(launched, torch.float16, window=65, dropout_p=0.1, mask=mask, nodes=nodes)
+    )
+
+
+def compile_masked_float32(launched: list[Launched]) -> list[str]:
+    """A causal window in float32. Raises if products that sum up a tile's messages accumulate into the sums
+    of the rows before it: every addition would round."""
+    from saobp.kernels.masked import backward, forward
+
+    names = compile_masked_call(launched, torch.float32, dim=16, window=65, is_causal=True)
+    for kernel in (
+        forward.masked_output,
+        backward.masked_value_gradient,
+        backward.masked_query_gradient,
+        backward.masked_key_gradient,
+    ):
+        for kernels, *_ in kernel.device_caches.values():
+            for compiled in kernels.values():
+                starts = tile_product_starts(compiled.asm["ttir"])  # messages first, then their gradients
+                if len(starts) < 2 or any(start != 0.0 for start in starts[:2]):
+                    raise AssertionError(f"{kernel.__name__} sums messages in products from {starts}, not 0")
     return names
+
+
+def tile_product_starts(text: str) -> list[float | None]:
+    """What products of two square tiles in a kernel's TTIR start from: a constant, or None for all else."""
+    constants = re.findall(r"(%\w+) = arith\.constant dense<([-+.\de]+)> : tensor<\w+xf32>", text)
+    values = {name: float(value) for name, value in constants}
+    products = r"tt\.dot %\w+, %\w+, (%\w+)[^:]* : tensor<(\d+)x\2xf32> \* tensor<\2x\2xf32>"
+    return [values.get(start) for start, _ in re.findall(products, text)]
 
 
 def compile_step(launched: list[Launched]) -> list[str]:
@@ -235,6 +264,7 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
         + compile_call(launched, "high-listing", torch.bfloat16, 30, is_causal=True)
     ),
     "masked": compile_masked,
+    "masked float32": compile_masked_float32,
     "statistics": compile_sweep,
     "decoding": compile_step,
     "elemmul": lambda launched: compile_call(launched, "elemmul", torch.float16, 256),

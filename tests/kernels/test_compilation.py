@@ -49,6 +49,12 @@ KERNELS = {
         "masked_key_gradient",
         "strength_gradient",
     },
+    "masked float32": {
+        "masked_output",
+        "masked_value_gradient",
+        "masked_query_gradient",
+        "masked_key_gradient",
+    },
     "elemmul": {"row_sums", "elemmul_output", "elemmul_key_gradient"},
     "steps": {
         "row_sums",
