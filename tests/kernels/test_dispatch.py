@@ -66,8 +66,8 @@ def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
             "causal attention with attn_mask has no kernel",
         ),
         (call(window=9, is_causal=True), "fused", "sliding window of 9"),
-        (call(window=9, dtype=torch.float32), "reference", "missed the error budget on a collapsed head"),
-        (call(window=9, dtype=torch.float32, backend="fused"), "fused", "sliding window of 9"),
+        (call(window=9, dtype=torch.float32), "fused", "sliding window of 9"),
+        (call(has_attn_mask=True, dtype=torch.float32), "fused", "attn_mask"),
         (call(has_attn_mask=True, has_bias=True), "fused", "attn_mask"),
         (
             call(refinement=Refinement("elemmul"), window=9),

@@ -148,11 +148,6 @@ def select(call: Call) -> Path:
     obstacle: str | None = f"the tensors are on {call.device}, not on a CUDA GPU"
     if call.backend == "fused" or call.device == "cuda":
         obstacle = unsupported(call)
-        if obstacle is None and call.backend == "auto" and call.is_masked and call.dtype == torch.float32:
-            obstacle = (
-                "kernels for windows and masks in float32 missed the error budget on a collapsed head: "
-                "backend='fused' asks for them"
-            )
         if obstacle is None:
             longest = call.query[2] if call.longest is None else call.longest
             kernels = family(call.refinement, call.is_causal, longest, call.query[3], call.dtype)
