@@ -18,8 +18,12 @@ from transformers import (
     MambaModel,
     MegatronBertConfig,
     MegatronBertModel,
+    ResNetConfig,
+    ResNetModel,
     ViTConfig,
     ViTModel,
+    XLNetConfig,
+    XLNetModel,
 )
 from typer.testing import CliRunner, Result
 
@@ -64,6 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "broken": broken,
         "mamba": MambaModel(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)),
         "images": ViTModel(small),
+        "convolutions": ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])),
         "no tokenizer": tiny_model("bert"),
     }
     for name, model in models.items():
@@ -214,6 +219,7 @@ def test_wrong_input_gets_one_clear_sentence(folders: dict[str, Path], text: Pat
     cases = [
         ((folders["mamba"], "--text", text), "attention registry"),
         ((folders["images"], "--text", text), "reads no tokens: its inputs go to ViTPatchEmbeddings"),
+        ((folders["convolutions"], "--text", text), "reads no tokens: ResNetModel embeds none"),
         ((folders["no tokenizer"], "--text", text), "holds no tokenizer: copy the one that the model was"),
         ((bert, "--text", empty), "holds no text"),
         ((bert, "--text", binary), "is not text in UTF-8"),
@@ -294,6 +300,13 @@ def test_a_tokenizer_without_padding_token_changes_nothing() -> None:
     padded, filled = ([head["gtd"] for head in one["heads"]] for one in records)
     assert padded == filled
     assert sum("the tokenizer has no padding token" in one for one in notes) == 1
+
+
+def test_a_model_without_a_limit_of_length() -> None:
+    config = XLNetConfig(vocab_size=64, d_model=16, n_layer=1, n_head=2, d_inner=16)
+    assert config.max_position_embeddings == -1
+    found = diagnose(XLNetModel(config), example_model()[1], ["some words of a text"], statistics=["gtd"])
+    assert len(found.heads) == 2
 
 
 def test_a_model_and_a_tokenizer_that_do_not_belong_together() -> None:

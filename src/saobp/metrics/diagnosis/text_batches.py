@@ -22,7 +22,7 @@ def longest_text(model: PreTrainedModel) -> int | None:
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
     limit = getattr(model.config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
+    return limit if isinstance(limit, int) and limit > 0 else None  # XLNet has -1
 
 
 def encode(
@@ -87,7 +87,10 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, room: int | None) -> Ten
 
 
 def _check_vocabulary(model: PreTrainedModel, encoded: Sequence[Tensor], subject: str) -> None:
-    embeddings: Any = model.get_input_embeddings()
+    try:
+        embeddings: Any = model.get_input_embeddings()
+    except NotImplementedError:  # networks of images or sound
+        raise ValueError(f"{subject} reads no tokens: {type(model).__name__} embeds none") from None
     if not isinstance(getattr(embeddings, "weight", None), Tensor):
         raise ValueError(f"{subject} reads no tokens: its inputs go to {type(embeddings).__name__}")
     size, largest = int(embeddings.weight.shape[0]), max(int(one.max()) for one in encoded)
