@@ -65,7 +65,7 @@ class ProgressBars:
     def add(self, description: str) -> ProgressBar:
         return ProgressBar(self, description)
 
-    def _print_line(self, description: str, done: int, total: int, note: str) -> None:
+    def _print_line(self, description: str, done: float, total: float, note: str) -> None:
         if not self.console.is_terminal:
             self._line(f"{description}: {done / max(total, 1):.0%}" + (f", {note}" if note else ""))
 
@@ -77,6 +77,6 @@ class ProgressBar:
         self._all, self._description = bars, description
         self._task = bars._bars.add_task(escape(description), total=None, note="")
 
-    def __call__(self, done: int, total: int, note: str = "") -> None:
+    def __call__(self, done: float, total: float, note: str = "") -> None:
         self._all._bars.update(self._task, completed=done, total=total, note=escape(note))
         self._all._print_line(self._description, done, total, note)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import html
-import itertools
 import json
 import math
 import shutil
@@ -241,25 +240,6 @@ def test_wrong_input_gets_one_clear_sentence(folders: dict[str, Path], text: Pat
         assert "Traceback" not in shown.output
         assert len(shown.output.strip().splitlines()) == 1, shown.output
     assert not (tmp_path / "out").exists()
-
-
-def test_what_is_cut_or_left_out_and_the_time_are_said(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = itertools.count(step=1000)
-    monkeypatch.setattr("saobp.metrics.diagnosis.diagnose.monotonic", lambda: next(clock))
-    texts = tmp_path / "long.txt"
-    texts.write_text("word " * 90 + "\n\nsome words\n\none")
-    shown = run(folders["bert"], "--text", texts, "--out", tmp_path / "out")
-    assert shown.exit_code == 0, shown.output
-    assert "1 of 3 texts is cut to 64 tokens, the most that" in shown.output
-    assert "1 of 3 texts has fewer than two tokens and is left out" in shown.output
-    assert "measuring 2 texts, 66 tokens: about 6 s" in shown.output  # 1000 s for 64 tokens
-    (record,) = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
-    assert (record["texts"], record["tokens"]) == (2, 66)
-    quiet = run(folders["bert"], "--text", texts, "--length", 64, "--out", tmp_path / "quiet")
-    assert quiet.exit_code == 0
-    assert "cut to" not in quiet.output
 
 
 def test_wrong_places_are_refused_before_anything_is_measured(

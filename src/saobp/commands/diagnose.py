@@ -173,11 +173,11 @@ def _diagnoses(
     return found, explorer
 
 
-def _adding_up(bar: ProgressBar, total: int) -> Callable[[int], None]:
-    """Callback with the number of further texts done."""
-    done = 0
+def _adding_up(bar: ProgressBar, total: int) -> Callable[[float], None]:
+    """Callback with the number of further texts done, in parts."""
+    done = 0.0
 
-    def advance(more: int) -> None:
+    def advance(more: float) -> None:
         nonlocal done
         done += more
         bar(done, total)

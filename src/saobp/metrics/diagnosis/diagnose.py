@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from time import monotonic
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.metrics.attention_inputs import inputs_of
+from saobp.metrics.diagnosis.expected_time import ExpectedTime
 from saobp.metrics.diagnosis.head_kinds import (
     IN_TEXT,
     KINDS,
@@ -41,10 +41,6 @@ from saobp.transformers.capture import AttentionCall, watch
 
 KIND_TEXTS, KIND_TOKENS = 8, 128
 """Texts and tokens of each on which the kinds of heads are found."""
-ANNOUNCED_FROM = 3.0
-"""Seconds from which the expected time is announced."""
-GROWTH = 1.5
-"""Exponent by which the time of a text is taken to grow with its length: between products and maps."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +96,14 @@ def diagnose(
     method: str = "auto",
     length: int | None = None,
     batch_size: int = 8,
-    progress: Callable[[int], object] = lambda _: None,
+    progress: Callable[[float], object] = lambda _: None,
     note: Note = lambda _: None,
 ) -> Diagnosis:
     """Run ``model`` on ``texts``, measure every head and find its kind.
 
     ``length`` cuts texts to so many tokens; without it they are cut to what the model takes. ``progress``
-    gets the number of texts done, ``note`` sentences on what is cut or left out, and on the time it will
-    take. A model whose attention cannot be watched is measured by the maps that it returns.
+    gets the number of further texts done, in parts, ``note`` sentences on what is cut or left out, and on
+    the time it will take. A model whose attention cannot be watched is measured by the maps that it returns.
     """
     check_weights(model, subject)
     encoded = encode(model, tokenizer, texts, length, subject, note)
@@ -115,7 +111,7 @@ def diagnose(
     device = next(model.parameters()).device
     encoded = [one.to(device) for one in encoded]
     found = head_shares(model, tokenizer, encoded)
-    timed = _ProgressWithEstimate(encoded, progress, note)
+    timed = ExpectedTime(encoded, len(found), progress, note)
     if unreachable(model) is None:
         health = _watched(model, tokenizer, encoded, statistics, method, batch_size, timed)
     elif method == "sampled":
@@ -196,34 +192,16 @@ def _watched(
     statistics: Collection[str],
     method: str,
     batch_size: int,
-    progress: Callable[[int], object],
+    timed: ExpectedTime,
 ) -> Health:
     device = encoded[0].device
-    with torch.no_grad(), probe(model, statistics=statistics, method=method) as health:  # type: ignore[arg-type]
+    measured = probe(model, statistics=statistics, method=method)  # type: ignore[arg-type]
+    with torch.no_grad(), measured as health, timed.watching(model):
         for batch in batches(encoded, batch_size, padding_id(tokenizer)):
+            timed.begin(len(batch["input_ids"]))
             model(**{name: part.to(device) for name, part in batch.items()})
-            progress(len(batch["input_ids"]))
+            timed.end()
     return health
-
-
-class _ProgressWithEstimate:
-    """Progress that tells the expected time after the first text, which is the longest."""
-
-    def __init__(self, encoded: Sequence[Tensor], progress: Callable[[int], object], note: Note) -> None:
-        self.lengths = [len(one) for one in encoded]
-        self.progress, self.note, self.start, self.announced = progress, note, monotonic(), False
-
-    def __call__(self, more: int) -> None:
-        if not self.announced and len(self.lengths) > 1:
-            longest = self.lengths[0]
-            rest = sum((length / longest) ** GROWTH for length in self.lengths[1:])
-            seconds = rest * (monotonic() - self.start)
-            if seconds >= ANNOUNCED_FROM:
-                count, tokens = len(self.lengths), sum(self.lengths)
-                time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-                self.note(f"measuring {count} texts, {tokens:,} tokens: about {time}")
-        self.announced = True
-        self.progress(more)
 
 
 OnLayer = Callable[[int, Tensor], object]
@@ -274,12 +252,13 @@ def measure_returned_maps(
     model: PreTrainedModel,
     texts: Iterable[Tensor],
     statistics: Collection[str],
-    progress: Callable[[int], object],
+    timed: ExpectedTime,
 ) -> Health:
     """Exact statistics of the maps that a model returns, text by text."""
     wanted = checked_statistics("exact", [name for name in statistics if name != CROSS_LAYER])
     health = Health(wanted)
     for ids in texts:
+        timed.begin(1)
         layers = returned_maps(model, ids[None])
         across = cross_layer_gtd(layers) if CROSS_LAYER in statistics and len(layers) > 1 else None
         for layer, rows in enumerate(layers):
@@ -293,7 +272,7 @@ def measure_returned_maps(
                 None if across is None or layer == 0 else across[layer - 1],
             )
         health.forwards += 1
-        progress(1)
+        timed.end()
     return health
 
 
