@@ -134,12 +134,13 @@ def attention_modules(model: nn.Module) -> Modules:
     if _MPNET in sys.modules:
         import_module("saobp.transformers.mpnet").use_registry(model)
     found = [(name, module) for name, module in model.named_modules() if uses_registry(type(module))]
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} computes its attention without Transformers' attention registry, "
-            "so saobp cannot reach it"
-        )
     others = _other_attention(model, [name for name, _ in found])
+    if not found:
+        what = "computes its attention" if others else "has no attention layers, or computes them"
+        raise ValueError(
+            f"{type(model).__name__} {what} without Transformers' attention registry, so saobp cannot "
+            "reach it"
+        )
     if others:
         raise ValueError(
             f"{type(model).__name__} computes part of its attention without Transformers' attention registry "

@@ -60,7 +60,9 @@ def encode(
         note(f"{short} of {len(ids)} texts {verbs} left out")
     _check_vocabulary(model, kept, subject)
     if tokenizer.pad_token_id is None and len({len(one) for one in kept}) > 1:
-        note("the tokenizer has no padding token: shorter texts are filled up with another and masked")
+        note(
+            "the tokenizer has no padding token: in a batch, shorter texts are filled up with another, masked"
+        )
     return sorted(kept, key=len, reverse=True)
 
 
