@@ -11,7 +11,7 @@ from saobp.training.recipes import PretrainRecipe, named_recipe, with_steps
 
 ORIGINAL = "none"
 LEARNED = "high:learned"
-STEPS, TOKENS_PER_STEP = 3000, 256 * 128
+STEPS, ROWS, LENGTH = 3000, 256, 128
 MIXTURE = "wikipedia_en,gutenberg_books,imdb_reviews"
 STRENGTHS_RATE = 0.01
 """Learning rate of numbers per head, whatever the rate of other parameters."""
@@ -41,16 +41,12 @@ class Run:
     seed: int
     family: str = "modernbert"
     size: str = "mini"
-    length: int = 128
-    corpus: str = MIXTURE
 
     @property
     def name(self) -> str:
-        form = "original" if self.form == ORIGINAL else self.form.replace("high:", "").replace("+", "-")
-        parts = [self.family, self.size]
-        parts += [str(self.length)] if self.length != Run.length else []
-        parts += [self.corpus] if self.corpus != MIXTURE else []
-        return "-".join([*parts, form, str(self.seed)])
+        form = "original" if self.form == ORIGINAL else self.form.removeprefix("high:")
+        form = form.replace("+", "-").replace(":", "-")
+        return f"{self.family}-{self.size}-{form}-{self.seed}"
 
     @property
     def recipe(self) -> PretrainRecipe:
@@ -58,21 +54,21 @@ class Run:
         usual = with_steps(named_recipe("modern", self.family, self.size), STEPS)
         return replace(
             usual,
-            batch_size=TOKENS_PER_STEP // self.length,
-            length=self.length,
+            batch_size=ROWS,
+            length=LENGTH,
             evaluation_steps=STEPS,
             checkpoint_steps=STEPS,
             health_texts=0,
             refinement=None if self.form == ORIGINAL else Refinement.of(self.form),
             strength_rate=STRENGTHS_RATE / usual.learning_rate,
             seed=self.seed,
-            corpus=self.corpus,
+            corpus=MIXTURE,
         )
 
     @property
     def is_large(self) -> bool:
         """Whether it needs much of the GPU's memory: decoders predict every token, 25 GB in all."""
-        return self.family == "llama" or self.size == "medium"
+        return self.family == "llama"
 
     @property
     def command(self) -> list[str]:
@@ -86,7 +82,7 @@ class Run:
         ):
             value = getattr(recipe, name)
             words += ["--set", f"{name}={'none' if value is None else value}"]
-        return [*words, "--corpus", self.corpus, "--tokens", "tokens", "--out", f"runs/{self.name}"]
+        return [*words, "--corpus", MIXTURE, "--tokens", "tokens", "--out", f"runs/{self.name}"]
 
 
 def planned_runs() -> Iterator[Run]:
