@@ -130,7 +130,7 @@ class Hopper:
         self.gl = types.SimpleNamespace(
             **{name: getattr(gluon_language, name) for name in dir(gluon_language)}
         )
-        for name in ("max", "sum", "where", "minimum", "exp2", "store", "program_id", "num_programs"):
+        for name in ("max", "sum", "where", "minimum", "exp2", "load", "store", "program_id", "num_programs"):
             setattr(self.gl, name, lambda *given, name=name, **named: getattr(tl, name)(*given, **named))
         self.gl.num_warps = lambda: warps
         self.gl.static_range = lambda count: range(plain(count))

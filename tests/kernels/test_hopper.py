@@ -49,6 +49,7 @@ def powers(raw: Any, score_scale: Any, minus_high: Any) -> Any:
 
 ASSEMBLY = {
     short_hopper.FINE_POWERS.value: powers,
+    short_hopper.WRITTEN.value: lambda x: x,
     short_hopper.POLYNOMIAL.value: lambda e, slope, bend: boosted(e, (bend, slope, bend)),
 }
 
@@ -145,7 +146,7 @@ def test_output_and_gradients_are_within_the_budget(factor: str, kind: Any, laun
 @pytest.mark.parametrize("factor", ["high", "high-key-bias"])
 @pytest.mark.parametrize("kind", ["usual", "padded", "sink"])
 def test_any_strength(factor: str, kind: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learned strengths, with their gradient; ``short_careful`` takes over where rows underflow."""
+    """Learned strengths, with their gradient."""
     if not GPU:
         monkeypatch.setattr(CallSpec, "precise", 1)
         monkeypatch.setattr(CallSpec, "may_underflow", True)
@@ -172,36 +173,40 @@ def test_any_strength(factor: str, kind: Any, launched: list[str], monkeypatch: 
         )
 
     assert_within_budget(fused, inputs, refinement)
-    assert {"short_hopper_forward", "short_careful", "short_backward"} <= set(launched)
+    assert {"short_hopper_forward", "short_backward"} <= set(launched)
 
 
-def test_heads_that_are_looked_at_together_do_not_matter(
-    launched: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("factor", ["high", "high-key-bias"])
+@pytest.mark.parametrize(
+    "name", ["plain", "tail", "padding and tail", "an uneven number of heads", "shared key heads"]
+)
+@pytest.mark.parametrize("block", BLOCKS, ids=["8 warps", "4 warps"])
+def test_heads_computed_again_in_the_log_domain(
+    block: Block, name: str, factor: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs of ``short_careful`` look at one, two or sixteen of five heads; without a GPU all need it."""
+    """All heads, whether they underflow or not."""
+    monkeypatch.setattr(hopper_launch, "BLOCK", block)
+    monkeypatch.setattr(short_hopper, "LOWEST", tl.constexpr(1e9))
     if not GPU:
         monkeypatch.setattr(CallSpec, "precise", 1)
         monkeypatch.setattr(CallSpec, "may_underflow", True)
         monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
-        monkeypatch.setattr("saobp.kernels.bidirectional.short.LOWEST", tl.constexpr(1e9))
-    strong = 5.0 if GPU else 1.5
-    inputs = collapsed_inputs(
-        states(128, heads=5, strength=(strong, 0.01, strong, strong, 0.01)), 3.0, "sink"
-    )
+    sizes = CALLS[name][0]
+    inputs = states(**(sizes | {"strength": (0.7, 1.5, 0.01, 0.3, 1.0)[: sizes.get("heads", 2)]}))
+    inputs = collapsed_inputs(inputs, 3.0, "sink")
     outputs = []
-    for heads in (1, 2, 16):
-        monkeypatch.setattr("saobp.kernels.bidirectional.short_launch.CHECKED_HEADS", heads)
+    for heads in (0, 1 << 60):
+        monkeypatch.setattr(dispatch, "HOPPER_FROM", heads)
         clear_plans()
         with torch.no_grad():
             outputs.append(
                 saobp.attention(
-                    inputs.query, inputs.key, inputs.value, Refinement("high", "learned"),
-                    strength=inputs.strength, backend="fused",
+                    inputs.query, inputs.key, inputs.value, Refinement(factor, "learned"),
+                    strength=inputs.strength, padding_mask=inputs.padding_mask, backend="fused",
                 )
             )  # fmt: skip
-    assert launched.count("short_careful") == 3
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
+    assert launched == ["short_hopper_forward", "short_forward"]
+    torch.testing.assert_close(*outputs, rtol=0, atol=4 * torch.finfo(DTYPE).eps)
 
 
 def test_a_sequence_of_padding_gives_zeros() -> None:

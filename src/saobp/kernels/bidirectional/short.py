@@ -2,7 +2,7 @@
 
 Scores are computed once and stay in registers, so the cost is close to that of reading and writing the states.
 CAREFUL is for products of a weight and a key's factor that could underflow: the forward pass works in the log domain; the
-backward pass finds a head that needs that while it computes it. ``short_careful`` does so after the kernel for Hopper.
+backward pass finds a head that needs that while it computes it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.bidirectional.forward import add_row_sums
-from saobp.kernels.bidirectional.short_weak import real_or
 from saobp.kernels.library.arithmetic import (
     _hardware_log2,
     drop,
@@ -163,54 +162,6 @@ def short_forward(
     refined = drop(refined, dropout, places[:, None], places[None, :], DROPS)
     out = tl.dot(refined, v, input_precision=PRECISION) * inverse[:, None]
     store_rows(out_base, 0, tokens, o_row, out, KEYS, DIM, BLOCK_DIM)
-
-
-@triton.jit
-def short_careful(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, seed_ptr, strength_ptr, key_part_ptr, totals_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, group, length, lines, score_scale, drop_threshold, keep_scale, sign,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    RECEIVES: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
-    HEADS_EACH: tl.constexpr,
-):  # fmt: skip
-    """The output of a head again if one of its rows' normalisers, which ``short_hopper_forward`` stored, is too small.
-
-    A program looks at HEADS_EACH heads at once, since hardly any of them is.
-    """
-    line = tl.program_id(0) * HEADS_EACH
-    last = tl.minimum(line + HEADS_EACH, lines)
-    numbers = tl.arange(0, HEADS_EACH * KEYS)
-    totals_base = totals_ptr + line.to(tl.int64) * length
-    if tl.min(load_vector(totals_base, numbers, (last - line) * length, 1.0, True), 0) < LOWEST:
-        places = tl.arange(0, KEYS)
-        for one in tl.range(line, last):
-            _, batch, head, first, tokens = locate(one, 1, heads, length, totals_ptr, False)
-            row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
-            totals = load_vector(totals_ptr + row_base, places, tokens, 1.0, TAIL)
-            if tl.min(totals, 0) < LOWEST:
-                q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
-                k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
-                v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
-                out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
-                gamma = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)[0]
-                real = real_or(mask_base, places, tokens, float("inf"), float("-inf"), MASKED)
-                message_sums = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), TAIL)
-                k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
-                v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
-                dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
-                for begin in tl.range(0, KEYS, ROWS):
-                    rows = begin + tl.arange(0, ROWS)
-                    q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-                    sends = real_or(mask_base, rows, tokens, 1.0, 0.0, MASKED)
-                    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                    refined = careful_rows(
-                        raw, real, sends, message_sums, score_scale, gamma, TAIL or MASKED, RECEIVES
-                    ).to(v.dtype)
-                    factor = keep_scale * inverse_or_zero(tl.sum(refined.to(tl.float32), 1), TAIL or MASKED)
-                    refined = drop(refined, dropout, rows[:, None], places[None, :], DROPS)
-                    out = tl.dot(refined, v, input_precision=PRECISION) * factor[:, None]
-                    store_rows(out_base, begin, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
 
 
 @triton.jit

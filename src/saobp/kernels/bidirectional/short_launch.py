@@ -14,7 +14,6 @@ from saobp.kernels.call_spec import (
     CallSpec,
     CallTensors,
     all_keys,
-    ceil_div,
     named_strides,
     resources,
     strides,
@@ -35,10 +34,6 @@ Milliseconds for 2048 heads of 128 tokens on an H200: 0.058 as here, with three 
 four, which spill registers; 0.059 for all rows at once, in eight warps; 0.070 by ``short_forward``."""
 
 
-CHECKED_HEADS = 16
-"""Heads whose normalisers one program of ``short_careful`` looks at."""
-
-
 def saved_vectors(spec: CallSpec) -> Saved:
     """Shapes of lse and key_part, the sums of log messages, if rows receive any."""
     floats, rows = torch.float32, spec.rows_shape
@@ -52,22 +47,12 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, saves: bool) -> LaunchPla
     choice = kernels_for("short", spec, query, key, value)
     unused = {} if saves else dict.fromkeys(vectors, "strength")
     if choice.hopper:
-        needed = {"totals": (spec.rows_shape, torch.float32)} if not choice.weak else {}
-        if needed and not saves:
-            needed["key_part"] = (spec.rows_shape, torch.float32)
-            del unused["key_part"]
+        needed = {"key_part": (spec.rows_shape, torch.float32)} if not (choice.weak or saves) else {}
+        for name in needed:
+            del unused[name]
         scratch, size = lay_out_buffer("scratch", needed)
         launches = LaunchSequence(query.device, (*names, "scratch") if needed else names, scratch)
-        if choice.weak:
-            unused["totals"] = "strength"
         add_hopper_launch(launches, spec, query, key, value, saves, not choice.weak, unused)
-        if choice.careful:
-            numbers = call_numbers(spec, tensors, Block(32, SHORT, stages=1)) | named_strides(
-                "o", spec.states_strides
-            )
-            lines = spec.sequences * spec.heads
-            numbers |= {"lines": lines, "HEADS_EACH": CHECKED_HEADS}
-            launches.add(short.short_careful, ceil_div(lines, CHECKED_HEADS), numbers)
         return LaunchPlan(launches, size if needed else None)
     launches = LaunchSequence(query.device, names, {})
     kernel = short_weak.short_weak_forward if choice.weak else short.short_forward

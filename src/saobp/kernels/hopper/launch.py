@@ -34,6 +34,7 @@ def add_hopper_launch(
     numbers = {
         **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
         "lines": lines, "TAIL": spec.length != SHORT, "RECEIVES": spec.receives, "STRONG": strong,
+        "CAREFUL": strong and spec.may_underflow,
         "share": spec.length / spec.senders,
         "DROPS": spec.dropout > 0, "SAVES": saves, **resources(BLOCK),
     }  # fmt: skip

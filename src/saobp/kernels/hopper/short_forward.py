@@ -3,6 +3,8 @@
 The arithmetic is that of ``short_weak``. Queries, keys and values are single-buffered in shared memory: once the scores
 of a head are computed, the next head's queries and keys are fetched into the same buffers, and its values once the
 output is computed. So there is no second pipeline stage, and several programs share a multiprocessor.
+
+If a row's normaliser is too small for products of weights, which is rare, the program computes its heads again in the log domain.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from saobp.kernels.bidirectional.short import LOWEST, careful_rows
 from saobp.kernels.bidirectional.short_weak import inverse_or_zero, real_or, store_lse
 from saobp.kernels.library.arithmetic import head_message, head_seed, kept
 from saobp.kernels.library.packed_bf16 import messages_and_weights, multiply, pair_logarithm
@@ -39,6 +42,8 @@ POLYNOMIAL = tl.constexpr(
     "{ .reg .b32 t, z; mov.b32 z, 0x80008000;"
     " fma.rn.f16x2 t, $1, $3, $2; fma.rn.f16x2 t, $1, t, z; fma.rn.f16x2 $0, $1, t, $1; }"
 )
+WRITTEN = tl.constexpr("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
+"""Assembly that waits until the copy engine's stores have reached memory."""
 COARSE_POLYNOMIAL = tl.constexpr(POLYNOMIAL.value.replace("f16x2", "bf16x2"))
 
 
@@ -220,12 +225,12 @@ def times_values(refined, v, factor):
 
 @gluon.jit(do_not_specialize=["lines"])
 def short_hopper_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, totals_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr,
     q_map, k_map, v_map, out_map,
     heads, group, length, lines, score_scale, drop_threshold, keep_scale, share,
     sign, r0, r1, r2, l0, l1, l2,
-    TAIL: tl.constexpr, RECEIVES: tl.constexpr, STRONG: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
-    SAVES: tl.constexpr, STRIDE: tl.constexpr,
+    TAIL: tl.constexpr, RECEIVES: tl.constexpr, STRONG: tl.constexpr, CAREFUL: tl.constexpr, MASKED: tl.constexpr,
+    DROPS: tl.constexpr, SAVES: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Output of several heads, and what the backward pass needs, as ``short_weak.short_weak_forward``.
 
@@ -262,6 +267,7 @@ def short_hopper_forward(
     q_ready, k_ready, v_ready = new_barrier(), new_barrier(), new_barrier()
     fence_async_shared()
 
+    lowest = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, narrow_layout(WARPS)))
     # Concurrent programs process adjacent heads, whose states are adjacent in memory.
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (lines - first + step - 1) // step
@@ -347,9 +353,8 @@ def short_hopper_forward(
             if RECEIVES:
                 refined = multiply(refined, weight[None, :])
             total = row_sums_of(refined)
-            if STRONG:
-                narrow_rows = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, narrow_layout(WARPS)))
-                gl.store(totals_ptr + row_base + narrow_rows, total, mask=narrow_rows < length)
+            if CAREFUL:
+                lowest = gl.minimum(lowest, total)
             factor = keep_scale * inverse_or_zero(total, GAPS)
             if DROPS:
                 rows = part * ROWS + gl.arange(0, ROWS, by_row)
@@ -363,4 +368,48 @@ def short_hopper_forward(
             tl.debug_barrier()
             fetch(v_map, next_batch, next_key_head, v_memory, v_ready)
         tma.async_copy_shared_to_global(out_map, [batch, head, 0, 0], out_memory)
+    if CAREFUL:  # noqa: SIM102 - Triton would evaluate both sides of "and"
+        if -gl.max(-lowest, 0) < LOWEST:
+            gl.inline_asm_elementwise(WRITTEN, "=f,f", [lowest], gl.float32, False, 1)
+            for turn in range(count):
+                phase = (count + turn) & 1
+                batch, head, key_head = place(first + turn * step, heads, group)
+                tma.store_wait(0)
+                mbarrier.expect(q_ready, TILE_BYTES)
+                mbarrier.expect(k_ready, TILE_BYTES)
+                mbarrier.expect(v_ready, TILE_BYTES)
+                tl.debug_barrier()
+                fetch(q_map, batch, head, q_memory, q_ready)
+                fetch(k_map, batch, key_head, k_memory, k_ready)
+                fetch(v_map, batch, key_head, v_memory, v_ready)
+                row_base = (batch.to(gl.int64) * heads + head) * length
+                mask_base = mask_ptr + batch.to(gl.int64) * length
+                gamma = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)[0]
+                keys = gl.arange(0, KEYS, by_key)
+                bound = real_or(mask_base, keys, length, float("inf"), float("-inf"), MASKED)
+                message_sums = gl.load(
+                    key_part_ptr + row_base + keys, mask=keys < length, other=float("-inf")
+                )
+                mbarrier.wait(q_ready, phase)
+                mbarrier.wait(k_ready, phase)
+                mbarrier.wait(v_ready, phase)
+                for part in gl.static_range(PARTS):
+                    rows = part * ROWS + gl.arange(0, ROWS, by_row)
+                    nothing = gl.full([ROWS, KEYS], 0.0, gl.float32, scores)
+                    raw = warpgroup_mma(q.slice(part * ROWS, ROWS), k, nothing, use_acc=False, is_async=True)
+                    raw = warpgroup_mma_wait(0, deps=(raw,))
+                    sends = real_or(mask_base, rows, length, 1.0, 0.0, MASKED)
+                    refined = careful_rows(
+                        raw, bound, sends, message_sums, score_scale, gamma, GAPS, RECEIVES
+                    ).to(KIND)
+                    factor = keep_scale * inverse_or_zero(row_sums_of(refined), GAPS)
+                    if DROPS:
+                        seed = head_seed(seed_ptr, row_base, DROPS)
+                        refined = gl.where(
+                            kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0
+                        )
+                    out.slice(part * ROWS, ROWS).store(times_values(refined, v, factor).to(KIND))
+                fence_async_shared()
+                tl.debug_barrier()
+                tma.async_copy_shared_to_global(out_map, [batch, head, 0, 0], out_memory)
     tma.store_wait(0)
