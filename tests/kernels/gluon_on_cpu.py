@@ -59,6 +59,10 @@ class Memory:
         start = number(start)
         return Memory(self.dtype, self.values[start : start + plain(length)], self.whole)
 
+    def index(self, place: Any) -> Memory:
+        part = self.values[number(place)]
+        return Memory(self.dtype, part, part.reshape(-1))
+
     def permute(self, order: Any) -> Memory:
         return Memory(self.dtype, self.values.transpose([plain(one) for one in order]), self.whole)
 
@@ -86,6 +90,16 @@ class Barrier:
                 into.values[...] = values
             self.expected, self.brought = None, []
             self.opened += 1
+
+
+class Barriers:
+    """Several of them, of which each is used by itself."""
+
+    def __init__(self, count: int) -> None:
+        self.every = [Barrier() for _ in range(count)]
+
+    def index(self, place: Any) -> Barrier:
+        return self.every[number(place)]
 
 
 class TileMap:
@@ -155,9 +169,9 @@ class Hopper:
         self.fence_async_shared = lambda: None
 
     def allocate(self, kind: Any, shape: Any, layout: Any) -> Any:
-        if layout is Barrier:
-            return Barrier()
         shape = [plain(one) for one in shape]
+        if layout is Barrier:
+            return Barrier() if len(shape) == 1 else Barriers(shape[0])
         whole = np.full(int(np.prod(shape)), np.nan, NUMBERS[plain(kind)])
         return Memory(plain(kind), whole.reshape(shape), whole)
 

@@ -138,8 +138,10 @@ def _padded(length: int) -> dict[str, Any]:
 def compile_hopper(launched: list[Launched]) -> list[str]:
     """As "short", where the kernel for Hopper takes calls of any size."""
     from saobp.kernels import dispatch
+    from saobp.kernels.hopper import launch
 
     dispatch.HOPPER_FROM = 0
+    launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
     return (
         compile_call(launched, "high", torch.bfloat16, 128)
         + compile_call(launched, "high", torch.bfloat16, 128, learned=True)

@@ -13,7 +13,12 @@ import torch
 
 KERNELS = {
     "short": {"short_forward", "short_weak_forward", "short_backward"},
-    "hopper": {"short_hopper_forward", "short_backward", "strength_gradient"},
+    "hopper": {
+        "short_hopper_forward",
+        "short_hopper_backward",
+        "short_careful_backward",
+        "strength_gradient",
+    },
     "long": {
         "row_sums",
         "column_messages",

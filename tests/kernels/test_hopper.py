@@ -24,6 +24,7 @@ from saobp.kernels.call_spec import Block, CallSpec
 from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.fused import FAMILIES
 from saobp.kernels.hopper import launch as hopper_launch
+from saobp.kernels.hopper import short_backward as short_hopper_gradients
 from saobp.kernels.hopper import short_forward as short_hopper
 from saobp.kernels.library.packed_bf16 import boosted
 from saobp.kernels.runtime.launcher import LaunchSequence, is_aligned
@@ -64,6 +65,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
         kernel = OnCpu(short_hopper.short_hopper_forward, ASSEMBLY)
         monkeypatch.setattr(hopper_launch, "hopper_kernel", lambda: kernel)
+        backward = OnCpu(short_hopper_gradients.short_hopper_backward, {})
+        monkeypatch.setattr(hopper_launch, "hopper_backward_kernel", lambda: backward)
     add = LaunchSequence.add
 
     def noted(launches: LaunchSequence, kernel: Any, *rest: Any, **named: str) -> None:
@@ -173,7 +176,7 @@ def test_any_strength(factor: str, kind: Any, launched: list[str], monkeypatch: 
         )
 
     assert_within_budget(fused, inputs, refinement)
-    assert {"short_hopper_forward", "short_backward"} <= set(launched)
+    assert {"short_hopper_forward", "short_hopper_backward", "short_careful_backward"} <= set(launched)
 
 
 @pytest.mark.parametrize("factor", ["high", "high-key-bias"])
@@ -207,6 +210,87 @@ def test_heads_computed_again_in_the_log_domain(
             )  # fmt: skip
     assert launched == ["short_hopper_forward", "short_forward"]
     torch.testing.assert_close(*outputs, rtol=0, atol=4 * torch.finfo(DTYPE).eps)
+
+
+GRADIENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({"length": 128, "transposed": True}, {}),
+    "rows one after the other": ({"length": 128}, {}),
+    "an uneven number of heads": ({"length": 128, "heads": 5}, {}),
+    "tail": ({"length": 111}, {}),
+    "padding": ({"length": 128, "padding": "both", "batch": 2}, {}),
+    "padding and tail": ({"length": 90, "padding": "left"}, {}),
+    "shared key heads": ({"length": 128, "heads": 4, "key_heads": 2}, {}),
+    "dropout": ({"length": 128}, {"dropout": 0.3}),
+    "key bias": ({"length": 128, "heads": 3}, {"receives": 2}),
+    "key bias from a part of the rows": ({"length": 100}, {"receives": 2, "stride": 3}),
+    "key bias, padding": ({"length": 100, "padding": "left"}, {"receives": 2}),
+    "weak": ({"length": 128}, {"bound": -math.expm1(-STRENGTH)}),
+    "weak, padding and tail": ({"length": 90, "padding": "left"}, {"bound": -math.expm1(-STRENGTH)}),
+    "listing": ({"length": 128}, {"receives": 0, "bound": -math.expm1(-STRENGTH)}),
+}
+
+
+def gradients(
+    inputs: AttentionInputs, dropout: float = 0.0, receives: int = 1, stride: int = 1, bound: float = 0.0
+) -> tuple[Tensor, ...]:
+    """Of queries, keys, values and strengths."""
+    numbers = (inputs.query.shape[2], 0.125, dropout, 1.0, receives, bound, 1, 0.0, stride)
+    *states, strength = inputs.leaves()
+    out = short_refined_attention(
+        *states, strength.detach() if bound else strength, inputs.padding_mask, None,
+        torch.tensor(7, device=DEVICE), *numbers,
+    )[0]  # fmt: skip
+    leaves = states if bound else [*states, strength]
+    return torch.autograd.grad(out, leaves, inputs.output_gradient)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("again", [False, True], ids=["products", "logarithms"])
+def test_gradients_are_those_of_the_general_kernel(
+    name: str, again: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if all heads are computed again in the log domain, as those are that underflow."""
+    sizes, options = GRADIENTS[name]
+    weak = "bound" in options
+    if not GPU:
+        monkeypatch.setattr(CallSpec, "precise", 0 if weak else 1)
+        monkeypatch.setattr(CallSpec, "may_underflow", not weak)
+        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
+    if again:
+        monkeypatch.setattr("saobp.kernels.bidirectional.short.LOWEST", tl.constexpr(1e9))
+    strengths = (0.7, 0.3, 1.2, 0.5, 0.1)[: sizes.get("heads", 2)]
+    inputs = states(**sizes, strength=STRENGTH if weak else strengths)
+    found = gradients(inputs, **options)
+    assert "short_hopper_backward" in launched
+    assert ("short_careful_backward" in launched) is not weak
+    clear_plans()
+    monkeypatch.setattr(dispatch, "HOPPER_FROM", 1 << 60)
+    expected = gradients(inputs, **options)
+    assert launched.count("short_backward") == 1
+    for got, wanted in zip(found, expected, strict=True):
+        largest = wanted.abs().max()
+        torch.testing.assert_close(got, wanted, rtol=0, atol=8 * torch.finfo(DTYPE).eps * float(largest))
+        assert got.stride() == wanted.stride()
+
+
+@pytest.mark.parametrize("factor", ["high", "high-key-bias"])
+@pytest.mark.parametrize("kind", ["sink", "diagonal"])
+@pytest.mark.parametrize("gap", [3.0, 8.0])
+def test_gradients_of_collapsed_heads(
+    gap: float, kind: Any, factor: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not GPU:
+        monkeypatch.setattr(CallSpec, "precise", 1)
+        monkeypatch.setattr(CallSpec, "may_underflow", True)
+        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
+    inputs = collapsed_inputs(states(128, strength=(0.2, 1.5)), gap, kind)
+    refinement = Refinement(factor, "learned")
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
+        return saobp.attention(query, key, value, refinement, strength=strength, backend="fused")
+
+    assert_within_budget(fused, inputs, refinement)
+    assert "short_hopper_backward" in launched
 
 
 def test_a_sequence_of_padding_gives_zeros() -> None:

@@ -2,7 +2,7 @@
 
 Scores are computed once and stay in registers, so the cost is close to that of reading and writing the states.
 CAREFUL is for products of a weight and a key's factor that could underflow: the forward pass works in the log domain; the
-backward pass finds a head that needs that while it computes it.
+backward pass finds a head that needs that while it computes it. ``short_careful_backward`` does so after the kernel for Hopper.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def short_forward(
 
 
 @triton.jit
-def short_backward(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr,
+def store_head_gradients(
+    line, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr,
     dq_ptr, dk_ptr, dv_ptr, strength_grad_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
@@ -181,7 +181,7 @@ def short_backward(
     The whole map is in registers, so rows are renormalised, and D and dc are sums of the values used: in collapsed
     heads large terms cancel, which a rounded log-sum-exp would prevent.
     """
-    _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
+    _, batch, head, first, tokens = locate(line, 1, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, KEYS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -251,3 +251,64 @@ def short_backward(
     store_rows(dq_ptr + d_base, 0, tokens, d_row, dq, KEYS, DIM, BLOCK_DIM)
     dk = tl.dot(tl.trans(rounded), q, input_precision=PRECISION) * scale
     store_rows(dk_ptr + d_base, 0, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def short_backward(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr,
+    dq_ptr, dk_ptr, dv_ptr, strength_grad_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, scale, score_scale, drop_threshold, keep_scale,
+    sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, RECEIVES: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one head, as ``store_head_gradients``."""
+    store_head_gradients(
+        tl.program_id(0),
+        q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr, dq_ptr,
+        dk_ptr, dv_ptr, strength_grad_ptr, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head,
+        v_row, g_batch, g_head, g_row, d_batch, d_head, d_row, heads, group, length, scale, score_scale,
+        drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2, DIM, BLOCK_DIM, KEYS, TAIL, RECEIVES,
+        CAREFUL, PRECISE, MASKED, PACKED, DROPS, PRECISION, STRIDE,
+    )  # fmt: skip
+
+
+@triton.jit
+def short_careful_backward(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, key_part_ptr,
+    dq_ptr, dk_ptr, dv_ptr, strength_grad_ptr, totals_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, lines, scale, score_scale, drop_threshold, keep_scale,
+    sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, RECEIVES: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr, STRIDE: tl.constexpr, HEADS_EACH: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a head again if one of its rows' normalisers, which ``short_hopper_backward`` stored, is too small.
+
+    A program looks at HEADS_EACH heads at once, as ``short_careful`` does.
+    """
+    line = tl.program_id(0) * HEADS_EACH
+    last = tl.minimum(line + HEADS_EACH, lines)
+    numbers = tl.arange(0, HEADS_EACH * KEYS)
+    totals_base = totals_ptr + line.to(tl.int64) * length
+    if tl.min(load_vector(totals_base, numbers, (last - line) * length, 1.0, True), 0) < LOWEST:
+        places = tl.arange(0, KEYS)
+        for one in tl.range(line, last):
+            _, batch, head, first, tokens = locate(one, 1, heads, length, cu_ptr, False)
+            row_base, _ = row_bases(mask_ptr, batch, head, first, heads, length)
+            totals = load_vector(totals_ptr + row_base, places, tokens, 1.0, TAIL)
+            if tl.min(totals, 0) < LOWEST:
+                store_head_gradients(
+                    one,
+                    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr,
+                    key_part_ptr, dq_ptr, dk_ptr, dv_ptr, strength_grad_ptr, q_batch, q_head, q_row, k_batch,
+                    k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head, d_row,
+                    heads, group, length, scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0,
+                    l1, l2, DIM, BLOCK_DIM, KEYS, TAIL, RECEIVES, CAREFUL, PRECISE, MASKED, PACKED, DROPS,
+                    PRECISION, STRIDE,
+                )  # fmt: skip

@@ -14,11 +14,12 @@ from saobp.kernels.call_spec import (
     CallSpec,
     CallTensors,
     all_keys,
+    ceil_div,
     named_strides,
     resources,
     strides,
 )
-from saobp.kernels.hopper.launch import add_hopper_launch
+from saobp.kernels.hopper.launch import add_hopper_backward_launch, add_hopper_launch
 from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
 from saobp.kernels.runtime.launcher import LaunchSequence, kernels_for, lay_out_buffer
 
@@ -32,6 +33,10 @@ WEAK_BLOCKS = {
 
 Milliseconds for 2048 heads of 128 tokens on an H200: 0.058 as here, with three programs per multiprocessor; 0.067 with
 four, which spill registers; 0.059 for all rows at once, in eight warps; 0.070 by ``short_forward``."""
+
+
+CHECKED_HEADS = 16
+"""Heads whose normalisers one program of ``short_careful_backward`` looks at."""
 
 
 def saved_vectors(spec: CallSpec) -> Saved:
@@ -64,9 +69,21 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, saves: bool) -> LaunchPla
 
 def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, _saved: Tensor) -> LaunchPlan:
     names = (*INPUT_NAMES, "grad", *saved_vectors(spec), "dq", "dk", "dv", "strength_grad")
-    launches = LaunchSequence(grad.device, names, {})
+    choice = kernels_for("short", spec, *tensors[:3], grad)
     numbers = call_numbers(spec, tensors, short_block(spec, backward=True)) | {"scale": spec.scale}
     numbers |= strides("g", grad) | named_strides("d", spec.gradient_strides)
+    if choice.hopper:
+        needed = {"totals": (spec.rows_shape, torch.float32)} if choice.careful else {}
+        scratch, size = lay_out_buffer("scratch", needed)
+        launches = LaunchSequence(grad.device, (*names, "scratch") if needed else names, scratch)
+        unused = {} if needed else {"totals": "strength"}
+        add_hopper_backward_launch(launches, spec, *tensors[:3], grad, unused)
+        if choice.careful:
+            lines = spec.sequences * spec.heads
+            numbers |= {"lines": lines, "HEADS_EACH": CHECKED_HEADS}
+            launches.add(short.short_careful_backward, ceil_div(lines, CHECKED_HEADS), numbers)
+        return LaunchPlan(launches, size if needed else None)
+    launches = LaunchSequence(grad.device, names, {})
     launches.add(short.short_backward, spec.sequences * spec.heads, numbers)
     return LaunchPlan(launches)
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from saobp.kernels.call_spec import SHORT, Block, CallSpec, ceil_div, resources
-from saobp.kernels.runtime.launcher import LaunchSequence, TileDescriptor
+from saobp.kernels.runtime.launcher import INTERPRETED, LaunchSequence, TileDescriptor
 
 BLOCK = Block(128, 128, warps=8, stages=1, registers=128)
 """All rows at once in eight warps. Four warps, which take rows in two halves, are as fast, but slower with SAVES or padding."""
@@ -24,6 +25,38 @@ def hopper_kernel() -> Any:
     from saobp.kernels.hopper.short_forward import short_hopper_forward
 
     return short_hopper_forward
+
+
+BACKWARD_BLOCK = Block(128, 128, warps=8, stages=1)
+"""One program on a multiprocessor: its map is all that the registers hold."""
+
+
+def hopper_backward_kernel() -> Any:
+    """As ``hopper_kernel``."""
+    from saobp.kernels.hopper.short_backward import short_hopper_backward
+
+    return short_hopper_backward
+
+
+def multiprocessors(device: torch.device) -> int:
+    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def add_hopper_backward_launch(
+    launches: LaunchSequence, spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, grad: Tensor,
+    named: dict[str, str],
+) -> None:  # fmt: skip
+    lines = spec.sequences * spec.heads
+    numbers = {
+        **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
+        "lines": lines, "scale": spec.scale, "TAIL": spec.length != SHORT, "RECEIVES": spec.receives,
+        "WEAK": spec.precise == 0, "CAREFUL": spec.may_underflow, "share": spec.length / spec.senders,
+        "DROPS": spec.dropout > 0, **resources(BACKWARD_BLOCK),
+    }  # fmt: skip
+    tiles = {name: whole_heads(spec.states_shape, spec.gradient_strides) for name in ("dq", "dk", "dv")}
+    for name, states in (("q", query), ("k", key), ("v", value), ("grad", grad)):
+        tiles[name] = whole_heads(tuple(states.shape), states.stride())
+    launches.add(hopper_backward_kernel(), min(lines, multiprocessors(grad.device)), numbers, tiles, **named)
 
 
 def add_hopper_launch(

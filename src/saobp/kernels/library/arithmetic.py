@@ -75,6 +75,29 @@ def inverse_message(a, message, PRECISE: tl.constexpr):
     return 1.0 / (1.0 - gamma * a)
 
 
+_OVER_MESSAGE = tl.constexpr(
+    "{ .reg .f32 s, t, u, w, p, q, r;"
+    " fma.rn.f32 s, $4, $8, 0f3F800000; fma.rn.f32 t, $5, $9, 0f3F800000;"
+    " fma.rn.f32 u, $6, $10, 0f3F800000; fma.rn.f32 w, $7, $11, 0f3F800000;"
+    " mul.f32 p, s, t; mul.f32 q, u, w; mul.f32 r, p, q; rcp.approx.ftz.f32 r, r;"
+    " mul.f32 q, r, q; mul.f32 p, r, p;"
+    " mul.f32 t, q, t; mul.f32 s, q, s; mul.f32 w, p, w; mul.f32 u, p, u;"
+    " mul.f32 $0, $4, t; mul.f32 $1, $5, s; mul.f32 $2, $6, w; mul.f32 $3, $7, u; }"
+)
+_OVER_REGISTERS = tl.constexpr("=&f,=&f,=&f,=&f" + ",f" * 8)
+
+
+@triton.jit
+def over_message(e, slope):
+    """e / (1 - slope e), ``slope`` of a row, for any strength. Four entries share a reciprocal: the range of float32 holds
+    products of four messages."""
+    if INTERPRETED:
+        return e / (1.0 - slope[:, None] * e)
+    else:
+        operands = [e, tl.broadcast_to(-slope[:, None], e.shape)]
+        return tl.inline_asm_elementwise(_OVER_MESSAGE, _OVER_REGISTERS, operands, tl.float32, True, 4)
+
+
 @triton.jit
 def relative(raw, high, low, score_scale, PRECISE: tl.constexpr):
     """Base-2 scores from raw products, relative to a row's log-sum-exp.
