@@ -74,6 +74,10 @@ def calls() -> Iterator[dict[str, Any]]:
         (100, 128), ("high", "low-listing"), ("plain", "dropout", "padded")
     ):
         yield {"length": length, "factor": factor, "option": option, "hopper": True}
+    for length, factor, strength, option in itertools.product(
+        (200, 256), ("high", "low-key-bias"), ("weak", "learned"), ("plain", "padded dropout")
+    ):
+        yield {"length": length, "factor": factor, "strength": strength, "option": option, "hopper": True}
     yield from calls_with_key_bias()
     yield from calls_of_several_steps()
     for length, strength in itertools.product((512, 700), (0.2, 1.0)):
@@ -211,6 +215,7 @@ def make_attention(
 
     if hopper:
         found(HOPPER_LAUNCH, "HOPPER_FROM").HOPPER_FROM = 0
+        found(HOPPER_LAUNCH, "HOPPER_FROM").WHOLE_FROM = 0  # older trees do not look at it
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module("saobp.kernels.hopper.launch").multiprocessors = lambda _: 132
     lengths = (length, length // 2, 3) if option == "packed" else (length,)

@@ -55,9 +55,10 @@ class Memory:
         assert list(tensor.handle.data.shape) == self.shape
         self.values[...] = tensor.handle.data
 
-    def slice(self, start: Any, length: Any) -> Memory:
+    def slice(self, start: Any, length: Any, dim: Any = 0) -> Memory:
         start = number(start)
-        return Memory(self.dtype, self.values[start : start + plain(length)], self.whole)
+        place = (slice(None),) * plain(dim) + (slice(start, start + plain(length)),)
+        return Memory(self.dtype, self.values[place], self.whole)
 
     def index(self, place: Any) -> Memory:
         part = self.values[number(place)]
@@ -144,7 +145,10 @@ class Hopper:
         self.gl = types.SimpleNamespace(
             **{name: getattr(gluon_language, name) for name in dir(gluon_language)}
         )
-        for name in ("max", "sum", "where", "minimum", "exp2", "load", "store", "program_id", "num_programs"):
+        for name in (
+            "max", "min", "sum", "where", "minimum", "maximum", "exp2", "load", "store",
+            "program_id", "num_programs",
+        ):  # fmt: skip
             setattr(self.gl, name, lambda *given, name=name, **named: getattr(tl, name)(*given, **named))
         self.gl.num_warps = lambda: warps
         self.gl.static_range = lambda count: range(plain(count))
@@ -228,13 +232,14 @@ class OnCpu:
 
 
 def _scope(kernel: GluonJITFunction, hopper: Hopper) -> dict[str, Any]:
-    """A kernel's globals, with Gluon's operations replaced."""
+    """A kernel's globals, with Gluon's operations replaced, and in functions of other modules too."""
     scope = dict(kernel.fn.__globals__)
     for name, value in list(scope.items()):
         if name in OPERATIONS:
             scope[name] = getattr(hopper, name)
         elif isinstance(value, GluonJITFunction):
-            scope[name] = _interpreted(value, scope)
+            elsewhere = value.fn.__globals__ is not kernel.fn.__globals__
+            scope[name] = _interpreted(value, _scope(value, hopper) if elsewhere else scope)
     return scope
 
 

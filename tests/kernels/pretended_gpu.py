@@ -151,6 +151,20 @@ def compile_hopper(launched: list[Launched]) -> list[str]:
     )
 
 
+def compile_whole_map(launched: list[Launched]) -> list[str]:
+    """As "long", where the kernel for Hopper takes calls of any size."""
+    from saobp.kernels import dispatch
+    from saobp.kernels.hopper import launch
+
+    dispatch.WHOLE_FROM = 0
+    launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
+    return (
+        compile_call(launched, "high", torch.bfloat16, 256)
+        + compile_call(launched, "high-key-bias", torch.bfloat16, 200, learned=True)
+        + compile_call(launched, "low", torch.bfloat16, 200, learned=True, **_padded(200))
+    )
+
+
 def compile_sweep(launched: list[Launched]) -> list[str]:
     """The sweep for statistics, causal, through Triton and then directly; then masks of single entries."""
     from saobp.kernels.statistics.launch import sweep_rows
@@ -246,6 +260,7 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
         + compile_call(launched, "high", torch.float16, 100, learned=True, **_padded(100))
     ),
     "hopper": compile_hopper,
+    "whole map": compile_whole_map,
     "long": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 512)
         + compile_call(launched, "low", torch.float16, 300, learned=True, **_padded(300))

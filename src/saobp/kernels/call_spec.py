@@ -13,6 +13,8 @@ from torch import Tensor
 
 SHORT = 128
 """Longest sequence whose map one program holds."""
+WHOLE = 256
+"""The same with all registers of a Hopper multiprocessor, forward."""
 
 
 WEAK_GAMMA_MIN, WEAK_GAMMA_MAX = -0.25, 0.21

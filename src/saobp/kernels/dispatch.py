@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from saobp.kernels.call_spec import SHORT, CallNumbers, CallSpec, all_keys, is_short
+from saobp.kernels.call_spec import SHORT, WHOLE, CallNumbers, CallSpec, all_keys, is_short
 from saobp.propagation.cpu_inference import cpu_obstacle, needs_values_only
 from saobp.refinement import MAX_STRENGTH, Refinement
 
@@ -288,6 +288,8 @@ ANY_STRENGTH = torch.bfloat16
 HOPPER_FROM = 2048
 """Minimum heads for the Hopper kernel: its tensor descriptors cost the host 44 microseconds per launch, in which
 ``short_weak_forward`` completes fewer heads."""
+WHOLE_FROM = 512
+"""The same for 129 to 256 tokens."""
 COPIED_FROM = 1 << 28
 """Minimum entries of all maps for tiles fetched by the copy engine, for the same reason. At half as many, 512 heads of 512
 tokens, a call with its backward pass waited for the host (1.1 ms instead of 0.8 on an H200)."""
@@ -338,13 +340,15 @@ def select_kernels(
     long = entries(spec) >= SPLIT_FROM
     if family == "key bias":
         return KernelChoice(weak, split_axis=split_axis(spec) if long and not spec.masked else None)
+    whole = fetched and SHORT < spec.length <= WHOLE and spec.receives > 0 and spec.dtype == ANY_STRENGTH
+    whole = whole and has_hopper_kernel(capability) and spec.sequences * spec.heads >= WHOLE_FROM
     fetched = fetched and entries(spec) >= COPIED_FROM
     if family == "causal":  # the weak kernels are for messages that lower beliefs
         weak = weak and spec.receives > 0 and spec.bound > 0
         return KernelChoice(weak, not weak or spec.may_underflow, copy_engine=weak and fetched)
     if family == "long":
         axis = split_axis(spec) if long else None
-        return KernelChoice(weak, spec.may_underflow, copy_engine=fetched, split_axis=axis)
+        return KernelChoice(weak, spec.may_underflow, whole, copy_engine=fetched, split_axis=axis)
     return KernelChoice(weak and family.endswith("steps"), spec.may_underflow or family == "short steps")
 
 

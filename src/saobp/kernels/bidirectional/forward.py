@@ -162,24 +162,18 @@ def refined_output(
 
 
 @triton.jit
-def careful_output(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, message_sums_ptr, weight_ptr,
-    anchor_ptr, inverse_ptr, lowest_ptr,
+def careful_block(
+    program, q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, message_sums_ptr,
+    anchor_ptr, inverse_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, group, length, blocks, low_plane, score_scale, lowest_sum, drop_threshold, keep_scale,
+    heads, group, length, blocks, low_plane, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Recomputes a block of rows in the log domain if its product of weights came near underflow.
-
-    That happens to a row whose whole weight is on keys that other rows' messages suppress. It is rare, and a separate
-    kernel does not cost the fast path registers.
-    """
-    if tl.load(lowest_ptr + tl.program_id(0)) >= lowest_sum:
-        return
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    """A block of rows again, in the log domain."""
+    block, batch, head, first, tokens = locate(program, blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -218,6 +212,38 @@ def careful_output(
     store_rows(out_base, block * ROWS, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
     tl.store(inverse_ptr + row_base + rows, tl.where(visible, 1.0 / total, 0.0), mask=rows < tokens)
     tl.store(anchor_ptr + row_base + rows, anchor, mask=rows < tokens)
+
+
+@triton.jit
+def careful_output(
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, message_sums_ptr, weight_ptr,
+    anchor_ptr, inverse_ptr, lowest_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    heads, group, length, blocks, all_blocks, low_plane, score_scale, lowest_sum, drop_threshold, keep_scale,
+    sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCKS_EACH: tl.constexpr,
+):  # fmt: skip
+    """Recomputes a block of rows in the log domain if its product of weights came near underflow.
+
+    That happens to a row whose whole weight is on keys that other rows' messages suppress. It is rare, and a separate
+    kernel does not cost the fast path registers. A program looks at BLOCKS_EACH blocks, of ``all_blocks`` of the call.
+    """
+    begin = tl.program_id(0) * BLOCKS_EACH
+    places = begin + tl.arange(0, BLOCKS_EACH)
+    if tl.min(tl.load(lowest_ptr + places, mask=places < all_blocks, other=1.0), 0) >= lowest_sum:
+        return
+    for program in tl.range(begin, tl.minimum(begin + BLOCKS_EACH, all_blocks)):
+        if tl.load(lowest_ptr + program) < lowest_sum:
+            careful_block(
+                program, q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, message_sums_ptr,
+                anchor_ptr, inverse_ptr,
+                q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+                heads, group, length, blocks, low_plane, score_scale, drop_threshold, keep_scale,
+                sign, r0, r1, r2, l0, l1, l2,
+                DIM, BLOCK_DIM, ROWS, KEYS, TAIL, RECEIVES, PRECISE, MASKED, PACKED, DROPS, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit

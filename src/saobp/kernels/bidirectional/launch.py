@@ -23,6 +23,7 @@ from saobp.kernels.call_spec import (
     pointers,
     strides,
 )
+from saobp.kernels.hopper.launch import add_whole_map_launch
 from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
 from saobp.kernels.runtime.launcher import (
     BufferSlice,
@@ -101,6 +102,11 @@ def plan_forward(
         tile = (1, 1, rows, spec.dim)
         return {name: TileDescriptor(tuple(one.shape), one.stride(), tile) for name, one in fetched.items()}
 
+    if choice.hopper and not steps:
+        add_whole_map_launch(launches, spec, query, key, value)
+        if spec.may_underflow:
+            _add_careful(launches, spec, numbers, CHECKED_BLOCKS)
+        return LaunchPlan(launches)
     for add_step in steps or (_add_sums, _add_output):
         add_step(launches, spec, numbers | {"MAPPED": choice.copy_engine}, fetch)
     dtypes = {"out": query.dtype}
@@ -129,9 +135,23 @@ def _add_output(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any
         block = replace(block, registers=168)
     own = blocks(spec, block, block.rows, block.keys)
     launches.add(forward.refined_output, programs, numbers | own, tiles)
-    if spec.may_underflow:  # recomputes rows that did
-        own = blocks(spec, Block(block.rows, 32, stages=1), block.rows, 32)
-        launches.add(forward.careful_output, programs, numbers | own)
+    if spec.may_underflow:
+        _add_careful(launches, spec, numbers)
+
+
+CHECKED_BLOCKS = 8
+"""Blocks of rows that one program of ``careful_output`` looks at after a kernel that takes as long as a few launches."""
+
+
+def _add_careful(
+    launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any], blocks_each: int = 1
+) -> None:
+    """Recomputes rows that underflowed."""
+    rows = sweep_block(spec, "refined_output").rows
+    programs = spec.programs(rows)
+    own = blocks(spec, Block(rows, 32, stages=1), rows, 32)
+    own |= {"all_blocks": programs, "BLOCKS_EACH": blocks_each}
+    launches.add(forward.careful_output, ceil_div(programs, blocks_each), numbers | own)
 
 
 def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:

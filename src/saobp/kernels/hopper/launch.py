@@ -1,6 +1,6 @@
-"""The launch of the Hopper kernel; ``dispatch.select_kernels`` decides when it is used.
+"""The launches of the Hopper kernels; ``dispatch.select_kernels`` decides when they are used.
 
-Triton creates its four tensor descriptors at every launch, which costs the host 11 microseconds each.
+Triton creates their four tensor descriptors at every launch, which costs the host 11 microseconds each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels.call_spec import SHORT, Block, CallSpec, ceil_div, resources
+from saobp.kernels.call_spec import SHORT, WHOLE, Block, CallSpec, ceil_div, resources
 from saobp.kernels.runtime.launcher import INTERPRETED, LaunchSequence, TileDescriptor
 
 BLOCK = Block(128, 128, warps=8, stages=1, registers=128)
@@ -53,9 +53,11 @@ def add_hopper_backward_launch(
         "WEAK": spec.precise == 0, "CAREFUL": spec.may_underflow, "share": spec.length / spec.senders,
         "DROPS": spec.dropout > 0, **resources(BACKWARD_BLOCK),
     }  # fmt: skip
-    tiles = {name: whole_heads(spec.states_shape, spec.gradient_strides) for name in ("dq", "dk", "dv")}
+    tiles = {
+        name: whole_heads(spec.states_shape, spec.gradient_strides, SHORT) for name in ("dq", "dk", "dv")
+    }
     for name, states in (("q", query), ("k", key), ("v", value), ("grad", grad)):
-        tiles[name] = whole_heads(tuple(states.shape), states.stride())
+        tiles[name] = whole_heads(tuple(states.shape), states.stride(), SHORT)
     launches.add(hopper_backward_kernel(), min(lines, multiprocessors(grad.device)), numbers, tiles, **named)
 
 
@@ -71,15 +73,48 @@ def add_hopper_launch(
         "share": spec.length / spec.senders,
         "DROPS": spec.dropout > 0, "SAVES": saves, **resources(BLOCK),
     }  # fmt: skip
-    tiles = {"out": whole_heads(spec.states_shape, spec.states_strides)}
-    for name, states in (("q", query), ("k", key), ("v", value)):
-        tiles[name] = whole_heads(tuple(states.shape), states.stride())
+    tiles = states_tiles(spec, query, key, value, SHORT)
     launches.add(hopper_kernel(), ceil_div(lines, HEADS_EACH), numbers, tiles, **named)
 
 
-def whole_heads(shape: tuple[int, ...], strides: tuple[int, ...]) -> TileDescriptor:
+WHOLE_BLOCK = Block(256, 256, warps=16, stages=1, registers=128)
+"""All registers of a multiprocessor."""
+
+
+def whole_map_kernel() -> Any:
+    """As ``hopper_kernel``."""
+    from saobp.kernels.hopper.whole_map import whole_map_forward
+
+    return whole_map_forward
+
+
+def add_whole_map_launch(
+    launches: LaunchSequence, spec: CallSpec, query: Tensor, key: Tensor, value: Tensor
+) -> None:
+    """One program for each multiprocessor, which the heads are dealt out to."""
+    lines = spec.sequences * spec.heads
+    numbers = {
+        **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
+        "lines": lines, "TAIL": spec.length != WHOLE, "RECEIVES": spec.receives, "PRECISE": spec.precise,
+        "DROPS": spec.dropout > 0, **resources(WHOLE_BLOCK),
+    }  # fmt: skip
+    tiles = states_tiles(spec, query, key, value, WHOLE)
+    launches.add(whole_map_kernel(), min(lines, multiprocessors(query.device)), numbers, tiles)
+
+
+def states_tiles(
+    spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, rows: int
+) -> dict[str, TileDescriptor]:
+    """Descriptors of queries, keys, values and output, in tiles of one head's ``rows``."""
+    tiles = {"out": whole_heads(spec.states_shape, spec.states_strides, rows)}
+    for name, states in (("q", query), ("k", key), ("v", value)):
+        tiles[name] = whole_heads(tuple(states.shape), states.stride(), rows)
+    return tiles
+
+
+def whole_heads(shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> TileDescriptor:
     """``[batch, heads, length, 64]`` in tiles of one head, in the tensor cores' shared-memory layout."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TileDescriptor(shape, strides, (1, 1, SHORT, shape[3]), layout)
+    return TileDescriptor(shape, strides, (1, 1, rows, shape[3]), layout)

@@ -218,3 +218,57 @@ def messages_and_weights(e, slope, KIND: tl.constexpr, OWN: tl.constexpr):
                 _PLAIN_BF16 if OWN else _INVERSE_BF16, _REGISTERS, operands, (tl.bfloat16, tl.bfloat16, tl.float16), True, 2
             )  # fmt: skip
         return sent, from_row_pairs(first, second)
+
+
+_UNPACK_BF16 = (
+    "shl.b32 i, $3, 16; mov.b32 d, i; and.b32 i, $3, 0xffff0000; mov.b32 e, i;"
+    " shl.b32 i, $4, 16; mov.b32 f, i; and.b32 i, $4, 0xffff0000; mov.b32 g, i;"
+)
+_SHRINK = " mul.f32 d, d, $9; mul.f32 e, e, $10; mul.f32 f, f, $11; mul.f32 g, g, $12;"
+_PACKED_LEFT = (
+    " fma.rn.f32 t, d, $5, 0f3F800000; fma.rn.f32 u, e, $6, 0f3F800000;"
+    " fma.rn.f32 b, f, $7, 0f3F800000; fma.rn.f32 c, g, $8, 0f3F800000; mul.f32 p, t, b; mul.f32 q, u, c;"
+)
+_PACKED_INVERSES = (
+    " mul.f32 r, p, q; rcp.approx.ftz.f32 r, r; mul.f32 q, r, q; mul.f32 p, r, p;"
+    " mul.f32 x, q, b; mul.f32 y, p, c; mul.f32 b, q, t; mul.f32 c, p, u;"
+    " mul.f32 d, d, x; mul.f32 e, e, y; mul.f32 f, f, b; mul.f32 g, g, c;"
+)
+_PACK_BF16 = " cvt.rn.bf16x2.f32 $0, e, d; cvt.rn.bf16x2.f32 $1, g, f;"
+
+
+def _packed_messages(shrinks: bool, own: bool) -> tl.constexpr:
+    """Assembly of ``packed_messages``. A pair that neither shrinks nor is divided stays as it is."""
+    parts = [_UNPACK_BF16, _SHRINK * shrinks, _PACKED_LEFT, _LOGARITHMS, _PACKED_INVERSES * (not own)]
+    parts.append(_PACK_BF16 if shrinks or not own else " mov.b32 $0, $3; mov.b32 $1, $4;")
+    return tl.constexpr(
+        "{ .reg .b32 i; .reg .f32 d, e, f, g, t, u, b, c, p, q, r, x, y; " + "".join(parts) + " }"
+    )
+
+
+_SHRUNK_INVERSE, _PACKED_INVERSE = _packed_messages(True, False), _packed_messages(False, False)
+_SHRUNK_PLAIN, _PACKED_PLAIN = _packed_messages(True, True), _packed_messages(False, True)
+_PACKED_REGISTERS = tl.constexpr("=&r,=&r,=&r,r,r" + ",f" * 8)
+
+
+@triton.jit
+def packed_messages(e, slope, shrink, SHRINKS: tl.constexpr, OWN: tl.constexpr):
+    """``messages_and_weights`` of weights in bfloat16, rounded again; if SHRINKS of these times ``shrink``, a factor of rows."""
+    if INTERPRETED:
+        wide = e.to(tl.float32)
+        if SHRINKS:
+            wide *= shrink[:, None]
+        return messages_and_weights(wide, slope, e.dtype, OWN)
+    else:
+        top, bottom = row_pairs(e)
+        minus_top, minus_bottom = row_pairs(tl.broadcast_to(-slope[:, None], e.shape))
+        shrink_top, shrink_bottom = row_pairs(tl.broadcast_to(shrink[:, None], e.shape))
+        operands = [top, bottom, minus_top, minus_bottom, shrink_top, shrink_bottom]
+        if SHRINKS:
+            text: tl.constexpr = _SHRUNK_PLAIN if OWN else _SHRUNK_INVERSE
+        else:
+            text: tl.constexpr = _PACKED_PLAIN if OWN else _PACKED_INVERSE
+        first, second, sent = tl.inline_asm_elementwise(
+            text, _PACKED_REGISTERS, operands, (tl.bfloat16, tl.bfloat16, tl.float16), True, 2
+        )
+        return sent, from_row_pairs(first, second)

@@ -1,0 +1,227 @@
+"""The kernel of 129 to 256 tokens for Hopper: what the three sweeps give, and the specification.
+
+Without such a GPU it runs on a CPU in float16, as ``test_hopper`` has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from call_helpers import clear_plans, spec_of
+from gluon_on_cpu import OnCpu
+from torch import Tensor
+
+import saobp
+from saobp import Refinement
+from saobp.arguments import BoundedStrength
+from saobp.kernels import dispatch
+from saobp.kernels.bidirectional.launch import run_sums, saved_slices
+from saobp.kernels.call_spec import CallSpec
+from saobp.kernels.dispatch import select_kernels
+from saobp.kernels.fused import FAMILIES
+from saobp.kernels.hopper import launch as hopper_launch
+from saobp.kernels.hopper import whole_map
+from saobp.kernels.runtime.launcher import LaunchSequence, is_aligned
+from saobp.testing.error_budget import assert_within_budget
+from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+
+GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
+STRENGTHS = (-0.7, 5.0) if GPU else (-0.7, 1.5)  # float16 has less range
+
+pytestmark = pytest.mark.skipif(
+    GPU and torch.cuda.get_device_capability() != (9, 0), reason="another GPU than Hopper"
+)
+
+ASSEMBLY = {
+    whole_map.POWERS_F16.value: lambda raw, scale, minus: tl.exp2(raw * scale + minus).to(tl.float16),
+}
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
+    names: list[str] = []
+    if not GPU:
+        monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
+        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
+        kernel = OnCpu(whole_map.whole_map_forward, ASSEMBLY)
+        monkeypatch.setattr(hopper_launch, "whole_map_kernel", lambda: kernel)
+    add = LaunchSequence.add
+
+    def noted(launches: LaunchSequence, kernel: Any, *rest: Any, **named: str) -> None:
+        names.append(kernel.__name__)
+        add(launches, kernel, *rest, **named)
+
+    monkeypatch.setattr(LaunchSequence, "add", noted)
+    monkeypatch.setattr(dispatch, "WHOLE_FROM", 0)
+    clear_plans()
+    return names
+
+
+def states(length: int, **options: Any) -> AttentionInputs:
+    options = {"strength": STRENGTHS, "dtype": DTYPE, "device": DEVICE, "seed": length} | options
+    return attention_inputs(options.pop("batch", 1), options.pop("heads", 2), length, 64, **options)
+
+
+def forward(inputs: AttentionInputs, dropout: float, receives: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output, and what is saved for the backward pass."""
+    numbers = (inputs.query.shape[2], 0.125, dropout, 1.0, receives, 0.0)
+    tensors = (inputs.query, inputs.key, inputs.value)
+    out, saved, *_ = FAMILIES["long"].forward(
+        *tensors, inputs.strength, inputs.padding_mask, None, torch.tensor(7, device=DEVICE), *numbers
+    )
+    spec = spec_of(inputs.query, inputs.key, inputs.padding_mask, None, *numbers)
+    return out, {name: part.view(saved) for name, part in saved_slices(spec)[0].items()}
+
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({"length": 256, "transposed": True}, {}),
+    "an uneven number of heads": ({"length": 256, "heads": 3, "strength": (0.0, 0.5, 1.0)}, {}),
+    "tail": ({"length": 200, "transposed": True}, {}),
+    "few tokens": ({"length": 129}, {}),
+    "padding": ({"length": 256, "padding": "both", "batch": 2}, {}),
+    "padding and tail": ({"length": 190, "padding": "left", "batch": 2}, {}),
+    "shared key heads": ({"length": 256, "heads": 4, "key_heads": 2, "strength": 0.5}, {}),
+    "dropout": ({"length": 256}, {"dropout": 0.3}),
+    "key bias": ({"length": 256}, {"receives": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_gives_what_three_sweeps_give(
+    name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, options = CALLS[name]
+    options = {"dropout": 0.0, "receives": 1} | options
+    inputs = states(**sizes)
+    found, saved = forward(inputs, **options)
+    clear_plans()
+    monkeypatch.setattr(dispatch, "WHOLE_FROM", 1 << 60)
+    expected, wanted = forward(inputs, **options)
+    assert launched[0] == "whole_map_forward"
+    assert launched.count("refined_output") == 1
+    eps = torch.finfo(DTYPE).eps
+    torch.testing.assert_close(found, expected, rtol=4 * eps, atol=4 * eps)
+    for part in ("lse", "message_sums", "weight", "anchor", "inverse", "lowest"):
+        torch.testing.assert_close(saved[part], wanted[part], rtol=4 * eps, atol=4 * eps)
+
+
+def attend(inputs: AttentionInputs, refinement: Refinement, bound: float | None = None) -> Any:
+    """A function of states and strengths, for ``assert_within_budget``; with a bound none learns."""
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
+        given = strength if bound is None else BoundedStrength(strength.detach(), bound)
+        return saobp.attention(
+            query, key, value, refinement, padding_mask=inputs.padding_mask, strength=given, backend="fused"
+        )
+
+    return fused
+
+
+@pytest.mark.parametrize("factor", ["high", "low", "high-key-bias"])
+@pytest.mark.parametrize("kind", ["usual", "padded", "sink", "diagonal"])
+def test_output_and_gradients_are_within_the_budget(factor: Any, kind: Any, launched: list[str]) -> None:
+    """Learned strengths, with their gradient; ``careful_output`` takes over where rows underflow."""
+    strengths = (-0.7, 1.5) if factor == "low" else STRENGTHS
+    padded = {"length": 200, "padding": "left"} if kind == "padded" else {"length": 256}
+    inputs = states(**padded, strength=strengths)
+    if kind in ("sink", "diagonal"):
+        inputs = collapsed_inputs(inputs, 40.0 if GPU else 3.0, kind)
+    refinement = Refinement(factor, "learned")
+    assert_within_budget(attend(inputs, refinement), inputs, refinement)
+    assert {"whole_map_forward", "careful_output", "value_gradient"} <= set(launched)
+    assert "refined_output" not in launched
+
+
+@pytest.mark.parametrize("factor", ["high", "high-key-bias"])
+@pytest.mark.parametrize("kind", ["usual", "sink", "diagonal"])
+def test_weak_strengths(factor: Any, kind: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass for known weak strengths, by polynomials, from what this kernel saves."""
+    strength = 0.2 if GPU else 0.05
+    if not GPU:
+        monkeypatch.setattr(CallSpec, "precise", 0)
+        monkeypatch.setattr(CallSpec, "may_underflow", False)
+    inputs = states(256, strength=strength, transposed=True)
+    if kind in ("sink", "diagonal"):
+        inputs = collapsed_inputs(inputs, 5.0, kind)
+    refinement = Refinement(factor, strength)
+    assert_within_budget(attend(inputs, refinement, strength), inputs, refinement, frozen=True)
+    assert "whole_map_forward" in launched
+
+
+def test_a_sequence_of_padding_gives_zeros() -> None:
+    inputs = states(180, batch=2)
+    mask = torch.ones(2, 180, dtype=torch.bool, device=DEVICE)
+    mask[1] = False
+    out = saobp.attention(
+        inputs.query, inputs.key, inputs.value, Refinement("high", "learned"), padding_mask=mask,
+        strength=inputs.strength, backend="fused",
+    )  # fmt: skip
+    assert (out[1] == 0).all()
+    assert torch.isfinite(out).all()
+
+
+def test_padding_of_the_whole_first_half(launched: list[str]) -> None:
+    """With scores so low that exponentials relative to 0 would vanish."""
+    inputs = states(256, strength=0.5)
+    mask = torch.ones(1, 256, dtype=torch.bool, device=DEVICE)
+    mask[:, :140] = False
+    inputs.query[..., 0], inputs.key[..., 0] = 32.0, -64.0
+    inputs = replace(inputs, padding_mask=mask)
+    refinement = Refinement("high", "learned")
+    assert_within_budget(attend(inputs, refinement), inputs, refinement)
+    assert "whole_map_forward" in launched
+
+
+def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serves(one: Tensor, cu: Tensor | None = None, receives: int = 1, capability: int = 90) -> bool:
+        spec = spec_of(one, one, None, cu, one.shape[2], 1.0, 0.0, 1.0, receives, 0.0)
+        return select_kernels("long", spec, aligned=is_aligned(one), capability=capability).hopper
+
+    good = torch.zeros(2, 2, 256, 64, dtype=DTYPE, device=DEVICE)
+    assert serves(good)
+    assert serves(good[:, :, :129])
+    assert serves(good, receives=2)
+    assert not serves(good, receives=0), "rows that receive nothing need no second pass"
+    assert not serves(good[:, :, :128]), "short kernels do"
+    assert not serves(good.repeat(1, 1, 2, 1)), "a longer map"
+    assert not serves(good[..., :32]), "another head size"
+    assert not serves(good.float())
+    assert not serves(good[:1], torch.tensor([0, 200, 256], dtype=torch.int32, device=DEVICE)), "packed"
+    assert not serves(good.repeat(1, 1, 1, 2)[..., 4:68]), "rows that begin elsewhere than at 16 bytes"
+    assert not serves(good, capability=100), "another GPU"
+    monkeypatch.setattr(dispatch, "WHOLE_FROM", 5)
+    assert not serves(good), "too few heads"
+
+
+def test_blocks_that_are_looked_at_together_do_not_matter(
+    launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of ``careful_output`` look at one, two or eight blocks of five heads; two underflow."""
+    strong = 5.0 if GPU else 1.5
+    inputs = states(256, heads=5, strength=(strong, 0.01, 0.01, strong, 0.01))
+    inputs = collapsed_inputs(inputs, 70.0 if GPU else 12.0, "sink")
+    found, lowest = [], torch.empty(0)
+    for blocks in (1, 2, 8):
+        monkeypatch.setattr("saobp.kernels.bidirectional.launch.CHECKED_BLOCKS", blocks)
+        clear_plans()
+        out, saved = forward(inputs, dropout=0.0, receives=1)
+        found.append((out, saved["inverse"]))
+        lowest = saved["lowest"]
+    below = spec_of(inputs.query, inputs.key, None, None, 256, 0.125, 0.0, 1.0, 1, 0.0).lowest_sum
+    assert (lowest.view(5, 2) < below).any(1).tolist() == [True, False, False, True, False]
+    assert launched.count("careful_output") == 3
+    assert all(torch.equal(one, other) for way in found[1:] for one, other in zip(found[0], way, strict=True))
+
+
+def test_sums_alone_take_the_sweeps(launched: list[str]) -> None:
+    """Refined weights as an operator need row and key sums without an output."""
+    inputs = states(256)
+    spec = spec_of(inputs.query, inputs.key, None, None, 256, 0.125, 0.0, 1.0, 1, 0.0)
+    run_sums(spec, inputs.query, inputs.key, inputs.strength)
+    assert "whole_map_forward" not in launched
