@@ -306,6 +306,25 @@ def test_gradients_of_collapsed_heads(
     assert "short_hopper_backward" in launched
 
 
+@pytest.mark.parametrize("factor", ["high", "high-key-bias"])
+def test_gradients_where_the_square_of_an_inverse_normaliser_overflows(
+    factor: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Normalisers of about 2^-70, which the kernel computes itself, next to those that it leaves to another."""
+    if not GPU:
+        monkeypatch.setattr(CallSpec, "precise", 1)
+        monkeypatch.setattr(CallSpec, "may_underflow", True)
+        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
+    inputs = collapsed_inputs(states(128, strength=(0.38, 0.36)), 60.0, "sink")
+    refinement = Refinement(factor, "learned")
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
+        return saobp.attention(query, key, value, refinement, strength=strength, backend="fused")
+
+    assert_within_budget(fused, inputs, refinement)
+    assert "short_hopper_backward" in launched
+
+
 def test_a_sequence_of_padding_gives_zeros() -> None:
     inputs = states(80, batch=2)
     mask = torch.ones(2, 80, dtype=torch.bool, device=DEVICE)

@@ -183,12 +183,12 @@ def head_gradients(
     d_rows = warpgroup_mma_wait(0, deps=(d_rows,))
     d_rows = dropped(d_rows, dropout, DROPS)
     if RECEIVES == 0:
-        delta = factor * factor * gl.sum(refined * d_rows, 1)
+        delta = factor * (factor * gl.sum(refined * d_rows, 1))
         d_logits = refined * (d_rows * factor[:, None] - delta[:, None])
     else:  # without the refined weights: three maps fit in registers, four do not
         unreceived = e if RECEIVES == 2 else x
         d_rows *= weight_memory.load(by_key)[None, :]
-        delta = factor * factor * gl.sum(unreceived * d_rows, 1)
+        delta = factor * (factor * gl.sum(unreceived * d_rows, 1))  # the square may overflow
         fence_async_shared()  # so that the weights are loaded anew, not kept in registers
         d_logits = unreceived * (
             d_rows * factor[:, None] - delta[:, None] * weight_memory.load(by_key)[None, :]
