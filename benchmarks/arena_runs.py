@@ -36,8 +36,8 @@ from saobp.storage.locks import try_lock
 LOCK = "lock"
 LEAST_SHARE = 0.4
 """A run that has the GPU for itself takes at least this share of a typical run's time."""
-LARGE_AT_ONCE = 2
-"""Runs that need much memory and may be side by side."""
+LARGE_AT_ONCE = 4
+"""Runs that need much memory and may be side by side: beside eight small ones they take 115 GiB."""
 BLIMP_ITEMS = "blimp.csv"
 """Likelihoods of all sentences, several megabytes a run, where ``arena_tasks.py`` has evaluated BLiMP."""
 
