@@ -310,7 +310,7 @@ def test_gradients_of_collapsed_heads(
 def test_gradients_where_the_square_of_an_inverse_normaliser_overflows(
     factor: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Normalisers of about 2^-70, which the kernel computes itself, next to those that it leaves to another."""
+    """Normalisers of about 2^-70, which the kernel still computes itself."""
     if not GPU:
         monkeypatch.setattr(CallSpec, "precise", 1)
         monkeypatch.setattr(CallSpec, "may_underflow", True)
