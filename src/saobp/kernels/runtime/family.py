@@ -126,7 +126,7 @@ class KernelFamily:
     def _backward(self, grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tensors, saved, numbers = flat[:TENSORS], flat[TENSORS : self.end], flat[self.end :]
         query, out = flat[0], saved[0]
-        key = (grad.stride(), grad.dtype, out.stride(), layout(tensors), numbers)
+        key = (grad.stride(), grad.dtype, grad.data_ptr() & 15, out.stride(), layout(tensors), numbers)
         entry = self.plans.get(key) or cached(
             self.plans, key, self._backward_entry, tensors, numbers, grad, out
         )
