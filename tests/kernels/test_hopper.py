@@ -368,6 +368,19 @@ def test_an_address_that_is_not_aligned_goes_elsewhere(launched: list[str]) -> N
     torch.testing.assert_close(out, forward(inputs)[0], rtol=0, atol=2 * torch.finfo(DTYPE).eps)
 
 
+def test_a_gradient_whose_address_is_not_aligned_goes_elsewhere(launched: list[str]) -> None:
+    inputs = states(128)
+    expected = gradients(inputs, bound=-math.expm1(-STRENGTH))
+    room = torch.empty(inputs.output_gradient.numel() + 8, dtype=DTYPE, device=DEVICE)
+    moved = room[1 : inputs.output_gradient.numel() + 1].view(inputs.output_gradient.shape)
+    moved.copy_(inputs.output_gradient)
+    found = gradients(replace(inputs, output_gradient=moved), bound=-math.expm1(-STRENGTH))
+    assert launched == ["short_hopper_forward", "short_hopper_backward", "short_backward"]
+    for got, wanted in zip(found, expected, strict=True):
+        largest = float(wanted.abs().max())
+        torch.testing.assert_close(got, wanted, rtol=0, atol=8 * torch.finfo(DTYPE).eps * largest)
+
+
 def test_a_wait_for_nothing_is_noticed() -> None:
     """What the stand-in is for: a GPU would hang."""
     barrier = Barrier()
