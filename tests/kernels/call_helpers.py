@@ -26,6 +26,21 @@ def spec_of(query: Tensor, key: Tensor, mask: Tensor | None, cu: Tensor | None, 
     return CallSpec.of(CallTensors(query, key, query, query, mask, cu), CallNumbers(*numbers))
 
 
+def note_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that plans are made for from now on."""
+    from saobp.kernels.runtime.launcher import LaunchSequence
+
+    names: list[str] = []
+    add = LaunchSequence.add
+
+    def noted(launches: LaunchSequence, kernel: Any, *rest: Any, **named: str) -> None:
+        names.append(kernel.__name__)
+        add(launches, kernel, *rest, **named)
+
+    monkeypatch.setattr(LaunchSequence, "add", noted)
+    return names
+
+
 def clear_plans() -> None:
     """Launch plans are cached; a test that changes what they are made of clears them."""
     if not TRITON_FOUND:

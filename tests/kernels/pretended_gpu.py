@@ -135,13 +135,17 @@ def _padded(length: int) -> dict[str, Any]:
     return {"padding_mask": torch.ones(1, length, dtype=torch.bool), "dropout_p": 0.1}
 
 
-def compile_hopper(launched: list[Launched]) -> list[str]:
-    """As "short", where the kernel for Hopper takes calls of any size."""
+def _let_hopper_take_few_heads() -> None:
     from saobp.kernels import dispatch
     from saobp.kernels.hopper import launch
 
-    dispatch.HOPPER_FROM = 0
+    dispatch.HOPPER_FROM = dispatch.WHOLE_FROM = 0
     launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
+
+
+def compile_hopper(launched: list[Launched]) -> list[str]:
+    """As "short", where the kernels for Hopper take calls of any size."""
+    _let_hopper_take_few_heads()
     return (
         compile_call(launched, "high", torch.bfloat16, 128)
         + compile_call(launched, "high", torch.bfloat16, 128, learned=True)
@@ -153,11 +157,7 @@ def compile_hopper(launched: list[Launched]) -> list[str]:
 
 def compile_whole_map(launched: list[Launched]) -> list[str]:
     """As "long", where the kernel for Hopper takes calls of any size."""
-    from saobp.kernels import dispatch
-    from saobp.kernels.hopper import launch
-
-    dispatch.WHOLE_FROM = 0
-    launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
+    _let_hopper_take_few_heads()
     return (
         compile_call(launched, "high", torch.bfloat16, 256)
         + compile_call(launched, "high-key-bias", torch.bfloat16, 200, learned=True)

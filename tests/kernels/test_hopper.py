@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from call_helpers import clear_plans, spec_of
+from call_helpers import clear_plans, note_launches, spec_of
 from gluon_on_cpu import Barrier, OnCpu
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -32,7 +32,7 @@ from saobp.kernels.hopper import launch as hopper_launch
 from saobp.kernels.hopper import short_backward as short_hopper_gradients
 from saobp.kernels.hopper import short_forward as short_hopper
 from saobp.kernels.library.packed_bf16 import boosted
-from saobp.kernels.runtime.launcher import LaunchSequence, is_aligned
+from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
@@ -62,7 +62,6 @@ ASSEMBLY = {
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
-    names: list[str] = []
     if not GPU:
         monkeypatch.setattr(CallSpec, "precise", 0)
         monkeypatch.setattr(CallSpec, "may_underflow", False)
@@ -71,17 +70,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(hopper_launch, "hopper_kernel", lambda: kernel)
         backward = OnCpu(short_hopper_gradients.short_hopper_backward, {})
         monkeypatch.setattr(hopper_launch, "hopper_backward_kernel", lambda: backward)
-    add = LaunchSequence.add
-
-    def noted(launches: LaunchSequence, kernel: Any, *rest: Any, **named: str) -> None:
-        names.append(kernel.__name__)
-        add(launches, kernel, *rest, **named)
-
-    monkeypatch.setattr(LaunchSequence, "add", noted)
     monkeypatch.setattr(dispatch, "HOPPER_FROM", 0)
     monkeypatch.setattr(hopper_launch, "HEADS_EACH", 2)
     clear_plans()
-    yield names
+    yield note_launches(monkeypatch)
     clear_plans()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import clear_plans
+from call_helpers import clear_plans, note_launches
 from torch import Tensor
 
 import saobp
@@ -21,7 +21,6 @@ from saobp.kernels.bidirectional import short_launch
 from saobp.kernels.call_spec import Block, CallSpec
 from saobp.kernels.dispatch import KernelChoice
 from saobp.kernels.fused import FAMILIES
-from saobp.kernels.runtime.launcher import LaunchSequence
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
@@ -146,21 +145,13 @@ def test_it_gives_what_the_general_kernel_gives(
     inputs = states(**sizes)
     if "cu" in options:
         options = options | {"cu": torch.tensor(options["cu"], dtype=torch.int32, device=DEVICE)}
-    launched: list[Any] = []
-
-    add = LaunchSequence.add
-
-    def noted(launches: LaunchSequence, kernel: Any, *rest: Any, **named: str) -> None:
-        launched.append(kernel)
-        add(launches, kernel, *rest, **named)
-
-    monkeypatch.setattr(LaunchSequence, "add", noted)
+    launched = note_launches(monkeypatch)
     monkeypatch.setitem(short_launch.WEAK_BLOCKS, (128, 64), block)
     found = forward(inputs, **options)
     clear_plans()
     monkeypatch.setattr(short_launch, "kernels_for", lambda *_: KernelChoice())
     expected = forward(inputs, **options)
-    assert [kernel.__name__ for kernel in launched] == ["short_weak_forward", "short_forward"]
+    assert launched == ["short_weak_forward", "short_forward"]
     step = torch.finfo(DTYPE).eps
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=4 * step, atol=2 * step)

@@ -5,13 +5,14 @@ Without such a GPU it runs on a CPU in float16, as ``test_hopper`` has it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
-from call_helpers import clear_plans, spec_of
+from call_helpers import clear_plans, note_launches, spec_of
 from gluon_on_cpu import OnCpu
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.fused import FAMILIES
 from saobp.kernels.hopper import launch as hopper_launch
 from saobp.kernels.hopper import whole_map
-from saobp.kernels.runtime.launcher import LaunchSequence, is_aligned
+from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
@@ -43,24 +44,17 @@ ASSEMBLY = {
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
-    names: list[str] = []
     if not GPU:
         monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
         monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
         kernel = OnCpu(whole_map.whole_map_forward, ASSEMBLY)
         monkeypatch.setattr(hopper_launch, "whole_map_kernel", lambda: kernel)
-    add = LaunchSequence.add
-
-    def noted(launches: LaunchSequence, kernel: Any, *rest: Any, **named: str) -> None:
-        names.append(kernel.__name__)
-        add(launches, kernel, *rest, **named)
-
-    monkeypatch.setattr(LaunchSequence, "add", noted)
     monkeypatch.setattr(dispatch, "WHOLE_FROM", 0)
     clear_plans()
-    return names
+    yield note_launches(monkeypatch)
+    clear_plans()
 
 
 def states(length: int, **options: Any) -> AttentionInputs:

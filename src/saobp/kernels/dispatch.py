@@ -286,8 +286,8 @@ HOPPER = 90
 ANY_STRENGTH = torch.bfloat16
 """Type in which the Hopper kernel takes any strength: inverse messages and factors of keys need its range."""
 HOPPER_FROM = 2048
-"""Minimum heads for the Hopper kernel: its tensor descriptors cost the host 44 microseconds per launch, in which
-``short_weak_forward`` completes fewer heads."""
+"""Minimum heads for the Hopper kernels: each tensor descriptor, four forward and seven backward, costs the host 11
+microseconds per launch, and in 44 ``short_weak_forward`` completes fewer heads."""
 WHOLE_FROM = 512
 """The same for 129 to 256 tokens."""
 COPIED_FROM = 1 << 28
@@ -302,7 +302,7 @@ class KernelChoice(NamedTuple):
 
     weak:        kernels that refine in bfloat16 by polynomials, for strengths known to be weak
     careful:     kernels in the log domain, against underflow: alone, or after the weak ones for the heads that need it
-    hopper:      the forward kernel written for Hopper
+    hopper:      kernels written for Hopper; beyond 128 tokens in the forward pass alone
     copy_engine: tiles are fetched by the GPU's copy engine (TMA)
     split_axis:  axis of ``[batch, heads, ...]`` that is halved over two streams
     """

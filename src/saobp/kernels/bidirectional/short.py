@@ -290,7 +290,7 @@ def short_careful_backward(
 ):  # fmt: skip
     """The gradients of a head again if one of its rows' normalisers, which ``short_hopper_backward`` stored, is too small.
 
-    A program looks at HEADS_EACH heads at once, as ``short_careful`` does.
+    A program looks at HEADS_EACH heads at once, since hardly any of them is.
     """
     line = tl.program_id(0) * HEADS_EACH
     last = tl.minimum(line + HEADS_EACH, lines)

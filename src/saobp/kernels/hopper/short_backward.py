@@ -24,15 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from saobp.kernels.bidirectional.short import inverse_or_zero
 from saobp.kernels.bidirectional.short_weak import real_or
-from saobp.kernels.hopper.short_forward import (
-    DIM,
-    KEYS,
-    TILE_BYTES,
-    fetch,
-    place,
-    product_layout,
-    tile_layout,
-)
+from saobp.kernels.hopper.head_tiles import DIM, fetch, place, product_layout, tile_layout
+from saobp.kernels.hopper.short_forward import KEYS, TILE_BYTES
 from saobp.kernels.library.arithmetic import INTERPRETED, head_message, head_seed, kept, over_message
 from saobp.kernels.library.packed_bf16 import _halves, row_pairs
 

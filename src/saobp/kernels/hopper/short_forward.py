@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -23,14 +22,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from saobp.kernels.bidirectional.short import LOWEST, careful_rows
 from saobp.kernels.bidirectional.short_weak import inverse_or_zero, real_or, store_lse
+from saobp.kernels.hopper.head_tiles import (
+    COLUMNS,
+    DIM,
+    fetch,
+    fetch_head,
+    narrow_layout,
+    new_barrier,
+    place,
+    product_layout,
+    row_sums_of,
+    tile_layout,
+)
 from saobp.kernels.library.arithmetic import head_message, head_seed, kept
 from saobp.kernels.library.packed_bf16 import messages_and_weights, multiply, pair_logarithm
 
 KEYS = tl.constexpr(128)
-DIM = tl.constexpr(64)
 TILE_BYTES = tl.constexpr(2 * 128 * 64)
-COLUMNS = tl.constexpr(8)
-"""Columns of products that only sum rows."""
 _POWERS = (
     "{ .reg .f32 x, y; fma.rn.f32 x, $2, $4, $6; fma.rn.f32 y, $3, $5, $7;"
     " ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; cvt.rn.f16x2.f32 $0, y, x;"
@@ -45,57 +53,6 @@ POLYNOMIAL = tl.constexpr(
 WRITTEN = tl.constexpr("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
 """Assembly that waits until the copy engine's stores have reached memory."""
 COARSE_POLYNOMIAL = tl.constexpr(POLYNOMIAL.value.replace("f16x2", "bf16x2"))
-
-
-@gluon.constexpr_function
-def tile_layout():
-    """Shared-memory layout of half-type tiles, as the copy engine writes and the tensor cores read them."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-
-@gluon.constexpr_function
-def product_layout(columns, warps):
-    """Register layout of a product with that many columns."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
-
-
-@gluon.constexpr_function
-def narrow_layout(warps):
-    """Register layout of row sums, by the smaller tensor instruction that takes both operands from registers."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8])
-
-
-@gluon.jit
-def row_sums_of(tile):
-    """Sums of the rows of a tile in a half type."""
-    narrow: tl.constexpr = narrow_layout(gl.num_warps())
-    left: tl.constexpr = gl.DotOperandLayout(0, narrow, 2)
-    right: tl.constexpr = gl.DotOperandLayout(1, narrow, 2)
-    ones = gl.full([tile.shape[1], COLUMNS], 1.0, tile.dtype, right)
-    none = gl.full([tile.shape[0], COLUMNS], 0.0, gl.float32, narrow)
-    return gl.max(mma_v2(gl.convert_layout(tile, left), ones, none), 1)
-
-
-@gluon.jit
-def place(line, heads, group):
-    """Batch, head and key head of ``line`` = batch * heads + head."""
-    batch = line // heads
-    head = line - batch * heads
-    return batch, head, head // group
-
-
-@gluon.jit
-def fetch(tensor_map, batch, head, into, ready):
-    """Starts the copy engine's fetch of a head's rows."""
-    tma.async_copy_global_to_shared(tensor_map, [batch, head, 0, 0], ready, into)
-
-
-@gluon.jit
-def new_barrier():
-    """A barrier that signals the end of a fetch."""
-    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier, count=1)
-    return barrier
 
 
 @gluon.jit
@@ -272,13 +229,10 @@ def short_hopper_forward(
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (lines - first + step - 1) // step
     batch, head, key_head = place(first, heads, group)
-    mbarrier.expect(q_ready, TILE_BYTES)
-    mbarrier.expect(k_ready, TILE_BYTES)
-    mbarrier.expect(v_ready, TILE_BYTES)
-    tl.debug_barrier()
-    fetch(q_map, batch, head, q_memory, q_ready)
-    fetch(k_map, batch, key_head, k_memory, k_ready)
-    fetch(v_map, batch, key_head, v_memory, v_ready)
+    fetch_head(
+        q_map, k_map, v_map, batch, head, key_head, q_memory, k_memory, v_memory, q_ready, k_ready, v_ready,
+        TILE_BYTES,
+    )  # fmt: skip
     tl.debug_barrier()
 
     for turn in range(count):
@@ -375,13 +329,10 @@ def short_hopper_forward(
                 phase = (count + turn) & 1
                 batch, head, key_head = place(first + turn * step, heads, group)
                 tma.store_wait(0)
-                mbarrier.expect(q_ready, TILE_BYTES)
-                mbarrier.expect(k_ready, TILE_BYTES)
-                mbarrier.expect(v_ready, TILE_BYTES)
-                tl.debug_barrier()
-                fetch(q_map, batch, head, q_memory, q_ready)
-                fetch(k_map, batch, key_head, k_memory, k_ready)
-                fetch(v_map, batch, key_head, v_memory, v_ready)
+                fetch_head(
+                    q_map, k_map, v_map, batch, head, key_head, q_memory, k_memory, v_memory, q_ready, k_ready,
+                    v_ready, TILE_BYTES,
+                )  # fmt: skip
                 row_base = (batch.to(gl.int64) * heads + head) * length
                 mask_base = mask_ptr + batch.to(gl.int64) * length
                 gamma = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)[0]

@@ -17,15 +17,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from saobp.kernels.bidirectional.short_weak import inverse_or_zero, real_or, store_lse
-from saobp.kernels.hopper.short_forward import (
+from saobp.kernels.hopper.head_tiles import (
+    COLUMNS,
+    DIM,
+    add_row_sums,
     fetch,
+    fetch_head,
     narrow_layout,
     new_barrier,
     place,
@@ -37,10 +40,7 @@ from saobp.kernels.library.packed_bf16 import multiply, packed_messages
 
 KEYS = tl.constexpr(256)
 HALF = tl.constexpr(128)
-DIM = tl.constexpr(64)
 TILE_BYTES = tl.constexpr(2 * 256 * 64)
-COLUMNS = tl.constexpr(8)
-"""Columns of products that only sum rows."""
 BLOCKS = tl.constexpr(2)
 """Blocks of 128 rows, each of which records its smallest normaliser."""
 _POWERS = (
@@ -111,14 +111,6 @@ def key_weights(
 
 
 @gluon.jit
-def add_row_sums(tile, sums):
-    """Adds the sums of a tile's rows to every column of ``sums``."""
-    narrow: tl.constexpr = narrow_layout(gl.num_warps())
-    ones = gl.full([tile.shape[1], COLUMNS], 1.0, tile.dtype, gl.DotOperandLayout(1, narrow, 2))
-    return mma_v2(gl.convert_layout(tile, gl.DotOperandLayout(0, narrow, 2)), ones, sums)
-
-
-@gluon.jit
 def dropped(weights, seed_ptr, row_base, drop_threshold, half: tl.constexpr, DROPS: tl.constexpr):
     """Weights of half of the keys after dropout, but for the factor of those kept."""
     if DROPS:
@@ -178,13 +170,10 @@ def whole_map_forward(
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (lines - first + step - 1) // step
     batch, head, key_head = place(first, heads, group)
-    mbarrier.expect(q_ready, TILE_BYTES)
-    mbarrier.expect(k_ready, TILE_BYTES)
-    mbarrier.expect(v_ready, TILE_BYTES)
-    tl.debug_barrier()
-    fetch(q_map, batch, head, q_memory, q_ready)
-    fetch(k_map, batch, key_head, k_memory, k_ready)
-    fetch(v_map, batch, key_head, v_memory, v_ready)
+    fetch_head(
+        q_map, k_map, v_map, batch, head, key_head, q_memory, k_memory, v_memory, q_ready, k_ready, v_ready,
+        TILE_BYTES,
+    )  # fmt: skip
 
     for turn in range(count):
         phase = turn & 1
