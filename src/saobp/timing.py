@@ -137,7 +137,18 @@ def added_memory(call: Call) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def captured(call: Call) -> Call:
+@dataclass(frozen=True)
+class Captured:
+    """A call as a CUDA graph. It keeps ``call``, and so the tensors that a replay reads."""
+
+    call: Call
+    graph: torch.cuda.CUDAGraph
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def captured(call: Call) -> Captured:
     """The call as a CUDA graph, whose replay has no gaps between launches."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -148,4 +159,4 @@ def captured(call: Call) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    return Captured(call, graph)

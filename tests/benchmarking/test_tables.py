@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import gc
 import re
 import subprocess
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from saobp.benchmarking.table import BenchmarkTable, milliseconds, ratio, spread
 from saobp.runs import machine as facts
 from saobp.runs.machine import commit, machine
 from saobp.testing.scripts import load_script
-from saobp.timing import Failure, Timing, in_turn, wall_clock
+from saobp.timing import Failure, Timing, captured, in_turn, wall_clock
 
 
 def small_table() -> BenchmarkTable:
@@ -71,6 +73,22 @@ def test_a_failing_version_does_not_stop_the_others() -> None:
     assert isinstance(found["a"], Timing)
     assert len(found["a"].turns) == 3
     assert order[-6:] == ["a", "b", "b", "a", "b", "a"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_captured_call_keeps_the_tensors_that_it_reads() -> None:
+    out = torch.zeros(1024, device="cuda")
+
+    def adding(numbers: torch.Tensor) -> Callable[[], object]:
+        return lambda: out.add_(numbers)
+
+    call = captured(adding(torch.ones(1024, device="cuda")))
+    gc.collect()
+    others = torch.full((64, 1024), 5.0, device="cuda")  # would take the memory of the freed ones
+    before = out.clone()
+    call()
+    assert torch.equal(out, before + 1)
+    assert others.min() == 5
 
 
 def test_fastest_backend() -> None:
