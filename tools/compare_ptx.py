@@ -215,7 +215,10 @@ def make_attention(
 
     if hopper:
         found(HOPPER_LAUNCH, "HOPPER_FROM").HOPPER_FROM = 0
-        found(HOPPER_LAUNCH, "HOPPER_FROM").WHOLE_FROM = 0  # older trees do not look at it
+        found(HOPPER_LAUNCH, "HOPPER_FROM").WHOLE_FROM = 0  # older trees do not look at these
+        found(HOPPER_LAUNCH, "HOPPER_FROM").WHOLE_BACKWARD_FROM = 0
+        found(HOPPER_LAUNCH, "HOPPER_FROM").CAUSAL_FROM = 0
+        found(HOPPER_LAUNCH, "HOPPER_FROM").CAUSAL_ENTRIES = 0
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module("saobp.kernels.hopper.launch").multiprocessors = lambda _: 132
     lengths = (length, length // 2, 3) if option == "packed" else (length,)

@@ -24,7 +24,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 OPERATIONS = {
-    "gl", "tma", "mbarrier", "fence_async_shared", "mma_v2", "warpgroup_mma", "warpgroup_mma_wait"
+    "gl", "tma", "mbarrier", "fence_async_shared", "mma_v2", "warpgroup_mma", "warpgroup_mma_init",
+    "async_copy", "warpgroup_mma_wait",
 }  # fmt: skip
 NUMBERS = {tl.float16: np.float16, tl.float32: np.float32, tl.int64: np.int64}
 
@@ -142,15 +143,19 @@ class Hopper:
 
     def __init__(self, warps: int, assembly: dict[str, Callable[..., Any]]) -> None:
         self.running: list[Product] = []
+        self.copies: list[list[tuple[Memory, np.ndarray]]] = [[]]
         self.gl = types.SimpleNamespace(
             **{name: getattr(gluon_language, name) for name in dir(gluon_language)}
         )
         for name in (
-            "max", "min", "sum", "where", "minimum", "maximum", "exp2", "load", "store",
-            "program_id", "num_programs",
+            "max", "min", "sum", "where", "minimum", "maximum", "exp2", "log2", "load",
+            "store", "program_id", "num_programs", "permute",
         ):  # fmt: skip
             setattr(self.gl, name, lambda *given, name=name, **named: getattr(tl, name)(*given, **named))
         self.gl.num_warps = lambda: warps
+        self.gl.to_tensor = lambda value: tl.full(
+            [], value, tl.float32 if isinstance(value, float) else tl.int32
+        )
         self.gl.static_range = lambda count: range(plain(count))
         self.gl.arange = lambda start, end, layout: tl.arange(plain(start), plain(end))  # noqa: ARG005
         self.gl.full = lambda shape, value, kind, layout: tl.full(  # noqa: ARG005
@@ -163,6 +168,11 @@ class Hopper:
             async_copy_global_to_shared=self.fetch,
             async_copy_shared_to_global=lambda tiles, place, memory: tiles.put(place, memory.values),
             store_wait=lambda pendings: None,  # noqa: ARG005
+        )
+        self.async_copy = types.SimpleNamespace(
+            async_copy_global_to_shared=self.copy,
+            commit_group=lambda: self.copies.append([]),
+            wait_group=self.wait_for_copies,
         )
         self.mbarrier = types.SimpleNamespace(
             init=lambda barrier, count: None,  # noqa: ARG005
@@ -183,6 +193,16 @@ class Hopper:
     def fetch(tiles: TileMap, place: list[Any], barrier: Barrier, into: Memory) -> None:
         into.values[...] = np.nan
         barrier.brought.append((into, tiles.take(place)))
+
+    def copy(self, into: Memory, pointers: Any) -> None:
+        into.values[...] = np.nan
+        self.copies[-1].append((into, tl.load(pointers).handle.data))
+
+    def wait_for_copies(self, outstanding: Any) -> None:
+        """Until so many groups of copies are on their way."""
+        while len(self.copies) > plain(outstanding) + 1:
+            for into, values in self.copies.pop(0):
+                into.values[...] = values
 
     @staticmethod
     def expect(barrier: Barrier, size: Any) -> None:
@@ -208,6 +228,10 @@ class Hopper:
         self.running = []
         done = tuple(to_tensor(one.values, tl.float32) if isinstance(one, Product) else one for one in deps)
         return done if len(done) > 1 else done[0]
+
+    @staticmethod
+    def warpgroup_mma_init(value: Any) -> Any:
+        return value
 
     @staticmethod
     def mma_v2(a: Any, b: Any, acc: Any) -> Any:

@@ -139,7 +139,8 @@ def _let_hopper_take_few_heads() -> None:
     from saobp.kernels import dispatch
     from saobp.kernels.hopper import launch
 
-    dispatch.HOPPER_FROM = dispatch.WHOLE_FROM = 0
+    dispatch.HOPPER_FROM = dispatch.WHOLE_FROM = dispatch.WHOLE_BACKWARD_FROM = 0
+    dispatch.CAUSAL_FROM = dispatch.CAUSAL_ENTRIES = 0
     launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
 
 
@@ -156,12 +157,22 @@ def compile_hopper(launched: list[Launched]) -> list[str]:
 
 
 def compile_whole_map(launched: list[Launched]) -> list[str]:
-    """As "long", where the kernel for Hopper takes calls of any size."""
+    """As "long", where the kernels for Hopper take calls of any size."""
     _let_hopper_take_few_heads()
     return (
         compile_call(launched, "high", torch.bfloat16, 256)
         + compile_call(launched, "high-key-bias", torch.bfloat16, 200, learned=True)
         + compile_call(launched, "low", torch.bfloat16, 200, learned=True, **_padded(200))
+    )
+
+
+def compile_causal_hopper(launched: list[Launched]) -> list[str]:
+    """As "causal", where the kernel for Hopper takes calls of any size."""
+    _let_hopper_take_few_heads()
+    return (
+        compile_call(launched, "high", torch.bfloat16, 256, is_causal=True)
+        + compile_call(launched, "high", torch.bfloat16, 1024, is_causal=True, learned=True)
+        + compile_call(launched, "low", torch.float16, 200, is_causal=True, learned=True, **_padded(200))
     )
 
 
@@ -241,16 +252,20 @@ def compile_step(launched: list[Launched]) -> list[str]:
     from saobp.kernels.decoding import launch
 
     launch._multiprocessors = lambda _: 132  # type: ignore[assignment]
-    query, strength = torch.zeros(1, 4, 1, 128, dtype=torch.bfloat16), torch.zeros(4)
-    totals = None
-    for keys in (300, 301):
-        states = torch.zeros(1, 2, keys, 128, dtype=torch.bfloat16)
-        marks = torch.ones(1, keys, dtype=torch.bool)
-        _, totals = launch.decoding_step(query, states, states, strength, totals, marks, 0.1, 1.0)
-    first, second = launched[:2], launched[2:]
-    if [one.binary for one in first] != [one.binary for one in second]:
-        raise AssertionError("the second step was compiled anew")
-    return [one.name for one in first]
+    names = []
+    for dtype in (torch.bfloat16, torch.float32):
+        launched.clear()
+        query, strength = torch.zeros(1, 4, 1, 128, dtype=dtype), torch.zeros(4)
+        totals = None
+        for keys in (300, 301):
+            states = torch.zeros(1, 2, keys, 128, dtype=dtype)
+            marks = torch.ones(1, keys, dtype=torch.bool)
+            _, totals = launch.decoding_step(query, states, states, strength, totals, marks, 0.1, 1.0)
+        first, second = launched[:2], launched[2:]
+        if [one.binary for one in first] != [one.binary for one in second]:
+            raise AssertionError("the second step was compiled anew")
+        names += [one.name for one in first]
+    return names
 
 
 CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
@@ -261,6 +276,7 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
     ),
     "hopper": compile_hopper,
     "whole map": compile_whole_map,
+    "causal hopper": compile_causal_hopper,
     "long": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 512)
         + compile_call(launched, "low", torch.float16, 300, learned=True, **_padded(300))

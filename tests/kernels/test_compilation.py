@@ -19,7 +19,7 @@ KERNELS = {
         "short_careful_backward",
         "strength_gradient",
     },
-    "whole map": {"whole_map_forward", "careful_output", "value_gradient", "query_gradient", "key_gradient"},
+    "whole map": {"whole_map_forward", "careful_output", "whole_map_backward", "careful_gradients"},
     "long": {
         "row_sums",
         "column_messages",
@@ -41,9 +41,10 @@ KERNELS = {
         "strength_gradient",
     },
     "causal": {"causal_row_sums", "weak_messages", "weak_output", "weak_climb", "weak_query_gradient"},
+    "causal hopper": {"causal_hopper_forward", "weak_climb", "causal_value_gradient"},
     "short causal": {"short_causal_forward", "short_causal_backward"},
     "statistics": {"row_sweep"},
-    "decoding": {"attend_part", "finish_row"},
+    "decoding": {"attend_part", "attend_part_hopper", "finish_row"},
     "masked": {
         "mask_spans",
         "masked_row_sums",

@@ -346,6 +346,33 @@ def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) 
     assert not serves(good, capability=100), "another GPU"
     monkeypatch.setattr(dispatch, "HOPPER_FROM", 5)
     assert not serves(good), "too few heads"
+    with dispatch.replayed():
+        assert not serves(good)
+        monkeypatch.setattr(dispatch, "WHOLE_FROM", 4)
+        assert serves(good), "in a graph the host's time does not count"
+    assert not serves(good)
+
+
+def test_calls_for_a_graph_have_plans_of_their_own(
+    launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the backward pass too, which runs in a thread of its own."""
+    monkeypatch.setattr(dispatch, "HOPPER_FROM", 1 << 60)
+    monkeypatch.setattr(dispatch, "WHOLE_FROM", 0)
+    inputs = states(128)
+    bound = -math.expm1(-STRENGTH)
+    launched_one_by_one = gradients(inputs, bound=bound)
+    with dispatch.replayed():
+        found = gradients(inputs, bound=bound)
+    assert launched == [
+        "short_weak_forward",
+        "short_backward",
+        "short_hopper_forward",
+        "short_hopper_backward",
+    ]
+    for got, wanted in zip(found, launched_one_by_one, strict=True):
+        largest = float(wanted.abs().max())
+        torch.testing.assert_close(got, wanted, rtol=0, atol=8 * torch.finfo(DTYPE).eps * largest)
 
 
 def test_an_address_that_is_not_aligned_goes_elsewhere(launched: list[str]) -> None:

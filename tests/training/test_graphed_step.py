@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from saobp.kernels.dispatch import is_replayed
 from saobp.runs.folder import RunFolder
 from saobp.testing.tiny_training import small_recipe, train_small
 from saobp.training import graphed_step
@@ -50,6 +51,24 @@ class Line:
 
 def batches(count: int) -> list[Batch]:
     return [{"x": torch.tensor([1.0, float(number)])} for number in range(count)]
+
+
+def test_kernels_are_chosen_for_graphs_where_a_graph_is_made() -> None:
+    """In warm-up and capture, but not in the comparison, nor once graphs are given up."""
+    line, chosen = Line(), []
+
+    def compute(batch: Batch) -> Tensor:
+        chosen.append(is_replayed())
+        return line.compute(batch)
+
+    def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+        compute()
+        raise RuntimeError("no graphs here")
+
+    step = GraphedStep(compute, line.parameters, lambda _: None, capture)
+    for batch in batches(WARMUP_STEPS + 2):
+        step(batch)
+    assert chosen == [True] * (WARMUP_STEPS + 1) + [False] * 2
 
 
 def test_every_batch_is_computed_once_and_its_gradients_are_there() -> None:

@@ -184,11 +184,15 @@ class CallSpec:
 
     @cached_property
     def may_underflow(self) -> bool:
-        """Whether a row's normaliser can fall below ``lowest_sum``: it is at least e^(-strength length)."""
+        """Whether a row's normaliser can fall below ``lowest_sum``."""
+        return self.may_fall_below(self.lowest_sum)
+
+    def may_fall_below(self, lowest: float) -> bool:
+        """Whether a row's normaliser can: it is at least e^(-strength length)."""
         if not self.receives:
             return False
         strongest = abs(math.log1p(-self.bound)) if self.bound else math.inf
-        return strongest * self.longest * math.log2(math.e) > -math.log2(self.lowest_sum) - 2
+        return strongest * self.longest * math.log2(math.e) > -math.log2(lowest) - 2
 
     @property
     def senders(self) -> int:

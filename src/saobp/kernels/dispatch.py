@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -286,10 +288,16 @@ HOPPER = 90
 ANY_STRENGTH = torch.bfloat16
 """Type in which the Hopper kernel takes any strength: inverse messages and factors of keys need its range."""
 HOPPER_FROM = 2048
-"""Minimum heads for the Hopper kernels: each tensor descriptor, four forward and seven backward, costs the host 11
-microseconds per launch, and in 44 ``short_weak_forward`` completes fewer heads."""
+"""Minimum heads for the Hopper kernels of up to 128 tokens: each tensor descriptor, four forward and seven backward, costs the
+host 11 microseconds per launch, and in 44 ``short_weak_forward`` completes fewer heads."""
 WHOLE_FROM = 512
-"""The same for 129 to 256 tokens."""
+"""The same for 129 to 256 tokens; and for fewer tokens inside ``replayed``, where only the GPU's time counts."""
+WHOLE_BACKWARD_FROM = 512
+"""The same for their backward pass, which has eight descriptors. Not with dropout: its masks, made twice, cost more than it saves."""
+CAUSAL_FROM, CAUSAL_UP_TO = 128, 1024
+"""Minimum heads, about one for each multiprocessor, and maximum tokens of the strict causal kernel for Hopper."""
+CAUSAL_ENTRIES = 1 << 25
+"""Minimum entries of all maps for it, by which WHOLE_FROM heads of 256 tokens just pass."""
 COPIED_FROM = 1 << 28
 """Minimum entries of all maps for tiles fetched by the copy engine, for the same reason. At half as many, 512 heads of 512
 tokens, a call with its backward pass waited for the host (1.1 ms instead of 0.8 on an H200)."""
@@ -297,12 +305,34 @@ SPLIT_FROM = 1 << 29
 """Minimum entries of all maps for a split over two streams, which doubles the number of launches."""
 
 
+_is_replayed = False
+
+
+@contextlib.contextmanager
+def replayed() -> Iterator[None]:
+    """Calls inside, warm-up and capture alike, are for a CUDA graph, in whose replays the host's time does not count.
+
+    For the whole process: the backward pass runs in a thread of its own.
+    """
+    global _is_replayed
+    before, _is_replayed = _is_replayed, True
+    try:
+        yield
+    finally:
+        _is_replayed = before
+
+
+def is_replayed() -> bool:
+    return _is_replayed
+
+
 class KernelChoice(NamedTuple):
     """Which kernels of its family a call launches, and how.
 
     weak:        kernels that refine in bfloat16 by polynomials, for strengths known to be weak
     careful:     kernels in the log domain, against underflow: alone, or after the weak ones for the heads that need it
-    hopper:      kernels written for Hopper; beyond 128 tokens in the forward pass alone
+    hopper:      kernels written for Hopper, forward
+    hopper_back: the same backward
     copy_engine: tiles are fetched by the GPU's copy engine (TMA)
     split_axis:  axis of ``[batch, heads, ...]`` that is halved over two streams
     """
@@ -310,6 +340,7 @@ class KernelChoice(NamedTuple):
     weak: bool = False
     careful: bool = False
     hopper: bool = False
+    hopper_back: bool = False
     copy_engine: bool = False
     split_axis: int | None = None
 
@@ -317,7 +348,7 @@ class KernelChoice(NamedTuple):
         """In a few words, for ``saobp.explain``."""
         words = ["bfloat16 polynomials" if self.weak else "exponentials"]
         words += ["log domain where rows may underflow"] * self.careful
-        words += ["Hopper kernel"] * self.hopper + ["copy engine"] * self.copy_engine
+        words += ["Hopper kernel"] * (self.hopper or self.hopper_back) + ["copy engine"] * self.copy_engine
         return ", ".join(words + ["two streams"] * (self.split_axis is not None))
 
 
@@ -336,20 +367,30 @@ def select_kernels(
         weak = weak and not spec.may_underflow and all_keys(spec) >= 64 and spec.stride == 1
         strong = spec.receives > 0 and spec.dtype == ANY_STRENGTH and not (spec.stride > 1 and spec.masked)
         hopper = (weak or strong) and fetched and all_keys(spec) == SHORT and has_hopper_kernel(capability)
-        return KernelChoice(weak, spec.may_underflow, hopper and spec.sequences * spec.heads >= HOPPER_FROM)
+        return KernelChoice(weak, spec.may_underflow, hopper and has_heads(spec, HOPPER_FROM))
     long = entries(spec) >= SPLIT_FROM
     if family == "key bias":
         return KernelChoice(weak, split_axis=split_axis(spec) if long and not spec.masked else None)
     whole = fetched and SHORT < spec.length <= WHOLE and spec.receives > 0 and spec.dtype == ANY_STRENGTH
-    whole = whole and has_hopper_kernel(capability) and spec.sequences * spec.heads >= WHOLE_FROM
+    whole = whole and has_hopper_kernel(capability)
+    in_turn = fetched and SHORT < spec.length <= CAUSAL_UP_TO and spec.receives > 0
+    in_turn = in_turn and has_hopper_kernel(capability) and has_heads(spec, CAUSAL_FROM)
     fetched = fetched and entries(spec) >= COPIED_FROM
     if family == "causal":  # the weak kernels are for messages that lower beliefs
         weak = weak and spec.receives > 0 and spec.bound > 0
-        return KernelChoice(weak, not weak or spec.may_underflow, copy_engine=weak and fetched)
+        hopper = in_turn and entries(spec) >= CAUSAL_ENTRIES
+        return KernelChoice(weak, not weak or spec.may_underflow, hopper, copy_engine=weak and fetched)
     if family == "long":
         axis = split_axis(spec) if long else None
-        return KernelChoice(weak, spec.may_underflow, whole, copy_engine=fetched, split_axis=axis)
+        forward = whole and has_heads(spec, WHOLE_FROM)
+        backward = whole and has_heads(spec, WHOLE_BACKWARD_FROM) and not spec.dropout
+        return KernelChoice(weak, spec.may_underflow, forward, backward, fetched, axis)
     return KernelChoice(weak and family.endswith("steps"), spec.may_underflow or family == "short steps")
+
+
+def has_heads(spec: CallSpec, fewest: int) -> bool:
+    """Whether a call has enough heads for a Hopper kernel, which the host needs more time for."""
+    return spec.sequences * spec.heads >= (min(fewest, WHOLE_FROM) if _is_replayed else fewest)
 
 
 def entries(spec: CallSpec) -> int:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from saobp.kernels.dispatch import replayed
 from saobp.storage.atomic import first_line
 from saobp.training.batches import Batch
 
@@ -90,7 +92,7 @@ class GraphedStep:
 
     compute: forward and backward of a batch on parameters without gradients; returns the loss. A replay
     overwrites the gradients of the one before: they cannot be accumulated over steps.
-    Batches of each shape have a warm-up and a graph of their own.
+    Batches of each shape have a warm-up and a graph of their own; attention takes kernels for graphs.
     eager: the same without compiler and graph, if it draws the same random numbers. Replays 1, 2, 4, 8 and so
     on of each graph are compared with it; if gradients differ, eager takes over. Wrong gradients of a
     captured step are the suspected cause of runs that did not train (results/pretraining/again.md).
@@ -128,7 +130,8 @@ class GraphedStep:
                 self._try_to_capture(batch, shapes)
             self._warm[shapes] += 1
         if shapes not in self._captured:
-            return self.compute(batch)
+            with replayed() if self._may_capture else nullcontext():
+                return self.compute(batch)
         held, loss, gradients, replay = self._captured[shapes]
         for name, tensor in held.items():
             tensor.copy_(batch[name])
@@ -186,7 +189,8 @@ class GraphedStep:
         for parameter in self.parameters:
             parameter.grad = None
         try:
-            loss, replay = self.capture(lambda: self.compute(held))
+            with replayed():
+                loss, replay = self.capture(lambda: self.compute(held))
         except RuntimeError as problem:
             self._may_capture = False
             for parameter in self.parameters:

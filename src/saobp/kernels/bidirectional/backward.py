@@ -29,8 +29,8 @@ from saobp.kernels.bidirectional.gradient_terms import (
     closeness,
     load_power,
     prior_weights,
-    sender_inverse,
     sender_pair,
+    sender_terms,
 )
 from saobp.kernels.library.arithmetic import (
     drop,
@@ -50,27 +50,17 @@ from saobp.kernels.library.packed_bf16 import boosted, multiply, multiply_add, p
 
 
 @triton.jit
-def value_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, parts_ptr, dv_ptr,
-    sums_grad_ptr, minus_gamma_dc_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    d_batch, d_head, d_row, part_row,
-    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
-    keep_scale, sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
-    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+def store_value_gradient(
+    block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr, lse_ptr,
+    key_part_ptr, anchor_ptr, power_ptr, delta_ptr, parts_ptr, dv_ptr, sums_grad_ptr, minus_gamma_dc_ptr, q_batch,
+    q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head, d_row,
+    part_row, heads, group, length, low_plane, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1,
+    l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAREFUL: tl.constexpr,
+    TAIL: tl.constexpr, POWER: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV of a block of keys and dc, the gradient of their summed messages; if PRECISE is 0 also -gamma dc, rounded."""
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    if block * KEYS >= tokens:
-        return
-    if CHECKED:
-        careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
-        if careful != (1 if CAREFUL else 0):
-            return
     keys = block * KEYS + tl.arange(0, KEYS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -104,9 +94,9 @@ def value_gradient(
         else:
             anchor = load_anchor(anchor_ptr + row_base, rows, tokens, TAIL, CAREFUL)
             power = load_power(power_ptr + row_base, rows, tokens, TAIL, POWER)
-            inverse = sender_inverse(a, rows_real[None, :], message, PRECISE, MASKED)
+            u, inverse = sender_terms(a, rows_real[None, :], message, PRECISE, MASKED, CAREFUL)
             refined = before_normalising(
-                scores, a if RECEIVES == 2 else a * inverse, inverse, anchor[None, :], power[None, :], key_part[:, None],
+                scores, a if RECEIVES == 2 else u, inverse, anchor[None, :], power[None, :], key_part[:, None],
                 RECEIVES and not LATE_PART, CAREFUL, POWER,
             ).to(KIND)  # fmt: skip
         if PRECISE == 2:
@@ -136,12 +126,12 @@ def value_gradient(
 
 
 @triton.jit
-def query_gradient(
+def value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr,
-    dq_ptr, strength_grad_ptr, row_term_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, parts_ptr, dv_ptr,
+    sums_grad_ptr, minus_gamma_dc_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    d_batch, d_head, d_row,
+    d_batch, d_head, d_row, part_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
     keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -149,14 +139,36 @@ def query_gradient(
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of rows, t, and E, the gradient of gamma, unless PRECISE is 0."""
+    """As ``store_value_gradient``, of the program's block, in heads that are careful if CAREFUL is."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    if block * ROWS >= tokens:
+    if block * KEYS >= tokens:
         return
     if CHECKED:
         careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful != (1 if CAREFUL else 0):
             return
+    store_value_gradient(
+        block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr,
+        lse_ptr, key_part_ptr, anchor_ptr, power_ptr, delta_ptr, parts_ptr, dv_ptr, sums_grad_ptr,
+        minus_gamma_dc_ptr, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch,
+        g_head, g_row, d_batch, d_head, d_row, part_row, heads, group, length, low_plane, score_scale,
+        drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2, DIM, BLOCK_DIM, ROWS, KEYS, CAREFUL, TAIL, POWER,
+        RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_query_gradient(
+    block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr, lse_ptr,
+    key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr, dq_ptr,
+    strength_grad_ptr, row_term_ptr, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    g_batch, g_head, g_row, d_batch, d_head, d_row, heads, group, length, low_plane, scale, score_scale,
+    drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAREFUL: tl.constexpr,
+    TAIL: tl.constexpr, POWER: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of a block of rows, t, and E, the gradient of gamma, unless PRECISE is 0."""
     rows = block * ROWS + tl.arange(0, ROWS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -218,8 +230,7 @@ def query_gradient(
                 row_terms, multiply_add(d_logits, along, multiply(u, gamma_d_own)), ones, PRECISE
             )
         else:
-            inverse = sender_inverse(a, rows_real, message, PRECISE, MASKED)
-            u = a * inverse
+            u, inverse = sender_terms(a, rows_real, message, PRECISE, MASKED, CAREFUL)
             weights = before_normalising(
                 scores, a if RECEIVES == 2 else u, inverse, anchor[:, None], power[:, None], key_part, RECEIVES,
                 CAREFUL, POWER,
@@ -252,9 +263,10 @@ def query_gradient(
 
 
 @triton.jit
-def key_gradient(
+def query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr,
+    dq_ptr, strength_grad_ptr, row_term_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
@@ -264,14 +276,35 @@ def key_gradient(
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK of a block of keys."""
+    """As ``store_query_gradient``, of the program's block, in heads that are careful if CAREFUL is."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    if block * KEYS >= tokens:
+    if block * ROWS >= tokens:
         return
     if CHECKED:
         careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful != (1 if CAREFUL else 0):
             return
+    store_query_gradient(
+        block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr,
+        lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr,
+        dq_ptr, strength_grad_ptr, row_term_ptr, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head,
+        v_row, g_batch, g_head, g_row, d_batch, d_head, d_row, heads, group, length, low_plane, scale, score_scale,
+        drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2, DIM, BLOCK_DIM, ROWS, KEYS, CAREFUL, TAIL, POWER,
+        RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_key_gradient(
+    block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr, lse_ptr,
+    key_part_ptr, anchor_ptr, power_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr, q_batch, q_head, q_row,
+    k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head, d_row, heads, group,
+    length, low_plane, scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAREFUL: tl.constexpr,
+    TAIL: tl.constexpr, POWER: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK of a block of keys."""
     keys = block * KEYS + tl.arange(0, KEYS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -301,7 +334,7 @@ def key_gradient(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows_real,
             score_scale, False, PRECISE,
         )  # fmt: skip
-        inverse = sender_inverse(a, rows_real, message, PRECISE, MASKED)
+        u, inverse = sender_terms(a, rows_real, message, PRECISE, MASKED, CAREFUL)
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
         centred = d_rows - delta[None, :]
@@ -311,7 +344,6 @@ def key_gradient(
             # The same in fewer operations: 1 + gamma u is the inverse message.
             d_scores = a * (inverse * (inverse * key_part * centred - gamma * sums_grad) - row_term[None, :])
         else:
-            u = a * inverse
             d_logits = centred * before_normalising(
                 scores, a if RECEIVES == 2 else u, inverse, anchor[None, :], power[None, :], key_part, RECEIVES,
                 CAREFUL, POWER,
@@ -324,3 +356,33 @@ def key_gradient(
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)
     dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def key_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
+    keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As ``store_key_gradient``, of the program's block, in heads that are careful if CAREFUL is."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        return
+    if CHECKED:
+        careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful != (1 if CAREFUL else 0):
+            return
+    store_key_gradient(
+        block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr,
+        lse_ptr, key_part_ptr, anchor_ptr, power_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr, q_batch,
+        q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head,
+        d_row, heads, group, length, low_plane, scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2,
+        l0, l1, l2, DIM, BLOCK_DIM, ROWS, KEYS, CAREFUL, TAIL, POWER, RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from saobp.kernels.bidirectional.sums import raw_scores
 from saobp.kernels.library.arithmetic import (
+    divided_by_message,
     drop,
     fetch_tile,
     head_dropout,
@@ -19,6 +20,7 @@ from saobp.kernels.library.arithmetic import (
     load_lse,
     load_rows,
     load_vector,
+    over_message,
     raise_maximum,
     real_tokens,
     relative,
@@ -40,6 +42,17 @@ def add_row_sums(totals, tile, ones, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def sender_ratio(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
+    """a / (1 - gamma a); a for padding rows, which send no message."""
+    if MASKED and PRECISE == 1:
+        return over_message(a, tl.where(rows_real, message[0], 0.0))
+    u = divided_by_message(a, message, PRECISE)
+    if MASKED:
+        u = tl.where(rows_real, u, a)
+    return u
+
+
+@triton.jit
 def refined_tile(
     raw, high, low, rows_real, weight, score_scale, message, pair,
     KIND: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
@@ -55,12 +68,10 @@ def refined_tile(
         if RECEIVES:
             refined = multiply(refined, weight[None, :])
     else:
-        inverse = inverse_message(a, message, PRECISE)
-        if MASKED:
-            inverse = tl.where(rows_real[:, None], inverse, 1.0)
+        refined = sender_ratio(a, rows_real[:, None], message, PRECISE, MASKED)
         if RECEIVES:
-            a *= weight[None, :]
-        refined = (a * inverse).to(KIND)
+            refined *= weight[None, :]
+        refined = refined.to(KIND)
     return refined
 
 

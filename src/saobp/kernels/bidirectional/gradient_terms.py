@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saobp.kernels.bidirectional.forward import sender_ratio
 from saobp.kernels.library.arithmetic import (
     inverse_message,
     load_rows,
@@ -43,17 +44,15 @@ def row_products(
 
 
 @triton.jit
-def scaled_gradients(
-    grad_ptr, out_ptr, cu_ptr, inverse_ptr, scaled_ptr, delta_ptr, parts_ptr, power_ptr,
-    g_batch, g_head, g_row, o_batch, o_head, o_row, s_batch, s_head, s_row, part_row, heads, length, blocks,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
-    POWER: tl.constexpr, PRECISE: tl.constexpr,
+def store_scaled_gradients(
+    block, batch, head, first, tokens, grad_ptr, out_ptr, inverse_ptr, scaled_ptr, delta_ptr, parts_ptr, power_ptr,
+    g_batch, g_head, g_row, o_batch, o_head, o_row, s_batch, s_head, s_row, part_row, heads, length,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, POWER: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """dO over the row's normaliser, and D of that; for half types D also as a sum of two ``parts`` ``[rows, 16]``.
 
     POWER: float16 lacks range for large inverses, so a power of two is split off and applied to the weights.
     """
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
     g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
     o_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
@@ -80,6 +79,22 @@ def scaled_gradients(
 
 
 @triton.jit
+def scaled_gradients(
+    grad_ptr, out_ptr, cu_ptr, inverse_ptr, scaled_ptr, delta_ptr, parts_ptr, power_ptr,
+    g_batch, g_head, g_row, o_batch, o_head, o_row, s_batch, s_head, s_row, part_row, heads, length, blocks,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
+    POWER: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """As ``store_scaled_gradients``, of the program's block."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    store_scaled_gradients(
+        block, batch, head, first, tokens, grad_ptr, out_ptr, inverse_ptr, scaled_ptr, delta_ptr, parts_ptr, power_ptr,
+        g_batch, g_head, g_row, o_batch, o_head, o_row, s_batch, s_head, s_row, part_row, heads, length,
+        DIM, BLOCK_DIM, ROWS, POWER, PRECISE,
+    )  # fmt: skip
+
+
+@triton.jit
 def prior_weights(
     raw, high, low, keys_real, score_scale, TAIL: tl.constexpr, PRECISE: tl.constexpr
 ):  # fmt: skip
@@ -91,12 +106,20 @@ def prior_weights(
 
 
 @triton.jit
-def sender_inverse(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
-    """1 / (1 - gamma a); 1 for padding rows, which send no message."""
+def sender_terms(
+    a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr
+):  # fmt: skip
+    """a / (1 - gamma a) and 1 / (1 - gamma a), which nobody reads if PRECISE is 1 and not CAREFUL.
+
+    Padding rows send no message: a and 1.
+    """
+    if PRECISE == 1 and not CAREFUL:
+        u = sender_ratio(a, rows_real, message, PRECISE, MASKED)
+        return u, u
     inverse = inverse_message(a, message, PRECISE)
     if MASKED:
         inverse = tl.where(rows_real, inverse, 1.0)
-    return inverse
+    return a * inverse, inverse
 
 
 @triton.jit

@@ -26,7 +26,14 @@ from saobp.kernels.library.arithmetic import (
     relative,
 )
 from saobp.kernels.library.indexing import head_base, locate, mask_base_of, row_bases, states_base, states_of
-from saobp.kernels.library.packed_bf16 import pair_logarithm, powers, short_log2, short_sums, sums_by_thread
+from saobp.kernels.library.packed_bf16 import (
+    pair_logarithm,
+    powers,
+    short_log2,
+    short_sums,
+    sums_by_thread,
+    sums_of_logarithms,
+)
 from saobp.kernels.library.senders import load_senders, sending_rows
 
 
@@ -166,6 +173,8 @@ def add_messages(
     a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
     if PRECISE == 0:
         return sums + short_sums(short_log2(a.to(tl.float16), logarithm))
+    elif PRECISE == 1:
+        return sums + sums_of_logarithms(1.0 - message[0] * a)
     else:
         return sums + tl.sum(log2_message(a, message, PRECISE), 1)[:, None]
 
@@ -223,7 +232,7 @@ def column_messages(
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
-    COLUMNS: tl.constexpr = 8 if PRECISE == 0 else 1
+    COLUMNS: tl.constexpr = 1 if PRECISE == 2 else 8
     unit = logarithm[0] if PRECISE == 0 else 1.0
     if STRIDE > 1:
         unit *= share

@@ -35,10 +35,10 @@ from saobp.kernels.causal.forward import (
 )
 from saobp.kernels.causal.row_kernels import is_careful_head
 from saobp.kernels.library.arithmetic import (
+    divided_by_message,
     drop_scaled,
     head_dropout,
     head_message,
-    inverse_message,
     load_lse,
     load_or_zero,
     load_rows,
@@ -54,7 +54,7 @@ from saobp.kernels.library.packed_bf16 import rounded, widened
 @triton.jit
 def message_gradient(a, g, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
     """H = -u g; 0 for padding rows, which send no message."""
-    gradient = -(a * inverse_message(a, message, PRECISE)) * g
+    gradient = -divided_by_message(a, message, PRECISE) * g
     if MASKED:
         gradient = tl.where(rows_real, gradient, 0.0)
     return gradient

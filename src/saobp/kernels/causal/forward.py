@@ -33,7 +33,13 @@ from saobp.kernels.library.arithmetic import (
     store_rows,
 )
 from saobp.kernels.library.indexing import head_base, locate_sorted, mask_base_of, states_base, states_of
-from saobp.kernels.library.packed_bf16 import pair_logarithm, powers, short_log2, sums_by_thread
+from saobp.kernels.library.packed_bf16 import (
+    pair_logarithm,
+    powers,
+    short_log2,
+    sums_by_thread,
+    sums_of_logarithms,
+)
 
 
 @triton.jit
@@ -212,9 +218,11 @@ def _add_earlier(
             high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
         raw = scores_by_key(k, q, keys, rows, keys_real, EDGE, False, PRECISION)
         a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
-        message_sums, lost = add_compensated(
-            message_sums, lost, tl.sum(log_messages(a, True, message, PRECISE, False), 1), PRECISE
-        )
+        if PRECISE == 1:
+            sent = sums_of_logarithms(1.0 - message[0] * a)
+        else:
+            sent = log_messages(a, True, message, PRECISE, False)
+        message_sums, lost = add_compensated(message_sums, lost, tl.sum(sent, 1), PRECISE)
     return message_sums, lost
 
 

@@ -22,6 +22,7 @@ from saobp.kernels.call_spec import (
 )
 from saobp.kernels.causal import backward, forward, row_kernels, weak_backward, weak_forward
 from saobp.kernels.dispatch import KernelChoice, select_kernels
+from saobp.kernels.hopper.launch import add_causal_launch
 from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
 from saobp.kernels.runtime.launcher import (
     BufferSlice,
@@ -129,9 +130,11 @@ def saved_buffer(spec: CallSpec) -> Saved:
 def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPlan:
     query, key, value, *_ = tensors
     saved, _ = saved_slices(spec)
+    choice = kernels_for("causal", spec, query, key, value)
+    if choice.hopper:
+        return _plan_hopper(spec, query, key, value, choice)
     scratch, scratch_size = lay_out_buffer("scratch", {"past": (sums_shape(spec), torch.float32)})
     launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved", "scratch"), saved | scratch)
-    choice = kernels_for("causal", spec, query, key, value)
     sweeps = Sweeps(spec, launches, _layouts(spec, query, key, value) if choice.copy_engine else {})
     numbers = _numbers(spec, query, key, value)
     sweeps.over_rows(forward.causal_row_sums, "row_sums", spec.longest, numbers)
@@ -146,6 +149,18 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
         if choice.careful:
             sweeps.over_rows(forward.causal_output, "output", stop - start, numbers)
     return LaunchPlan(launches, scratch_size)
+
+
+def _plan_hopper(
+    spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, choice: KernelChoice
+) -> LaunchPlan:
+    """The kernel for Hopper. Smallest normalisers, if weak kernels do not need them backward, are scratch."""
+    lowest = 0 if choice.weak else spec.sequences * spec.heads * row_blocks(spec)
+    scratch, size = lay_out_buffer("scratch", {"lowest": ((lowest,), torch.float32)})
+    slices = saved_slices(spec)[0] if choice.weak else saved_slices(spec)[0] | scratch
+    launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved", "scratch"), slices)
+    add_causal_launch(launches, spec, query, key, value, records=choice.weak and choice.careful)
+    return LaunchPlan(launches, size)
 
 
 Layouts = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]

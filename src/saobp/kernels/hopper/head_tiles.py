@@ -13,9 +13,9 @@ COLUMNS = tl.constexpr(8)
 
 
 @gluon.constexpr_function
-def tile_layout():
+def tile_layout(columns=64):
     """Shared-memory layout of half-type tiles, as the copy engine writes and the tensor cores read them."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
 
 
 @gluon.constexpr_function
@@ -51,6 +51,14 @@ def place(line, heads, group):
     batch = line // heads
     head = line - batch * heads
     return batch, head, head // group
+
+
+@gluon.jit
+def next_place(batch, head, batch_step, head_step, heads):
+    """Batch and head some heads further on, without a division."""
+    head += head_step
+    wraps = (head >= heads).to(gl.int32)
+    return batch + batch_step + wraps, head - wraps * heads
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels.call_spec import SHORT, WHOLE, Block, CallSpec, ceil_div, resources
+from saobp.kernels.call_spec import SHORT, WHOLE, Block, CallSpec, ceil_div, next_power_of_2, resources
 from saobp.kernels.runtime.launcher import INTERPRETED, LaunchSequence, TileDescriptor
 
 BLOCK = Block(128, 128, warps=8, stages=1, registers=128)
@@ -100,6 +100,82 @@ def add_whole_map_launch(
     }  # fmt: skip
     tiles = states_tiles(spec, query, key, value, WHOLE)
     launches.add(whole_map_kernel(), min(lines, multiprocessors(query.device)), numbers, tiles)
+
+
+WHOLE_BACKWARD_BLOCK = Block(64, 256, warps=8, stages=1)
+"""A block of rows and the gradient of all keys fill the registers of a multiprocessor. Sixteen warps of 128 registers have a
+third more instructions in all, and spill more."""
+
+
+def whole_map_backward_kernel() -> Any:
+    """As ``hopper_kernel``."""
+    from saobp.kernels.hopper.whole_map_backward import whole_map_backward
+
+    return whole_map_backward
+
+
+def add_whole_map_backward_launch(
+    launches: LaunchSequence, spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, out: Tensor
+) -> None:  # fmt: skip
+    """As ``add_whole_map_launch``. Queries, dO and dQ come in blocks of rows, all else in whole heads."""
+    lines = spec.sequences * spec.heads
+    numbers = {
+        **spec.numbers, **spec.constants, **spec.message_numbers,
+        "lines": lines, "scale": spec.scale, "TAIL": spec.length != WHOLE, "RECEIVES": spec.receives,
+        "PRECISE": spec.precise, **resources(WHOLE_BACKWARD_BLOCK),
+    }  # fmt: skip
+    rows = WHOLE_BACKWARD_BLOCK.rows
+    tiles = {
+        name: whole_heads(spec.states_shape, spec.gradient_strides, rows if name == "dq" else WHOLE)
+        for name in ("dq", "dk", "dv")
+    }
+    for name, states in (("q", query), ("k", key), ("v", value), ("grad", grad), ("out", out)):
+        by_blocks = name in ("q", "grad")
+        tiles[name] = whole_heads(tuple(states.shape), states.stride(), rows if by_blocks else WHOLE)
+    launches.add(whole_map_backward_kernel(), min(lines, multiprocessors(grad.device)), numbers, tiles)
+
+
+CAUSAL_BLOCK = Block(64, 64, warps=4, stages=1, registers=128)
+"""Rows of a block, and keys of a tile: up to CAUSAL_SMALL tokens. Four programs on a multiprocessor."""
+CAUSAL_LONG_BLOCK = Block(128, 64, warps=4, stages=1)
+"""For more tokens: two programs on a multiprocessor, which read each tile of keys and values half as often."""
+CAUSAL_SMALL = 512
+
+
+def causal_block(spec: CallSpec) -> Block:
+    return CAUSAL_BLOCK if spec.length <= CAUSAL_SMALL else CAUSAL_LONG_BLOCK
+
+
+def causal_kernel() -> Any:
+    """As ``hopper_kernel``."""
+    from saobp.kernels.hopper.causal_forward import causal_hopper_forward
+
+    return causal_hopper_forward
+
+
+def add_causal_launch(
+    launches: LaunchSequence, spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, records: bool
+) -> None:
+    """Heads are dealt out to programs that run side by side.
+
+    ``records``: the backward pass needs to know which rows underflowed.
+    """
+    lines, block = spec.sequences * spec.heads, causal_block(spec)
+    lowest_sum = spec.lowest_sum if spec.dtype == torch.float16 else 2.0**-100
+    raises = spec.sign < 0 or spec.bound < 0
+    repeats = not raises and spec.may_fall_below(lowest_sum)
+    numbers = {
+        **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
+        "lines": lines, "TILES": next_power_of_2(ceil_div(spec.length, block.keys)), "ROWS": block.rows,
+        "TAIL": spec.length % block.rows != 0, "PRECISE": spec.precise, "DROPS": spec.dropout > 0,
+        "lowest_blocks": ceil_div(spec.length, 64), "lowest_sum": lowest_sum,
+        "RECORDS": records or repeats, "REPEATS": repeats, "CAREFUL": raises, **resources(block),
+    }  # fmt: skip
+    tiles = states_tiles(spec, query, key, value, block.rows)
+    for name, states in (("k", key), ("v", value)):
+        tiles[name] = whole_heads(tuple(states.shape), states.stride(), block.keys)
+    programs = min(lines, 256 // block.rows * multiprocessors(query.device))
+    launches.add(causal_kernel(), programs, numbers, tiles)
 
 
 def states_tiles(

@@ -155,7 +155,7 @@ def head_gradients(
             bend, curve = bend * sends, curve * sends
         x = e * (r0 + e * (bend[:, None] + e * curve[:, None]))
     else:
-        x = over_message(e, slope)
+        x = over_message(e, slope[:, None])
     if RECEIVES:
         refined = received(e, x, weight_memory.load(by_key), RECEIVES)
     else:

@@ -1,8 +1,8 @@
 """``short_weak_forward`` for Hopper: a program processes several heads, and the copy engine (TMA) prefetches the next one.
 
-The arithmetic is that of ``short_weak``. Queries, keys and values are single-buffered in shared memory: once the scores
-of a head are computed, the next head's queries and keys are fetched into the same buffers, and its values once the
-output is computed. So there is no second pipeline stage, and several programs share a multiprocessor.
+The arithmetic is that of ``short_weak``. Queries and keys are single-buffered in shared memory: once the scores of a head are
+computed, the next head's are fetched into the same buffers. Its values are fetched with them, into the other of two buffers.
+So two programs share a multiprocessor.
 
 If a row's normaliser is too small for products of weights, which is rare, the program computes its heads again in the log domain.
 """
@@ -26,9 +26,8 @@ from saobp.kernels.hopper.head_tiles import (
     COLUMNS,
     DIM,
     fetch,
-    fetch_head,
     narrow_layout,
-    new_barrier,
+    next_place,
     place,
     product_layout,
     row_sums_of,
@@ -53,6 +52,23 @@ POLYNOMIAL = tl.constexpr(
 WRITTEN = tl.constexpr("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
 """Assembly that waits until the copy engine's stores have reached memory."""
 COARSE_POLYNOMIAL = tl.constexpr(POLYNOMIAL.value.replace("f16x2", "bf16x2"))
+
+
+@gluon.jit
+def barrier_pair():
+    """Barriers that signal the ends of fetches, for every other head each."""
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(barriers.index(0), count=1)
+    mbarrier.init(barriers.index(1), count=1)
+    return barriers
+
+
+@gluon.jit
+def expect_states(q_ready, k_ready, v_ready, half):
+    """Announces the fetch of a head's queries, keys and values."""
+    mbarrier.expect(q_ready.index(half), TILE_BYTES)
+    mbarrier.expect(k_ready.index(half), TILE_BYTES)
+    mbarrier.expect(v_ready.index(half), TILE_BYTES)
 
 
 @gluon.jit
@@ -206,64 +222,66 @@ def short_hopper_forward(
 
     q_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], q_map.layout)
     k_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], k_map.layout)
-    v_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], v_map.layout)
+    v_memory = gl.allocate_shared_memory(KIND, [2, 1, 1, KEYS, DIM], v_map.layout)
     SENT: tl.constexpr = ROWS // 2 if STRONG else ROWS
-    whole_messages = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], tile_layout())
-    messages = whole_messages.slice(0, SENT)
-    factors = gl.allocate_shared_memory(gl.float16, [COLUMNS, SENT], tile_layout()).permute((1, 0))
+    messages = gl.allocate_shared_memory(gl.float16, [SENT, KEYS], tile_layout())
+    factors = gl.allocate_shared_memory(gl.float16, [COLUMNS, SENT], tile_layout(SENT)).permute((1, 0))
     if STRONG:
         factors.store(gl.full([SENT, COLUMNS], 1.0, gl.float16, narrow_layout(WARPS)))
     sums_memory = gl.allocate_shared_memory(gl.float32, [KEYS], plain)
     weight_memory = gl.allocate_shared_memory(KIND, [KEYS], plain)
-    # The output reuses the shared memory of the messages, which are no longer needed.
-    out_memory = whole_messages._reinterpret(KIND, [1, 1, KEYS, DIM], out_map.layout)
+    if STRONG:
+        out_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], out_map.layout)
+    else:  # in place of the messages, which are no longer needed: there is no room for both
+        out_memory = messages._reinterpret(KIND, [1, 1, KEYS, DIM], out_map.layout)
     q = q_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
     k = k_memory._reinterpret(KIND, [KEYS, DIM], tile_layout()).permute((1, 0))
-    v = v_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
     out = out_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
-    q_ready, k_ready, v_ready = new_barrier(), new_barrier(), new_barrier()
+    # One for each fetch: the compiler would separate those that share one by barriers of the whole program.
+    q_ready, k_ready, v_ready = barrier_pair(), barrier_pair(), barrier_pair()
     fence_async_shared()
 
     lowest = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, narrow_layout(WARPS)))
     # Concurrent programs process adjacent heads, whose states are adjacent in memory.
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (lines - first + step - 1) // step
+    batch_step, head_step, _ = place(step, heads, group)
     batch, head, key_head = place(first, heads, group)
-    fetch_head(
-        q_map, k_map, v_map, batch, head, key_head, q_memory, k_memory, v_memory, q_ready, k_ready, v_ready,
-        TILE_BYTES,
-    )  # fmt: skip
+    expect_states(q_ready, k_ready, v_ready, 0)
+    if count > 1:
+        expect_states(q_ready, k_ready, v_ready, 1)
+    tl.debug_barrier()
+    fetch(q_map, batch, head, q_memory, q_ready.index(0))
+    fetch(k_map, batch, key_head, k_memory, k_ready.index(0))
+    fetch(v_map, batch, key_head, v_memory.index(0), v_ready.index(0))
     tl.debug_barrier()
 
     for turn in range(count):
-        phase = turn & 1
-        more = turn + 1 < count
-        batch, head, _ = place(first + turn * step, heads, group)
-        next_batch, next_head, next_key_head = place(first + (turn + 1) * step, heads, group)
-        row_base = (batch.to(gl.int64) * heads + head) * length
-        mask_base = mask_ptr + batch.to(gl.int64) * length
-        message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+        half = turn & 1
+        other = 1 - half
         keys = gl.arange(0, KEYS, by_key)
-        bound = real_or(mask_base, keys, length, float("inf"), float("-inf"), MASKED)
-
         sums = gl.full([KEYS, COLUMNS], 0.0, gl.float32, totals)
         waiting = ()
-        mbarrier.wait(q_ready, phase)
-        mbarrier.wait(k_ready, phase)
+        mbarrier.wait(q_ready.index(half), (turn >> 1) & 1)
+        mbarrier.wait(k_ready.index(half), (turn >> 1) & 1)
         for part in gl.static_range(PARTS):
             nothing = gl.full([ROWS, KEYS], 0.0, gl.float32, scores)
             raw = warpgroup_mma(q.slice(part * ROWS, ROWS), k, nothing, use_acc=False, is_async=True)
+            if part == 0:  # beside the product
+                next_batch, next_head = next_place(batch, head, batch_step, head_step, heads)
+                row_base = (batch.to(gl.int64) * heads + head) * length
+                mask_base = mask_ptr + batch.to(gl.int64) * length
+                message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+                bound = real_or(mask_base, keys, length, float("inf"), float("-inf"), MASKED)
             # Also waits for the previous part's sums. After the barrier messages may be overwritten.
             raw = warpgroup_mma_wait(0, deps=(raw,))
-            if part == 0:
+            if part == 0 and not (STRONG and RECEIVES):
                 tma.store_wait(0)
             tl.debug_barrier()
-            if part == PARTS - 1 and more:
-                mbarrier.expect(q_ready, TILE_BYTES)
-                mbarrier.expect(k_ready, TILE_BYTES)
-                tl.debug_barrier()
-                fetch(q_map, next_batch, next_head, q_memory, q_ready)
-                fetch(k_map, next_batch, next_key_head, k_memory, k_ready)
+            if part == PARTS - 1 and turn + 1 < count:
+                fetch(q_map, next_batch, next_head, q_memory, q_ready.index(other))
+                fetch(k_map, next_batch, next_head // group, k_memory, k_ready.index(other))
+                fetch(v_map, next_batch, next_head // group, v_memory.index(other), v_ready.index(other))
             rows = part * ROWS + gl.arange(0, ROWS, by_row)
             if STRONG:
                 sends = real_or(mask_base, rows, length, 1.0, 0.0, MASKED) if GAPS else 1.0
@@ -275,7 +293,7 @@ def short_hopper_forward(
             else:
                 fine, coarse, high, total = prior_rows(raw, bound, score_scale, KIND, GAPS)
             if part == PARTS - 1:
-                mbarrier.wait(v_ready, phase)
+                mbarrier.wait(v_ready.index(half), (turn >> 1) & 1)
             if SAVES:
                 store_lse(lse_ptr + row_base, rows, length, high, total, GAPS)
             if STRONG:
@@ -290,6 +308,8 @@ def short_hopper_forward(
                     coarse = boosted_rows(coarse, inverse, message)
             if RECEIVES:
                 fence_async_shared()
+                if STRONG and part == PARTS - 1:
+                    tma.store_wait(0)  # after the barrier the output's memory may be overwritten
                 tl.debug_barrier()
                 sums = warpgroup_mma(messages.permute((1, 0)), factors, sums, use_acc=part > 0, is_async=True)
             waiting += (coarse,)
@@ -302,6 +322,7 @@ def short_hopper_forward(
             )  # fmt: skip
             weight_memory.store(weight.to(KIND))
             weight = weight_memory.load(by_key)
+        v = v_memory.index(half)._reinterpret(KIND, [KEYS, DIM], tile_layout())
         for part in gl.static_range(PARTS):
             refined = waiting[part]
             if RECEIVES:
@@ -315,24 +336,25 @@ def short_hopper_forward(
                 seed = head_seed(seed_ptr, row_base, DROPS)
                 refined = gl.where(kept(seed, rows[:, None], keys[None, :], drop_threshold), refined, 0.0)
             out.slice(part * ROWS, ROWS).store(times_values(refined, v, factor).to(KIND))
+        if turn + 2 < count:
+            expect_states(q_ready, k_ready, v_ready, half)
         fence_async_shared()
         tl.debug_barrier()
-        if more:
-            mbarrier.expect(v_ready, TILE_BYTES)
-            tl.debug_barrier()
-            fetch(v_map, next_batch, next_key_head, v_memory, v_ready)
         tma.async_copy_shared_to_global(out_map, [batch, head, 0, 0], out_memory)
+        batch, head = next_batch, next_head
     if CAREFUL:  # noqa: SIM102 - Triton would evaluate both sides of "and"
         if -gl.max(-lowest, 0) < LOWEST:
             gl.inline_asm_elementwise(WRITTEN, "=f,f", [lowest], gl.float32, False, 1)
             for turn in range(count):
-                phase = (count + turn) & 1
+                half = (count + turn) & 1
+                v = v_memory.index(half)._reinterpret(KIND, [KEYS, DIM], tile_layout())
                 batch, head, key_head = place(first + turn * step, heads, group)
                 tma.store_wait(0)
-                fetch_head(
-                    q_map, k_map, v_map, batch, head, key_head, q_memory, k_memory, v_memory, q_ready, k_ready,
-                    v_ready, TILE_BYTES,
-                )  # fmt: skip
+                expect_states(q_ready, k_ready, v_ready, half)
+                tl.debug_barrier()
+                fetch(q_map, batch, head, q_memory, q_ready.index(half))
+                fetch(k_map, batch, key_head, k_memory, k_ready.index(half))
+                fetch(v_map, batch, key_head, v_memory.index(half), v_ready.index(half))
                 row_base = (batch.to(gl.int64) * heads + head) * length
                 mask_base = mask_ptr + batch.to(gl.int64) * length
                 gamma = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)[0]
@@ -341,9 +363,9 @@ def short_hopper_forward(
                 message_sums = gl.load(
                     key_part_ptr + row_base + keys, mask=keys < length, other=float("-inf")
                 )
-                mbarrier.wait(q_ready, phase)
-                mbarrier.wait(k_ready, phase)
-                mbarrier.wait(v_ready, phase)
+                mbarrier.wait(q_ready.index(half), ((count + turn) >> 1) & 1)
+                mbarrier.wait(k_ready.index(half), ((count + turn) >> 1) & 1)
+                mbarrier.wait(v_ready.index(half), ((count + turn) >> 1) & 1)
                 for part in gl.static_range(PARTS):
                     rows = part * ROWS + gl.arange(0, ROWS, by_row)
                     nothing = gl.full([ROWS, KEYS], 0.0, gl.float32, scores)

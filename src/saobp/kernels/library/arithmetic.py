@@ -89,13 +89,21 @@ _OVER_REGISTERS = tl.constexpr("=&f,=&f,=&f,=&f" + ",f" * 8)
 
 @triton.jit
 def over_message(e, slope):
-    """e / (1 - slope e), ``slope`` of a row, for any strength. Four entries share a reciprocal: the range of float32 holds
-    products of four messages."""
+    """e / (1 - slope e), ``slope`` shaped to broadcast, for any strength. Four entries share a reciprocal: the range of
+    float32 holds products of four messages."""
     if INTERPRETED:
-        return e / (1.0 - slope[:, None] * e)
+        return e / (1.0 - slope * e)
     else:
-        operands = [e, tl.broadcast_to(-slope[:, None], e.shape)]
+        operands = [e, tl.broadcast_to(-slope, e.shape)]
         return tl.inline_asm_elementwise(_OVER_MESSAGE, _OVER_REGISTERS, operands, tl.float32, True, 4)
+
+
+@triton.jit
+def divided_by_message(a, message, PRECISE: tl.constexpr):
+    """a / (1 - gamma a)."""
+    if PRECISE == 1:
+        return over_message(a, message[0])
+    return a * inverse_message(a, message, PRECISE)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saobp.kernels.library.arithmetic import INTERPRETED, relative
+from saobp.kernels.library.arithmetic import INTERPRETED, _hardware_log2, relative
 
 
 def _powers(count: int) -> tl.constexpr:
@@ -146,6 +146,16 @@ def short_sums(tile):
         even, odd = _halves(tile)
         tile = multiply_add(even, tl.full([1, 1], 1.0, tile.dtype), odd)
     return sums_by_thread(tile.to(tl.float32))
+
+
+@triton.jit
+def sums_of_logarithms(tile):
+    """Partial row sums ``[rows, 8]`` of the base-2 logarithms of messages. Four entries of a thread share a logarithm: the
+    range of float32 holds products of four messages."""
+    for _ in tl.static_range(2):
+        even, odd = _halves(tile)
+        tile = even * odd
+    return sums_by_thread(_hardware_log2(tile))
 
 
 @triton.jit

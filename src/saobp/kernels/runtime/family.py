@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors, layout, pointers
-from saobp.kernels.dispatch import Family
+from saobp.kernels.dispatch import Family, is_replayed
 from saobp.kernels.library.strength_gradient import strength_gradient
 from saobp.kernels.runtime.custom_op import operator, register_autograd, requires_grad
 from saobp.kernels.runtime.launcher import KernelLaunch, LaunchSequence, cached
@@ -107,7 +107,7 @@ class KernelFamily:
 
     def _run_forward(self, saves: bool, flat: tuple[Any, ...]) -> tuple[Tensor, ...]:
         tensors, numbers, query = flat[:TENSORS], flat[TENSORS:], flat[0]
-        key = (saves, layout(tensors), numbers)
+        key = (saves, layout(tensors), numbers, is_replayed())
         entry = self.plans.get(key) or cached(self.plans, key, self._forward_entry, saves, tensors, numbers)
         plan, shape, strides, specs, scratch = entry
         out = query.new_empty_strided(shape, strides)
@@ -126,7 +126,9 @@ class KernelFamily:
     def _backward(self, grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tensors, saved, numbers = flat[:TENSORS], flat[TENSORS : self.end], flat[self.end :]
         query, out = flat[0], saved[0]
-        key = (grad.stride(), grad.dtype, grad.data_ptr() & 15, out.stride(), layout(tensors), numbers)
+        key = (
+            grad.stride(), grad.dtype, grad.data_ptr() & 15, out.stride(), layout(tensors), numbers, is_replayed()
+        )  # fmt: skip
         entry = self.plans.get(key) or cached(
             self.plans, key, self._backward_entry, tensors, numbers, grad, out
         )

@@ -30,7 +30,7 @@ from saobp.kernels.dispatch import HOPPER, Family, KernelChoice, select_kernels
 from saobp.kernels.library import arithmetic
 
 INTERPRETED = bool(arithmetic.INTERPRETED)
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 MAX_CACHED = 4096
 """Maximum entries of a cache; a full one is cleared."""
 

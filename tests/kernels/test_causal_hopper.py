@@ -1,0 +1,232 @@
+"""The strict causal kernel for Hopper: what the sweeps give, and the specification.
+
+Without such a GPU it runs on a CPU in float16, as ``test_hopper`` has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from call_helpers import clear_plans, spec_of
+from gluon_on_cpu import OnCpu
+from torch import Tensor
+
+import saobp
+from saobp import Refinement
+from saobp.arguments import BoundedStrength
+from saobp.kernels import dispatch
+from saobp.kernels.call_spec import CallSpec
+from saobp.kernels.causal.launch import saved_slices
+from saobp.kernels.dispatch import select_kernels
+from saobp.kernels.fused import FAMILIES
+from saobp.kernels.hopper import causal_forward, causal_tiles, short_forward, whole_map
+from saobp.kernels.hopper import launch as hopper_launch
+from saobp.kernels.library.packed_bf16 import short_log2
+from saobp.kernels.runtime.launcher import LaunchSequence, is_aligned
+from saobp.testing.error_budget import assert_within_budget
+from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+
+GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
+
+pytestmark = pytest.mark.skipif(
+    GPU and torch.cuda.get_device_capability() != (9, 0), reason="another GPU than Hopper"
+)
+
+
+def _both(messages: Any) -> tuple[Any, Any]:
+    return messages.to(tl.float16), messages
+
+
+KERNEL = "causal_hopper_forward"
+ASSEMBLY = {
+    short_forward.WRITTEN.value: lambda lowest: lowest,
+    whole_map.POWERS_F16.value: lambda raw, scale, minus: tl.exp2(raw * scale + minus).to(tl.float16),
+    causal_tiles.MESSAGES.value: lambda x, slope: _both(tl.log2(1.0 + slope * tl.exp2(x))),
+    causal_tiles.WEAK_MESSAGES.value: lambda x, slope, bend: short_log2(
+        tl.exp2(x).to(tl.float16), (None, slope, bend)
+    ),
+    causal_tiles.NOT_LATER.value: lambda raw, keys, rows: tl.where(keys > rows, float("-inf"), raw),
+    causal_tiles.WEIGHTS_F16.value: lambda x: tl.exp2(x).to(tl.float16),
+}
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
+    names: list[str] = []
+    if not GPU:
+        monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
+        kernel = OnCpu(causal_forward.causal_hopper_forward, ASSEMBLY)
+        monkeypatch.setattr(hopper_launch, "causal_kernel", lambda: kernel)
+    add = LaunchSequence.add
+
+    def noted(launches: LaunchSequence, kernel: Any, *rest: Any, **named: str) -> None:
+        names.append(kernel.__name__)
+        add(launches, kernel, *rest, **named)
+
+    monkeypatch.setattr(LaunchSequence, "add", noted)
+    monkeypatch.setattr(dispatch, "CAUSAL_FROM", 0)
+    monkeypatch.setattr(dispatch, "CAUSAL_ENTRIES", 0)
+    clear_plans()
+    return names
+
+
+def states(length: int, **options: Any) -> AttentionInputs:
+    options = {"strength": (0.3, 1.5), "dtype": DTYPE, "device": DEVICE, "seed": length} | options
+    return attention_inputs(options.pop("batch", 1), options.pop("heads", 2), length, 64, **options)
+
+
+def forward(inputs: AttentionInputs, dropout: float, sign: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output, and what is saved for the backward pass."""
+    numbers = (inputs.query.shape[2], 0.125, dropout, sign, 1, 0.0)
+    tensors = (inputs.query, inputs.key, inputs.value)
+    out, saved, *_ = FAMILIES["causal"].forward(
+        *tensors, inputs.strength, inputs.padding_mask, None, torch.tensor(7, device=DEVICE), *numbers
+    )
+    spec = spec_of(inputs.query, inputs.key, inputs.padding_mask, None, *numbers)
+    return out, {name: part.view(saved) for name, part in saved_slices(spec)[0].items()}
+
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({"length": 256, "transposed": True}, {}),
+    "three blocks of three heads": ({"length": 384, "heads": 3, "strength": (0.0, 0.5, 1.0)}, {}),
+    "tail": ({"length": 200, "transposed": True}, {}),
+    "few tokens": ({"length": 129}, {}),
+    "padding": ({"length": 256, "padding": "both", "batch": 2}, {}),
+    "padding and tail": ({"length": 190, "padding": "left", "batch": 2}, {}),
+    "shared key heads": ({"length": 256, "heads": 4, "key_heads": 2, "strength": 0.5}, {}),
+    "dropout": ({"length": 256}, {"dropout": 0.3}),
+    "messages that raise beliefs": ({"length": 200}, {"sign": -1.0}),
+    "strengths of both signs": ({"length": 200, "strength": (-0.7, 0.5)}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_gives_what_three_sweeps_give(
+    name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, options = CALLS[name]
+    options = {"dropout": 0.0, "sign": 1.0} | options
+    inputs = states(**sizes)
+    found, saved = forward(inputs, **options)
+    clear_plans()
+    monkeypatch.setattr(dispatch, "CAUSAL_FROM", 1 << 60)
+    expected, wanted = forward(inputs, **options)
+    assert launched[0] == KERNEL
+    assert launched.count("causal_output") == 1
+    eps = torch.finfo(DTYPE).eps
+    torch.testing.assert_close(found, expected, rtol=4 * eps, atol=4 * eps)
+    for part in ("lse", "message_sums", "belief"):
+        torch.testing.assert_close(saved[part], wanted[part], rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("tokens", [0, 1024])
+def test_rows_of_a_block_do_not_matter(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls by the blocks of longer ones, or all by those of shorter ones."""
+    inputs = states(330, heads=3, strength=(0.1, 0.5, 1.0))
+    expected, _ = forward(inputs, 0.0, 1.0)
+    clear_plans()
+    monkeypatch.setattr(hopper_launch, "CAUSAL_SMALL", tokens)
+    found, _ = forward(inputs, 0.0, 1.0)
+    eps = torch.finfo(DTYPE).eps
+    torch.testing.assert_close(found, expected, rtol=2 * eps, atol=2 * eps)
+
+
+def attend(inputs: AttentionInputs, refinement: Refinement, bound: float | None = None) -> Any:
+    """A function of states and strengths, for ``assert_within_budget``; with a bound none learns."""
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
+        given = strength if bound is None else BoundedStrength(strength.detach(), bound)
+        return saobp.attention(
+            query, key, value, refinement, is_causal=True, padding_mask=inputs.padding_mask, strength=given,
+            backend="fused",
+        )  # fmt: skip
+
+    return fused
+
+
+@pytest.mark.parametrize("factor", ["high", "low"])
+@pytest.mark.parametrize("kind", ["usual", "padded", "sink", "diagonal"])
+def test_output_and_gradients_are_within_the_budget(factor: Any, kind: Any, launched: list[str]) -> None:
+    """Learned strengths, with their gradient; heads with rows that underflow are computed twice."""
+    padded = {"length": 200, "padding": "left"} if kind == "padded" else {"length": 256}
+    inputs = states(**padded, strength=(-0.7, 1.5))
+    if kind in ("sink", "diagonal"):
+        inputs = collapsed_inputs(inputs, 40.0 if GPU else 12.0, kind)
+    refinement = Refinement(factor, "learned")
+    assert_within_budget(attend(inputs, refinement), inputs, refinement, is_causal=True)
+    assert launched.count(KERNEL) == 1
+    assert "causal_output" not in launched
+
+
+@pytest.mark.parametrize("kind", ["usual", "sink", "diagonal"])
+def test_weak_strengths(kind: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass for known weak strengths, by polynomials, from what this kernel saves."""
+    strength = 0.2 if GPU else 0.05
+    if not GPU:
+        monkeypatch.setattr(CallSpec, "precise", 0)
+        monkeypatch.setattr(CallSpec, "may_underflow", False)
+    inputs = states(256, strength=strength, transposed=True)
+    if kind in ("sink", "diagonal"):
+        inputs = collapsed_inputs(inputs, 5.0, kind)
+    refinement = Refinement("high", strength)
+    assert_within_budget(
+        attend(inputs, refinement, strength), inputs, refinement, is_causal=True, frozen=True
+    )
+    assert KERNEL in launched
+
+
+@pytest.mark.parametrize("kind", ["sink", "diagonal"])
+def test_heads_with_rows_that_underflow(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs compute these again."""
+    strong = 5.0 if GPU else 1.5
+    inputs = states(200, heads=5, strength=(strong, 0.01, 0.01, strong, -0.3))
+    inputs = collapsed_inputs(inputs, 90.0 if GPU else 12.0, kind)
+    found, saved = forward(inputs, 0.0, 1.0)
+    clear_plans()
+    monkeypatch.setattr(dispatch, "CAUSAL_FROM", 1 << 60)
+    expected, wanted = forward(inputs, 0.0, 1.0)
+    eps = torch.finfo(DTYPE).eps
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found, expected, rtol=4 * eps, atol=4 * eps)
+    torch.testing.assert_close(saved["belief"], wanted["belief"], rtol=4 * eps, atol=4 * eps)
+
+
+def test_a_sequence_of_padding_gives_zeros() -> None:
+    inputs = states(180, batch=2)
+    mask = torch.ones(2, 180, dtype=torch.bool, device=DEVICE)
+    mask[1] = False
+    out = saobp.attention(
+        inputs.query, inputs.key, inputs.value, Refinement("high", "learned"), is_causal=True,
+        padding_mask=mask, strength=inputs.strength, backend="fused",
+    )  # fmt: skip
+    assert (out[1] == 0).all()
+    assert torch.isfinite(out).all()
+
+
+def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serves(one: Tensor, cu: Tensor | None = None, receives: int = 1, capability: int = 90) -> bool:
+        spec = spec_of(one, one, None, cu, one.shape[2], 1.0, 0.0, 1.0, receives, 0.0)
+        return select_kernels("causal", spec, aligned=is_aligned(one), capability=capability).hopper
+
+    good = torch.zeros(2, 2, 1024, 64, dtype=DTYPE, device=DEVICE)
+    assert serves(good)
+    assert serves(good[:, :, :129])
+    assert serves(good.to(torch.float16))
+    assert not serves(good, receives=0), "rows that receive nothing need no sums"
+    assert not serves(good[:, :, :128]), "short kernels do"
+    assert not serves(good.repeat(1, 1, 2, 1)), "a longer map"
+    assert not serves(good[..., :32]), "another head size"
+    assert not serves(good.float())
+    assert not serves(good[:1], torch.tensor([0, 200, 1024], dtype=torch.int32, device=DEVICE)), "packed"
+    assert not serves(good.repeat(1, 1, 1, 2)[..., 4:68]), "rows that begin elsewhere than at 16 bytes"
+    assert not serves(good, capability=100), "another GPU"
+    monkeypatch.setattr(dispatch, "CAUSAL_FROM", 5)
+    assert not serves(good), "too few heads"
+    monkeypatch.setattr(dispatch, "CAUSAL_FROM", 0)
+    monkeypatch.setattr(dispatch, "CAUSAL_ENTRIES", 1 << 30)
+    assert not serves(good), "too little work"
