@@ -14,6 +14,7 @@ from saobp import Refinement
 from saobp.arguments import BoundedStrength
 from saobp.kernels.call_spec import CallSpec, CallTensors
 from saobp.kernels.dispatch import Call, select
+from saobp.kernels.steps import launch
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
@@ -120,9 +121,11 @@ def test_strengths_known_to_be_weak(
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float16, marks=SLOW_INTERPRETED)], ids=["float32", "float16"]
 )
-def test_logarithms_give_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of rows that underflow, taken by all."""
+@pytest.mark.parametrize("programs", [1024, 2, 1])
+def test_logarithms_give_the_same(dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of rows that underflow, taken by all, in programs of one, two or all blocks of a head."""
     monkeypatch.setattr(CallSpec, "lowest_sum", 1e9)
+    monkeypatch.setattr(launch, "CAREFUL_PROGRAMS", programs)
     clear_plans()
     check(inputs_of(140, 1.0, dtype), Refinement("high", "learned", steps=2))
 

@@ -188,3 +188,23 @@ def any_careful(lowest_ptr, line, blocks, plane, lowest_sum, STEPS: tl.constexpr
     for step in tl.static_range(STEPS):
         careful = tl.maximum(careful, is_careful(lowest_ptr + step * plane, line, blocks, lowest_sum, BLOCKS))
     return careful
+
+
+@triton.jit
+def own_block(blocks, blocks_each, CAREFUL: tl.constexpr):
+    """Number of a program's block among those of all heads, of ``blocks`` each; CAREFUL: of its first of ``blocks_each``."""
+    pid = tl.program_id(0)
+    if CAREFUL:
+        parts = tl.cdiv(blocks, blocks_each)
+        return pid // parts * blocks + pid % parts * blocks_each
+    else:
+        return pid
+
+
+@triton.jit
+def own_blocks(first_block, blocks_each, tokens, SIZE: tl.constexpr, CAREFUL: tl.constexpr):
+    """How many blocks of SIZE tokens a program works on."""
+    if CAREFUL:
+        return tl.minimum(blocks_each, tl.cdiv(tokens, SIZE) - first_block)
+    else:
+        return 1

@@ -23,19 +23,27 @@ from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, 
 from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, lay_out_buffer
 from saobp.kernels.steps import backward, forward, gradients
 
+CAREFUL_PROGRAMS = 512
+"""About the most programs of a CAREFUL sweep. With learned strengths each sweep has one, which mostly finds nothing to do; a program
+that begins and ends takes about a microsecond, and two or three fit on a multiprocessor."""
+
+
+STEP_BLOCKS = {
+    "step_rows": Block(64, 64, 4, 3, 168),
+    "step_messages": Block(64, 64, 4, 3, 128),
+    "step_row_sums": Block(64, 64, 4, 3, 168),
+    "step_key_sums": Block(32, 64, 4, 3, 168),
+    "step_query_gradient": Block(64, 64, 4, 3),
+    "step_key_gradient": Block(64, 64, 4, 3),
+}
+"""Tiles for half types and heads up to 64."""
+
 
 def step_block(spec: CallSpec, sweep: str) -> Block:
     """Tile of a sweep; that of every sweep of a single step where registers are scarce."""
     if spec.dtype == torch.float32 or int(spec.dim) > 64:
         return sweep_block(spec, "row_sums")
-    return {
-        "step_rows": Block(64, 64, 4, 3, 168),
-        "step_messages": Block(64, 64, 4, 3, 128),
-        "step_row_sums": Block(64, 64, 4, 3, 168),
-        "step_key_sums": Block(64, 64, 4, 3, 168),
-        "step_query_gradient": Block(64, 64, 4, 3),
-        "step_key_gradient": Block(64, 64, 4, 3),
-    }[sweep]
+    return STEP_BLOCKS[sweep]
 
 
 def lowest_blocks(spec: CallSpec) -> int:
@@ -132,11 +140,13 @@ def _add_sweep(
     own = numbers | blocks(spec, block, gridded, walked)
     stacks = {name: f"{name}_0" for name in ("anchor", "norm", "lowest", "delta", "sums_grad")}
     ways = [("weight_0", False), ("message_sums_0", True)] if spec.may_underflow else [("weight_0", False)]
+    each = ceil_div(spec.programs(gridded), CAREFUL_PROGRAMS)
+    programs = spec.sequences * spec.heads * ceil_div(own["blocks"], each)
     for key_part, careful in ways:
         launches.add(
             kernel,
-            spec.programs(gridded),
-            own | {"CAREFUL": careful},
+            programs if careful else spec.programs(gridded),
+            own | {"CAREFUL": careful, "blocks_each": each if careful else 1},
             **stacks | {"key_part": key_part} | named,
         )
 
