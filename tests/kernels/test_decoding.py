@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from call_helpers import slow_interpreted
+from gluon_on_cpu import OnCpu
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import saobp
 from saobp.kernels import dispatch
+from saobp.kernels.decoding import hopper_step
+from saobp.kernels.decoding import launch as step_launch
 from saobp.kernels.decoding.launch import decoding_step
 from saobp.kernels.dispatch import Call, step_obstacle
 from saobp.propagation.graph import FactorGraph
@@ -52,19 +57,74 @@ def reference(states: list[Tensor], strength: Tensor, past: Tensor, marks: Tenso
     )  # fmt: skip
 
 
-@needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("keys", "sink"), [(1, 0), (70, 0), (200, 9), (200, 60)])
-def test_a_row_against_a_cache(dtype: torch.dtype, keys: int, sink: float) -> None:
-    states, strength, past = step(dtype, keys, sink=sink)
-    exact = reference([x.double() for x in states], strength.double(), past.double(), None)
-    eager = reference(states, strength, past, None)
-    out, totals = decoding_step(*states, strength, past, None, states[0].shape[-1] ** -0.5, 1.0)
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Programs of the kernel for Hopper, which does steps of half types; without such a GPU, on a CPU."""
+    launched: list[int] = []
+    if not GPU:
+        monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
+        monkeypatch.setattr(step_launch, "_multiprocessors", lambda _: 2)
+        kernel = OnCpu(
+            hopper_step.attend_part_hopper, {hopper_step.BEGIN_NEXT.value: lambda: None}
+        )  # fmt: skip
+        monkeypatch.setattr(step_launch, "hopper_kernel", lambda: kernel)
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("another GPU than Hopper")
+    launch = step_launch._launch
+
+    def noted(kernel: Any, programs: int, *rest: Any) -> Any:
+        if kernel.__name__ == "attend_part_hopper":
+            launched.append(programs)
+        return launch(kernel, programs, *rest)
+
+    monkeypatch.setattr(step_launch, "_launch", noted)
+    monkeypatch.setattr(step_launch, "_launches", {})
+    return launched
+
+
+def check_step(states: list[Tensor], strength: Tensor, past: Tensor, marks: Tensor | None = None) -> None:
+    """Errors of a step are at most twice eager attention's."""
+    exact = reference([x.double() for x in states], strength.double(), past.double(), marks)
+    eager = reference(states, strength, past, marks)
+    out, totals = decoding_step(*states, strength, past, marks, states[0].shape[-1] ** -0.5, 1.0)
     assert (out - exact.output).abs().max() <= 2 * (eager.output - exact.output).abs().max() + 1e-6
     # 1 - gamma a cancels where a row's whole weight is on one key and the strength is large
     assert (totals - exact.messages[0]).abs().max() <= 2 * (
         eager.messages[0] - exact.messages[0]
     ).abs().max() + 2e-4
+
+
+@needs_kernels
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("keys", "sink"), [(1, 0), (70, 0), (300, 9), (300, 60)])
+def test_a_row_on_hopper(hopper: list[int], dim: int, keys: int, sink: float) -> None:
+    dtype = torch.bfloat16 if GPU else torch.float16
+    states, strength, past = step(dtype, keys, dim=dim, sink=sink)
+    check_step(states, strength, past)
+    assert hopper == [4 * min(3, -(-keys // 32))] or GPU
+
+
+@needs_kernels
+def test_hidden_keys_and_padding_rows_on_hopper(hopper: list[int]) -> None:
+    dtype = torch.bfloat16 if GPU else torch.float16
+    states, strength, past = step(dtype, 90, dim=64)
+    marks = torch.ones(2, 90, dtype=torch.int8, device=DEVICE)
+    marks[0, :30] = 0
+    marks[1, 10:] = 0
+    marks[1] *= 2
+    check_step(states, strength, past, marks)
+    out, totals = decoding_step(*states, strength, past, torch.zeros_like(marks), 0.125, 1.0)
+    assert (out == 0).all()
+    assert torch.equal(totals[..., :89], past)
+    assert len(hopper) == 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("keys", "sink"), [(1, 0), (70, 0), (200, 9), (200, 60)])
+def test_a_row_against_a_cache(dtype: torch.dtype, keys: int, sink: float) -> None:
+    states, strength, past = step(dtype, keys, sink=sink)
+    check_step(states, strength, past)
 
 
 @needs_kernels

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saobp.kernels import dispatch
 from saobp.kernels.call_spec import ceil_div, next_power_of_2
 from saobp.kernels.decoding.step import attend_part, finish_row
 from saobp.kernels.runtime.custom_op import operator
-from saobp.kernels.runtime.launcher import INTERPRETED, KernelLaunch, cached
+from saobp.kernels.runtime.launcher import INTERPRETED, KernelLaunch, cached, compute_capability
 
 LINE = 64
 """Rows of sums of messages are this many numbers, or a multiple, apart: kernels rely on 16."""
@@ -32,6 +33,21 @@ class StepBlock(NamedTuple):
 
 HALF, FULL = StepBlock(), StepBlock(32, 4, 1)
 """For half types, the fastest found on an H200, and for float32."""
+HOPPER_STEP = StepBlock(32, 1, 2, 6, 1024)
+"""For half types on Hopper: 32 KiB of shared memory a program."""
+
+
+def hopper_kernel() -> Any:
+    """Imported on first use: other versions of Triton may lack the Gluon API it needs."""
+    from saobp.kernels.decoding.hopper_step import attend_part_hopper
+
+    return attend_part_hopper
+
+
+def has_hopper_step(query: Tensor, group: int) -> bool:
+    """Whether ``attend_part_hopper`` can do a step, with ``group`` query heads for each key head."""
+    fits = query.dtype != torch.float32 and query.shape[3] in (64, 128) and group <= 8
+    return fits and dispatch.has_hopper_kernel(compute_capability(query.device))
 
 
 def decoding_step(
@@ -49,10 +65,10 @@ def decoding_step(
 
 
 def _totals(query: Tensor, keys: int) -> Tensor:
-    """An empty tensor for sums of messages ``[batch, heads, keys]`` with aligned rows."""
+    """An empty tensor for sums of messages ``[batch, heads, keys]`` with aligned rows, which kernels fill up to a vector's end."""
     batch, heads = query.shape[:2]
     line = ceil_div(keys, LINE) * LINE
-    return query.new_empty_strided((batch, heads, keys), (heads * line, line, 1), dtype=torch.float32)
+    return query.new_empty((batch, heads, line), dtype=torch.float32)[..., :keys]
 
 
 def _shapes(
@@ -68,7 +84,9 @@ def _step(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, heads, _, dim = query.shape
     key_heads, keys = key.shape[1:3]
-    block = FULL if query.dtype == torch.float32 else HALF
+    group = heads // key_heads
+    hopper = has_hopper_step(query, group)
+    block = HOPPER_STEP if hopper else FULL if query.dtype == torch.float32 else HALF
     query, key, value = (one if _is_aligned(one) else one.contiguous() for one in (query, key, value))
     past_keys = 0 if past is None else past.shape[-1]
     totals = _totals(query, keys)
@@ -78,27 +96,28 @@ def _step(
         past = _totals(query, past_keys).copy_(past)
     tiles = ceil_div(keys, block.keys)
     lines = batch * key_heads
-    wanted = ceil_div(block.programs * _multiprocessors(query.device), lines)
+    places = block.programs * _multiprocessors(query.device)
+    wanted = places // lines if hopper else ceil_div(places, lines)
     part_tiles = ceil_div(tiles, max(1, min(tiles, wanted)))
     parts = ceil_div(tiles, part_tiles)
-    group = heads // key_heads
     width = max(16, next_power_of_2(dim))
     rows = batch * heads
     numerators_dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
     numerators = query.new_empty(rows * tiles * block.keys, dtype=numerators_dtype)
-    sizes_of_sums = [rows * parts * width, ceil_div(rows * parts, 2) * 4, rows * tiles * 2]
+    sizes_of_sums = [rows * parts * width, rows * parts * 4, rows * tiles]
     sums = query.new_empty(sum(sizes_of_sums), dtype=torch.float32)
-    part_out, part_sums, tile_sums = sums.split(sizes_of_sums)
+    part_out, part_sums, tile_tops = sums.split(sizes_of_sums)
     out = query.new_empty(query.shape)
     blocks = ceil_div(keys, block.finished)
     fixed = {"DIM": dim, "BLOCK_DIM": width, "KEYS": block.keys}
     attend_fixed = {
         **fixed, "GROUP": group, "ROWS": max(16, next_power_of_2(group)), "MASKED": mask is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-        "num_warps": block.warps, "num_stages": block.stages,
+        "num_warps": block.warps, "num_stages": block.stages, "STAGES": block.stages,
     }  # fmt: skip
     finish_fixed = {
-        **fixed, "SIZE": block.finished, "TILES": next_power_of_2(tiles), "PARTS": next_power_of_2(parts), "num_warps": 4
+        **fixed, "SIZE": block.finished, "PARTS": next_power_of_2(parts), "PDL": hopper, "num_warps": 4,
+        **({"launch_pdl": True} if hopper else {}),
     }  # fmt: skip
     sizes = {
         **_eighths("q", query), **_eighths("k", key), **_eighths("v", value),
@@ -111,11 +130,11 @@ def _step(
     if entries.stride(-1) != 1:
         entries = entries.contiguous()
     dtypes = (query.dtype, strength.dtype)
-    _launch(attend_part, lines * parts, sizes, attend_fixed, dtypes, query.device)(
-        query, key, value, entries, past, part_out, part_sums, tile_sums, numerators
-    )
+    _launch(
+        hopper_kernel() if hopper else attend_part, lines * parts, sizes, attend_fixed, dtypes, query.device
+    )(query, key, value, entries, past, part_out, part_sums, tile_tops, numerators)
     _launch(finish_row, rows * (blocks + 1), sizes, finish_fixed, dtypes, query.device)(
-        past, strength.contiguous(), part_out, part_sums, tile_sums, numerators, totals, out
+        past, strength.contiguous(), part_out, part_sums, tile_tops, numerators, totals, out
     )
     return out, totals
 
