@@ -63,7 +63,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launched: list[int] = []
     if not GPU:
         monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
-        monkeypatch.setattr(step_launch, "_multiprocessors", lambda _: 2)
+        monkeypatch.setattr(step_launch, "multiprocessors", lambda _: 2)
         kernel = OnCpu(
             hopper_step.attend_part_hopper, {hopper_step.BEGIN_NEXT.value: lambda: None}
         )  # fmt: skip
@@ -148,6 +148,20 @@ def test_hidden_keys_padding_rows_and_any_layout() -> None:
     assert torch.equal(hidden[1][..., :89], past)
 
 
+@needs_kernels
+@pytest.mark.parametrize("spare", [0, 7])
+def test_sums_are_read_within_their_memory(spare: int) -> None:
+    """Kernels read whole vectors: the caller's sums are copied where the last row's end is missing."""
+    states, strength, past = step(torch.float32, 90)
+    room = torch.zeros(11 * 96 + 89 + spare, device=DEVICE)
+    before = room.as_strided(past.shape, (6 * 96, 96, 1)).copy_(past)
+    assert step_launch._is_readable(before) is (spare == 7)
+    expected = reference(states, strength, past, None)
+    out, totals = decoding_step(*states, strength, before, None, 32**-0.5, 1.0)
+    torch.testing.assert_close(out, expected.output)
+    torch.testing.assert_close(totals, expected.messages[0])
+
+
 @pytest.fixture
 def fused_steps(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """Decoding steps by the kernels, in float32 and on a CPU too, and why a call was none."""
@@ -214,6 +228,7 @@ def test_a_compiled_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "words"),
     [
         ({"query": (2, 4, 3, 16)}, "3 rows are new"),
+        ({"query": (0, 4, 1, 16)}, "nothing to compute"),
         ({"refinement": Refinement("high-listing", 0.2)}, "'high-listing'"),
         ({"refinement": Refinement("high", 0.2, steps=2)}, "several steps"),
         ({"query": (2, 4, 1, 20), "value": (2, 4, 9, 20)}, "head sizes 20"),

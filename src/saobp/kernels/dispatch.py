@@ -234,6 +234,8 @@ def step_obstacle(call: Call) -> str | None:
     query, key, value, dtype, device, refinement = call[:6]
     if not TRITON_FOUND:
         return "Triton is not installed"
+    if 0 in query or 0 in key:
+        return "there is nothing to compute"
     if device != "cuda" and not (INTERPRETED and call.backend == "fused"):
         return f"the tensors are on {device}, not on a CUDA GPU"
     if dtype not in (torch.float16, torch.bfloat16, torch.float32) or (

@@ -2,8 +2,8 @@
 
 Scores are ``[heads, keys]``, with the query heads of a key head in the first 8 of a tensor instruction's 16 rows. Those 8 rows, as
 the instruction leaves them in registers, are the second operand of V^T P^T, so that weights are not exchanged between
-threads and none are computed for rows 8 to 15. Keys and values come by asynchronous copies, STAGES tiles ahead,
-message sums one tile ahead.
+threads and none are computed for rows 8 to 15. Keys and values come by asynchronous copies, STAGES - 1 tiles
+ahead, message sums one tile ahead.
 """
 
 from __future__ import annotations

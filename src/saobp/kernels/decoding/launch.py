@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from saobp.kernels import dispatch
 from saobp.kernels.call_spec import ceil_div, next_power_of_2
-from saobp.kernels.decoding.step import attend_part, finish_row
+from saobp.kernels.decoding.step import VECTOR, attend_part, finish_row
 from saobp.kernels.runtime.custom_op import operator
-from saobp.kernels.runtime.launcher import INTERPRETED, KernelLaunch, cached, compute_capability
+from saobp.kernels.runtime.launcher import KernelLaunch, cached, compute_capability, multiprocessors
 
 LINE = 64
 """Rows of sums of messages are this many numbers, or a multiple, apart: kernels rely on 16."""
@@ -92,11 +91,11 @@ def _step(
     totals = _totals(query, keys)
     if past is None:
         past = totals
-    elif past.stride(2) != 1 or past.stride(1) % 16 or past.stride(0) != heads * past.stride(1):
+    elif not _is_readable(past):
         past = _totals(query, past_keys).copy_(past)
     tiles = ceil_div(keys, block.keys)
     lines = batch * key_heads
-    places = block.programs * _multiprocessors(query.device)
+    places = block.programs * multiprocessors(query.device)
     wanted = places // lines if hopper else ceil_div(places, lines)
     part_tiles = ceil_div(tiles, max(1, min(tiles, wanted)))
     parts = ceil_div(tiles, part_tiles)
@@ -129,20 +128,31 @@ def _step(
     entries = strength if mask is None else mask.view(torch.int8)
     if entries.stride(-1) != 1:
         entries = entries.contiguous()
+    strength = strength.contiguous()  # here, since finish_row reads it before it waits for the first launch
     dtypes = (query.dtype, strength.dtype)
     _launch(
         hopper_kernel() if hopper else attend_part, lines * parts, sizes, attend_fixed, dtypes, query.device
     )(query, key, value, entries, past, part_out, part_sums, tile_tops, numerators)
     _launch(finish_row, rows * (blocks + 1), sizes, finish_fixed, dtypes, query.device)(
-        past, strength.contiguous(), part_out, part_sums, tile_tops, numerators, totals, out
+        past, strength, part_out, part_sums, tile_tops, numerators, totals, out
     )
     return out, totals
 
 
 def _is_aligned(states: Tensor) -> bool:
-    """Whether all strides but the last, which is 1, are multiples of 8."""
+    """Whether all strides but the last, which is 1, are multiples of 8, and the address of 16 bytes, as asynchronous copies need."""
     *others, last = states.stride()
-    return last == 1 and all(one % 8 == 0 for one in others)
+    return last == 1 and states.data_ptr() % 16 == 0 and all(one % 8 == 0 for one in others)
+
+
+def _is_readable(past: Tensor) -> bool:
+    """Whether rows of sums are a multiple of 16 apart, in order, and can be read up to a vector's end, the last one too."""
+    batch, heads, keys = past.shape
+    line = past.stride(1)
+    if past.stride(2) != 1 or line % 16 or past.stride(0) != heads * line:
+        return False
+    end = past.storage_offset() + (batch * heads - 1) * line + ceil_div(keys, VECTOR.value) * VECTOR.value
+    return end * past.itemsize <= past.untyped_storage().nbytes()
 
 
 def _eighths(name: str, states: Tensor) -> dict[str, int]:
@@ -165,11 +175,6 @@ def _launch(
     launch.programs = programs
     launch.numbers = tuple((sizes | fixed)[name] for name in launch.names)
     return launch
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 STEP = operator(

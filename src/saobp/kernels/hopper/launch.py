@@ -1,6 +1,6 @@
 """The launches of the Hopper kernels; ``dispatch.select_kernels`` decides when they are used.
 
-Triton creates their tensor descriptors, four or seven, at every launch, which costs the host 11 microseconds each.
+Triton creates their tensor descriptors, four, seven or eight, at every launch, which costs the host 11 microseconds each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saobp.kernels.call_spec import SHORT, WHOLE, Block, CallSpec, ceil_div, next_power_of_2, resources
-from saobp.kernels.runtime.launcher import INTERPRETED, LaunchSequence, TileDescriptor
+from saobp.kernels.runtime.launcher import LaunchSequence, TileDescriptor, multiprocessors
 
 BLOCK = Block(128, 128, warps=8, stages=1, registers=128)
 """All rows at once in eight warps. Four warps, which take rows in two halves, are as fast, but slower with SAVES or padding."""
@@ -36,10 +36,6 @@ def hopper_backward_kernel() -> Any:
     from saobp.kernels.hopper.short_backward import short_hopper_backward
 
     return short_hopper_backward
-
-
-def multiprocessors(device: torch.device) -> int:
-    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def add_hopper_backward_launch(

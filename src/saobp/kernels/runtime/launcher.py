@@ -181,6 +181,11 @@ def compute_capability(device: torch.device) -> int:
     return target.arch if target.backend == "cuda" else 0
 
 
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def kernels_for(family: Family, spec: CallSpec, *states: Tensor) -> KernelChoice:
     """``dispatch.select_kernels`` for states on their GPU."""
     aligned = all(is_aligned(one) for one in states)
