@@ -8,7 +8,7 @@ import torch
 import saobp
 from saobp import Refinement
 from saobp.kernels.call_spec import CallSpec
-from saobp.kernels.dispatch import Call, KernelChoice, Path, select, select_kernels
+from saobp.kernels.dispatch import Call, KernelChoice, Path, is_replayed, replayed, select, select_kernels
 
 HIGH = Refinement("high", 0.2)
 TWO_STEPS = Refinement("high", 0.2, steps=2)
@@ -187,3 +187,17 @@ def test_kernels_follow_from_the_call(
     assert not unknown.hopper
     assert not unknown.hopper_back
     assert not unknown.copy_engine
+
+
+def test_graphs_of_two_threads_may_overlap() -> None:
+    """The one that began first ends first."""
+    first, second = replayed(), replayed()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert is_replayed()
+    second.__exit__(None, None, None)
+    assert not is_replayed()
+    with pytest.raises(KeyError), replayed():
+        raise KeyError
+    assert not is_replayed()

@@ -54,7 +54,7 @@ def batches(count: int) -> list[Batch]:
 
 
 def test_kernels_are_chosen_for_graphs_where_a_graph_is_made() -> None:
-    """In warm-up and capture, but not in the comparison, nor once graphs are given up."""
+    """In warm-up and capture, but not once graphs are given up."""
     line, chosen = Line(), []
 
     def compute(batch: Batch) -> Tensor:
@@ -69,6 +69,19 @@ def test_kernels_are_chosen_for_graphs_where_a_graph_is_made() -> None:
     for batch in batches(WARMUP_STEPS + 2):
         step(batch)
     assert chosen == [True] * (WARMUP_STEPS + 1) + [False] * 2
+
+
+def test_a_captured_step_is_compared_with_kernels_that_are_launched() -> None:
+    line, chosen = Line(), []
+
+    def eager(batch: Batch) -> Tensor:
+        chosen.append(is_replayed())
+        return line.compute(batch)
+
+    step = GraphedStep(line.compute, line.parameters, print, line.capture, eager=eager)
+    for batch in batches(WARMUP_STEPS + 2):
+        step(batch)
+    assert chosen == [False] * 2
 
 
 def test_every_batch_is_computed_once_and_its_gradients_are_there() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import math
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -295,7 +296,7 @@ host 11 microseconds per launch, and in 44 ``short_weak_forward`` completes fewe
 WHOLE_FROM = 512
 """The same for 129 to 256 tokens; and for fewer tokens inside ``replayed``, where only the GPU's time counts."""
 WHOLE_BACKWARD_FROM = 512
-"""The same for their backward pass, which has eight descriptors. Not with dropout: its masks, made twice, cost more than it saves."""
+"""The same for their backward pass, which has eight descriptors. It has no dropout, whose masks both of its sweeps would make."""
 CAUSAL_FROM, CAUSAL_UP_TO = 128, 1024
 """Minimum heads, about one for each multiprocessor, and maximum tokens of the strict causal kernel for Hopper."""
 CAUSAL_ENTRIES = 1 << 25
@@ -307,25 +308,29 @@ SPLIT_FROM = 1 << 29
 """Minimum entries of all maps for a split over two streams, which doubles the number of launches."""
 
 
-_is_replayed = False
+_replayed = 0
+_replayed_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def replayed() -> Iterator[None]:
     """Calls inside, warm-up and capture alike, are for a CUDA graph, in whose replays the host's time does not count.
 
-    For the whole process: the backward pass runs in a thread of its own.
+    For the whole process, since the backward pass runs in a thread of its own. Calls of other threads meanwhile are as right, but
+    may wait longer for the host.
     """
-    global _is_replayed
-    before, _is_replayed = _is_replayed, True
+    global _replayed
+    with _replayed_lock:
+        _replayed += 1
     try:
         yield
     finally:
-        _is_replayed = before
+        with _replayed_lock:
+            _replayed -= 1
 
 
 def is_replayed() -> bool:
-    return _is_replayed
+    return _replayed > 0
 
 
 class KernelChoice(NamedTuple):
@@ -392,7 +397,7 @@ def select_kernels(
 
 def has_heads(spec: CallSpec, fewest: int) -> bool:
     """Whether a call has enough heads for a Hopper kernel, which the host needs more time for."""
-    return spec.sequences * spec.heads >= (min(fewest, WHOLE_FROM) if _is_replayed else fewest)
+    return spec.sequences * spec.heads >= (min(fewest, WHOLE_FROM) if is_replayed() else fewest)
 
 
 def entries(spec: CallSpec) -> int:

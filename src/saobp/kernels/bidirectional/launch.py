@@ -184,7 +184,7 @@ def plan_backward(
     })  # fmt: skip
     slices = saved_slices(spec)[0] | scratch
     launches = LaunchSequence(query.device, BACKWARD_NAMES, slices)
-    choice = kernels_for("long", spec, query, key, value, grad)
+    choice = kernels_for("long", spec, query, key, value, grad, out)
     numbers = _numbers(spec, query, key, value) | {"part_row": PARTS}
     numbers |= named_strides("d", spec.gradient_strides)
     if choice.hopper_back and not only_values:

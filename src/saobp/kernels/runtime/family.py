@@ -127,7 +127,8 @@ class KernelFamily:
         tensors, saved, numbers = flat[:TENSORS], flat[TENSORS : self.end], flat[self.end :]
         query, out = flat[0], saved[0]
         key = (
-            grad.stride(), grad.dtype, grad.data_ptr() & 15, out.stride(), layout(tensors), numbers, is_replayed()
+            grad.stride(), grad.dtype, grad.data_ptr() & 15, out.stride(), out.data_ptr() & 15, layout(tensors), numbers,
+            is_replayed(),
         )  # fmt: skip
         entry = self.plans.get(key) or cached(
             self.plans, key, self._backward_entry, tensors, numbers, grad, out
