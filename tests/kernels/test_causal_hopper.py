@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from call_helpers import clear_plans, spec_of
+from call_helpers import clear_plans, note_launches, spec_of
 from gluon_on_cpu import OnCpu
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from saobp.kernels.fused import FAMILIES
 from saobp.kernels.hopper import causal_forward, causal_tiles, short_forward, whole_map
 from saobp.kernels.hopper import launch as hopper_launch
 from saobp.kernels.library.packed_bf16 import short_log2
-from saobp.kernels.runtime.launcher import LaunchSequence, is_aligned
+from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
@@ -57,22 +57,13 @@ ASSEMBLY = {
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
-    names: list[str] = []
     if not GPU:
         monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
         kernel = OnCpu(causal_forward.causal_hopper_forward, ASSEMBLY)
         monkeypatch.setattr(hopper_launch, "causal_kernel", lambda: kernel)
-    add = LaunchSequence.add
-
-    def noted(launches: LaunchSequence, kernel: Any, *rest: Any, **named: str) -> None:
-        names.append(kernel.__name__)
-        add(launches, kernel, *rest, **named)
-
-    monkeypatch.setattr(LaunchSequence, "add", noted)
     monkeypatch.setattr(dispatch, "CAUSAL_FROM", 0)
     monkeypatch.setattr(dispatch, "CAUSAL_ENTRIES", 0)
-    clear_plans()
-    return names
+    return note_launches(monkeypatch)
 
 
 def states(length: int, **options: Any) -> AttentionInputs:
@@ -180,9 +171,10 @@ def test_weak_strengths(kind: Any, launched: list[str], monkeypatch: pytest.Monk
     assert KERNEL in launched
 
 
-@pytest.mark.parametrize("kind", ["sink", "diagonal"])
-def test_heads_with_rows_that_underflow(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs compute these again."""
+@pytest.mark.parametrize(("kind", "tokens"), [("sink", 512), ("diagonal", 512), ("sink", 0)])
+def test_heads_with_rows_that_underflow(kind: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs compute these again, also in blocks of longer calls, with two smallest normalisers."""
+    monkeypatch.setattr(hopper_launch, "CAUSAL_SMALL", tokens)
     strong = 5.0 if GPU else 1.5
     inputs = states(200, heads=5, strength=(strong, 0.01, 0.01, strong, -0.3))
     inputs = collapsed_inputs(inputs, 90.0 if GPU else 12.0, kind)

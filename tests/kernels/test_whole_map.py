@@ -117,6 +117,29 @@ def attend(inputs: AttentionInputs, refinement: Refinement, bound: float | None 
     return fused
 
 
+def test_gradients_with_dropout(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweeps go back, however many heads there are, and drop what the forward pass has dropped."""
+    monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_FROM", 0)
+    inputs = states(160, padding="left")
+    numbers = (160, 0.125, 0.3, 1.0, 1, 0.0)
+    seed = torch.tensor(7, device=DEVICE)
+
+    def gradients() -> tuple[Tensor, ...]:
+        leaves = inputs.leaves()
+        out = FAMILIES["long"].forward(*leaves, inputs.padding_mask, None, seed, *numbers)[0]
+        return torch.autograd.grad(out, leaves, inputs.output_gradient)
+
+    found = gradients()
+    assert {"whole_map_forward", "value_gradient"} <= set(launched)
+    assert "whole_map_backward" not in launched
+    clear_plans()
+    monkeypatch.setattr(dispatch, "WHOLE_FROM", 1 << 60)
+    for got, wanted in zip(found, gradients(), strict=True):
+        times = 16 if got.ndim > 1 else 64  # a strength's gradient is what is left of sums over all rows
+        largest = float(wanted.abs().max())
+        torch.testing.assert_close(got, wanted, rtol=0, atol=times * torch.finfo(DTYPE).eps * largest)
+
+
 @pytest.mark.parametrize("factor", ["high", "low", "high-key-bias"])
 @pytest.mark.parametrize("kind", ["usual", "padded", "sink", "diagonal"])
 def test_output_and_gradients_are_within_the_budget(factor: Any, kind: Any, launched: list[str]) -> None:

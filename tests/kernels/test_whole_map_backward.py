@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import clear_plans, spec_of
+from call_helpers import clear_plans, note_launches, spec_of
 from gluon_on_cpu import OnCpu
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.fused import FAMILIES
 from saobp.kernels.hopper import entry_gradients, whole_map_backward
 from saobp.kernels.hopper import launch as hopper_launch
-from saobp.kernels.runtime.launcher import LaunchSequence, is_aligned
+from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
@@ -41,23 +41,14 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that plans were made for; Hopper's serves however few the heads are."""
-    names: list[str] = []
     if not GPU:
         monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
         monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
         kernel = OnCpu(whole_map_backward.whole_map_backward, {})
         monkeypatch.setattr(hopper_launch, "whole_map_backward_kernel", lambda: kernel)
-    add = LaunchSequence.add
-
-    def noted(launches: LaunchSequence, kernel: Any, *rest: Any, **named: str) -> None:
-        names.append(kernel.__name__)
-        add(launches, kernel, *rest, **named)
-
-    monkeypatch.setattr(LaunchSequence, "add", noted)
     monkeypatch.setattr(dispatch, "WHOLE_FROM", 0 if GPU else 1 << 60)
     monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_FROM", 0)
-    clear_plans()
-    return names
+    return note_launches(monkeypatch)
 
 
 def states(length: int, **options: Any) -> AttentionInputs:
