@@ -188,7 +188,7 @@ class CallSpec:
         return self.may_fall_below(self.lowest_sum)
 
     def may_fall_below(self, lowest: float) -> bool:
-        """Whether a row's normaliser can: it is at least e^(-strength length)."""
+        """Whether a row's normaliser can fall below ``lowest``: it is at least e^(-strength length)."""
         if not self.receives:
             return False
         strongest = abs(math.log1p(-self.bound)) if self.bound else math.inf

@@ -17,7 +17,8 @@ from saobp.kernels.hopper.head_tiles import DIM, tile_layout
 KEYS = tl.constexpr(64)
 TILE_BYTES = tl.constexpr(2 * 64 * 64)
 STAGES = tl.constexpr(3)
-"""Tiles of the ring. Every block uses three or more, so what comes STAGES later is at most one block ahead."""
+"""Tiles of the ring. Every block uses three or more, so what comes STAGES later is at most one block ahead; and
+a multiple of three, so every block begins with the ring's first tile, which ``refine_heads`` relies on."""
 
 
 @gluon.jit

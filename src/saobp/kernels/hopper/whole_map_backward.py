@@ -58,7 +58,7 @@ def block_layout(columns, warps):
 
 @gluon.jit
 def anew(number):
-    """The same number, for all that the compiler knows another one: it would keep addresses that follow from it in registers."""
+    """The same number, hidden from the compiler, which would otherwise keep addresses that follow from it in registers."""
     if INTERPRETED:
         return number
     else:
@@ -160,7 +160,7 @@ def fetch_block(maps, batch, head, block, memory, ready):
 
 @gluon.jit
 def store_block(dq_map, batch, head, block, dq_memory):
-    """Starts the way of a block of rows of dQ to memory."""
+    """Starts the store of a block of rows of dQ."""
     tma.async_copy_shared_to_global(dq_map, [batch, head, block * ROWS, 0], dq_memory.index(block & 1))
 
 

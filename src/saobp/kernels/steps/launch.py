@@ -24,7 +24,7 @@ from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, lay_out_
 from saobp.kernels.steps import backward, forward, gradients
 
 CAREFUL_PROGRAMS = 512
-"""About the most programs of a CAREFUL sweep. With learned strengths each sweep has one, which mostly finds nothing to do; a program
+"""Programs of a CAREFUL sweep, about, but at least one for each head. With learned strengths each sweep has one, which mostly finds nothing to do; a program
 that begins and ends takes about a microsecond, and two or three fit on a multiprocessor."""
 
 

@@ -3,8 +3,8 @@
     x = m_0 = 1 - gamma_0 a        y = m_0 m_1 = x - slope weight_0 a        slope = gamma_1 norm_0
     u_0 = a norm_0 weight_0 / x        u_1 = a norm_1 weight_1 x / y        u_0 / m_1 = a norm_0 weight_0 / y
 
-``slope`` is one number per row. Factors of a row or key are applied to sums over it, where both of a product's are not: products of two
-unnormalised weights would underflow. Not for CAREFUL sweeps, whose weights are logarithms.
+``slope`` is one number per row. A factor of a row or key is applied to sums over it, once. Where two weights are multiplied, that is
+so for one of them only: the product of two unnormalised weights would underflow. Not for CAREFUL sweeps, whose weights are logarithms.
 """
 
 from __future__ import annotations
