@@ -19,7 +19,8 @@ import torch
 
 from saobp import Refinement
 from saobp.benchmarking.table import BenchmarkTable
-from saobp.kernels.dispatch import Backend, select
+from saobp.kernels.calls import Backend
+from saobp.kernels.dispatch import select
 from saobp.quickstart.pipeline import QuickstartTexts, prepare, read_prose
 from saobp.runs.machine import machine
 from saobp.training.batches import BatchShard

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from saobp.arguments import BoundedStrength
 from saobp.functional import checked_call
 from saobp.kernels.call_spec import CallSpec, CallTensors
-from saobp.kernels.dispatch import Path, numbers_of, select
+from saobp.kernels.calls import Path
+from saobp.kernels.dispatch import numbers_of, select
 
 if TYPE_CHECKING:
     from saobp.transformers.capture import AttentionCall

@@ -26,7 +26,8 @@ from saobp.arguments import (
     require_tensors,
     under_autocast,
 )
-from saobp.kernels.dispatch import Backend, Call, Path, select
+from saobp.kernels.calls import Backend, Call, Path
+from saobp.kernels.dispatch import select
 from saobp.propagation.cpu_inference import cpu_attention, failed_to_mask, plain_attention
 from saobp.propagation.graph import FactorGraph, in_window
 from saobp.propagation.reference import head_strength, reference_attention, refine_scores

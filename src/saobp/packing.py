@@ -22,7 +22,7 @@ from saobp.arguments import (
     under_autocast,
 )
 from saobp.functional import attention, choose_path, warn_of_leak
-from saobp.kernels.dispatch import Backend, Call
+from saobp.kernels.calls import Backend, Call
 from saobp.refinement import Refinement
 
 

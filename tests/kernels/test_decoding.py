@@ -13,10 +13,11 @@ from transformers import DynamicCache, StaticCache
 
 import saobp
 from saobp.kernels import dispatch
+from saobp.kernels.calls import Call
 from saobp.kernels.decoding import hopper_step
 from saobp.kernels.decoding import launch as step_launch
 from saobp.kernels.decoding.launch import decoding_step
-from saobp.kernels.dispatch import Call, step_obstacle
+from saobp.kernels.dispatch import step_obstacle
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import Attended, reference_attention
 from saobp.refinement import Refinement

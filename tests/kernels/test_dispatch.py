@@ -8,7 +8,8 @@ import torch
 import saobp
 from saobp import Refinement
 from saobp.kernels.call_spec import CallSpec
-from saobp.kernels.dispatch import Call, KernelChoice, Path, is_replayed, replayed, select, select_kernels
+from saobp.kernels.calls import Call, KernelChoice, Path
+from saobp.kernels.dispatch import is_replayed, replayed, select, select_kernels
 
 HIGH = Refinement("high", 0.2)
 TWO_STEPS = Refinement("high", 0.2, steps=2)

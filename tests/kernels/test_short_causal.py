@@ -23,7 +23,7 @@ from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_in
 
 pytest.importorskip("triton")
 
-from saobp.kernels.dispatch import POTTS
+from saobp.kernels.calls import POTTS
 from saobp.kernels.fused import FAMILIES
 
 causal_refined_attention = FAMILIES["causal"].forward

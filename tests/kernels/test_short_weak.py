@@ -19,7 +19,7 @@ from saobp import Refinement
 from saobp.arguments import BoundedStrength
 from saobp.kernels.bidirectional import short_launch
 from saobp.kernels.call_spec import Block, CallSpec
-from saobp.kernels.dispatch import KernelChoice
+from saobp.kernels.calls import KernelChoice
 from saobp.kernels.fused import FAMILIES
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs

@@ -13,7 +13,8 @@ import saobp
 from saobp import Refinement
 from saobp.arguments import BoundedStrength
 from saobp.kernels.call_spec import CallSpec, CallTensors
-from saobp.kernels.dispatch import Call, select
+from saobp.kernels.calls import Call
+from saobp.kernels.dispatch import select
 from saobp.kernels.steps import launch
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import saobp
-from saobp.kernels.dispatch import Path
+from saobp.kernels.calls import Path
 from saobp.sizes import Size
 from saobp.testing.tiny_training import small_tokenizer
 from saobp.training import architectures

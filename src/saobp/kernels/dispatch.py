@@ -8,138 +8,23 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from saobp.kernels.call_spec import SHORT, WHOLE, CallNumbers, CallSpec, all_keys, is_short
-from saobp.propagation.cpu_inference import cpu_obstacle, needs_values_only
+from saobp.kernels.calls import POTTS, Call, Family, KernelChoice, Path
+from saobp.propagation.cpu_inference import cpu_obstacle
 from saobp.refinement import MAX_STRENGTH, Refinement
-
-Backend = Literal["auto", "reference", "fused"]
-Family = Literal[
-    "short", "long", "key bias", "short causal", "causal", "elemmul", "steps", "short steps", "masked"
-]
 
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Both are read once at import: ``torch.compile`` cannot trace such checks."""
-
-POTTS = {
-    "high": (1.0, 1), "low": (-1.0, 1), "high-key-bias": (1.0, 2), "low-key-bias": (-1.0, 2),
-    "high-listing": (1.0, 0), "low-listing": (-1.0, 0),
-}  # fmt: skip
-"""Sign of the strength, and whose messages a row receives: no others' (0), all others' (1), or its own too (2)."""
 
 MAX_STEPS = 4
 """The kernels for several steps hold the beliefs of every step of a tile in registers."""
 
 HALF_MAX_STRENGTH = 8.0
 """Beyond this strength weights and gradients of single entries leave the range of float16."""
-
-
-class Call(NamedTuple):
-    """All that the path of a call depends on, apart from the memory layout of its tensors.
-
-    ``strongest`` bounds the strengths if known without a device sync; ``longest`` is the longest sequence of a packed
-    batch; ``window``: rows see keys less than this many places away; ``values_only``: no gradient, compiler or tracer is
-    involved (used on a CPU only).
-    """
-
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    value: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-    refinement: Refinement
-    is_causal: bool = False
-    dropout_p: float = 0.0
-    scale: float | None = None
-    backend: Backend = "auto"
-    strongest: float | None = None
-    longest: int | None = None
-    has_attn_mask: bool = False
-    has_bias: bool = False
-    window: int | None = None
-    values_only: bool = False
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether rows see different keys for other reasons than padding and causality."""
-        return self.has_attn_mask or (self.window is not None and self.window < self.key[2])
-
-    @classmethod
-    def of(
-        cls, query: Tensor, key: Tensor, value: Tensor, refinement: Refinement, strength: Tensor | None = None,
-        *, bias: Tensor | None = None, backend: Backend = "auto", **options: Any,
-    ) -> Call:  # fmt: skip
-        states = [query, key, value]
-        if strength is not None and not refinement.is_plain:
-            states.append(strength)
-        if bias is not None:
-            states.append(bias)
-        values_only = backend == "auto" and query.device.type == "cpu" and needs_values_only(*states)
-        return cls(
-            query.shape, key.shape, value.shape, query.dtype, query.device.type, refinement, backend=backend,
-            has_bias=bias is not None, values_only=values_only, **options,
-        )  # fmt: skip
-
-
-class Path(NamedTuple):
-    """What computes a call. ``obstacle`` is why not something faster, in words that fit behind 'because'.
-
-    ``kernels`` is set if the layout of the tensors is known, as in ``saobp.explain``.
-    """
-
-    name: Literal["fused", "torch", "cpu inference", "reference"]
-    call: Call
-    family: Family | None = None
-    obstacle: str | None = None
-    kernels: KernelChoice | None = None
-
-    @property
-    def is_fallback(self) -> bool:
-        """Whether a refined call on a GPU falls back to the slower reference."""
-        return self.name == "reference" and self.call.backend == "auto" and self.call.device == "cuda"
-
-    def __str__(self) -> str:
-        who = f"fused {self.family} kernels" if self.name == "fused" else f"{self.name} path"
-        return f"{who}: {self.reason}"
-
-    @property
-    def reason(self) -> str:
-        call = self.call
-        if self.name == "fused":
-            words = (*_sizes(call), _strength(call), *([] if self.kernels is None else [str(self.kernels)]))
-            return ", ".join((*words, *_masks(call)))
-        if self.name == "torch":
-            return "factor 'none' is ordinary attention, which PyTorch has"
-        if self.name == "cpu inference":
-            return "on a CPU where nothing but the values is needed"
-        if call.backend == "reference":
-            return "backend='reference' was asked for"
-        return f"because {self.obstacle}"
-
-
-def _sizes(call: Call) -> tuple[str, ...]:
-    if call.longest is None:
-        tokens = f"{call.query[2]} tokens"
-    else:
-        tokens = f"packed sequences of up to {call.longest} tokens"
-    several = [f"{call.refinement.steps} steps"] if call.refinement.steps > 1 else []
-    return tokens, f"head size {call.query[3]}", str(call.dtype).removeprefix("torch."), *several
-
-
-def _masks(call: Call) -> tuple[str, ...]:
-    window = () if call.window is None or not call.is_masked else (f"sliding window of {call.window}",)
-    return (*window, *(("attn_mask",) if call.has_attn_mask else ()))
-
-
-def _strength(call: Call) -> str:
-    if call.refinement.factor == "elemmul":
-        return "a factor without strength"
-    return "strength not known beforehand" if call.strongest is None else f"strength {call.strongest:g} known"
 
 
 def select(call: Call) -> Path:
@@ -331,32 +216,6 @@ def replayed() -> Iterator[None]:
 
 def is_replayed() -> bool:
     return _replayed > 0
-
-
-class KernelChoice(NamedTuple):
-    """Which kernels of its family a call launches, and how.
-
-    weak:        kernels that refine in bfloat16 by polynomials, for strengths known to be weak
-    careful:     kernels in the log domain, against underflow: alone, or after the weak ones for the heads that need it
-    hopper:      kernels written for Hopper, forward
-    hopper_back: the same backward
-    copy_engine: tiles are fetched by the GPU's copy engine (TMA)
-    split_axis:  axis of ``[batch, heads, ...]`` that is halved over two streams
-    """
-
-    weak: bool = False
-    careful: bool = False
-    hopper: bool = False
-    hopper_back: bool = False
-    copy_engine: bool = False
-    split_axis: int | None = None
-
-    def __str__(self) -> str:
-        """In a few words, for ``saobp.explain``."""
-        words = ["bfloat16 polynomials" if self.weak else "exponentials"]
-        words += ["log domain where rows may underflow"] * self.careful
-        words += ["Hopper kernel"] * (self.hopper or self.hopper_back) + ["copy engine"] * self.copy_engine
-        return ", ".join(words + ["two streams"] * (self.split_axis is not None))
 
 
 def select_kernels(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from saobp.arguments import NEUTRAL_ARGUMENTS, BoundedStrength, under_autocast
 from saobp.functional import attention
-from saobp.kernels.dispatch import Path
+from saobp.kernels.calls import Path
 from saobp.propagation.factors import Similarity, get_factor
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement

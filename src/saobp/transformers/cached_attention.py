@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saobp.kernels.dispatch import POTTS, Call, step_obstacle
+from saobp.kernels.calls import POTTS, Call
+from saobp.kernels.dispatch import step_obstacle
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention, weighted_values
 from saobp.refinement import Refinement

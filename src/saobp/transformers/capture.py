@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from saobp.functional import build_graph
-from saobp.kernels.dispatch import Path
+from saobp.kernels.calls import Path
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement

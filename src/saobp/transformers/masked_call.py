@@ -9,7 +9,8 @@ from torch import Tensor
 
 from saobp.arguments import read_strength, read_window
 from saobp.functional import remembered_nodes
-from saobp.kernels.dispatch import Call, Path, select
+from saobp.kernels.calls import Call, Path
+from saobp.kernels.dispatch import select
 from saobp.refinement import Refinement
 from saobp.transformers.masks import SEEN_BY_PADDING, check_mask, check_users_mask, read_mask
 from saobp.transformers.packed_sequences import are_sequences, same_sequence

@@ -20,8 +20,9 @@ from saobp.kernels.call_spec import (
     resources,
     strides,
 )
+from saobp.kernels.calls import KernelChoice
 from saobp.kernels.causal import backward, forward, row_kernels, weak_backward, weak_forward
-from saobp.kernels.dispatch import KernelChoice, select_kernels
+from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.hopper.launch import add_causal_launch
 from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
 from saobp.kernels.runtime.launcher import (

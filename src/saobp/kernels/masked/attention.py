@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saobp.kernels.dispatch import POTTS
+from saobp.kernels.calls import POTTS
 from saobp.kernels.masked.launch import masked_forward, masked_output
 from saobp.kernels.runtime.custom_op import reject_forward_mode, requires_grad
 from saobp.refinement import Refinement

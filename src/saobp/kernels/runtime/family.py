@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors, layout, pointers
-from saobp.kernels.dispatch import Family, is_replayed
+from saobp.kernels.calls import Family
+from saobp.kernels.dispatch import is_replayed
 from saobp.kernels.library.strength_gradient import strength_gradient
 from saobp.kernels.runtime.custom_op import operator, register_autograd, requires_grad
 from saobp.kernels.runtime.launcher import KernelLaunch, LaunchSequence, cached

@@ -26,7 +26,8 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saobp.kernels.call_spec import CallSpec
-from saobp.kernels.dispatch import HOPPER, Family, KernelChoice, select_kernels
+from saobp.kernels.calls import Family, KernelChoice
+from saobp.kernels.dispatch import HOPPER, select_kernels
 from saobp.kernels.library import arithmetic
 
 INTERPRETED = bool(arithmetic.INTERPRETED)

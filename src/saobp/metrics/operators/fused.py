@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from saobp.kernels.dispatch import POTTS, Call, unsupported
+from saobp.kernels.calls import POTTS, Call
+from saobp.kernels.dispatch import unsupported
 from saobp.metrics.operators.plain import AttentionOperator, PlainOperator, SimilarityOperator
 from saobp.metrics.operators.tiled import Mask, TiledOperator
 from saobp.refinement import Refinement
