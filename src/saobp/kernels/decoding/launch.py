@@ -33,7 +33,7 @@ class StepBlock(NamedTuple):
 HALF, FULL = StepBlock(), StepBlock(32, 4, 1)
 """For half types, the fastest found on an H200, and for float32."""
 HOPPER_STEP = StepBlock(32, 1, 2, 6, 1024)
-"""For half types on Hopper: 32 KiB of shared memory a program."""
+"""For half types on Hopper: 34 KiB of shared memory a program, with heads of 128."""
 
 
 def hopper_kernel() -> Any:
