@@ -134,24 +134,34 @@ def test_a_sum_of_three_is_divided_at_either_plus_sign() -> None:
 
 
 def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
-    for seed, effect in ((42, -0.03), (1, -0.03), (2, -0.03), (6, -0.01), (7, -0.01), (8, -0.01)):
+    for seed in (42, 1, 2, *range(6, 11)):
+        effect = -0.01 if 6 <= seed <= 10 else -0.03
         made_up_run(tmp_path / "runs", "modernbert", "none", seed, 3.0)
         made_up_run(tmp_path / "runs", "modernbert", "gate", seed, 3.0 + effect)
     options = ["arena", str(tmp_path / "runs"), "--out", str(tmp_path), "--fresh"]
-    assert CliRunner().invoke(app, [*options, "6,7,8"]).exit_code == 0
+    assert CliRunner().invoke(app, [*options, "6,7,8,9,10"]).exit_code == 0
     page = (tmp_path / "arena" / "README.md").read_text()
-    settings = settings_of(json.loads((tmp_path / "arena" / "runs.json").read_text()), [(6, 7, 8)])
+    settings = settings_of(json.loads((tmp_path / "arena" / "runs.json").read_text()), [range(6, 11)])
     (axis,) = forest(settings).axes  # of the fresh seeds alone
     numbers, title = (text.get_text() for text in axis.texts)
-    assert numbers == "-1.0 % [-1.0, -1.0], 3 of 3"
-    assert title.endswith("fresh seeds 6, 7, 8")
+    assert numbers == "-1.0 % [-1.0, -1.0], 5 of 5"
+    assert title.endswith("fresh seeds 6, 7, 8, 9, 10")
     first, second = page.split("\n## ")[1:]
-    assert first.splitlines()[0].endswith("fresh seeds 6, 7, 8")
-    assert "| -1.0 % [-1.0, -1.0] | 3 of 3 |" in first
+    assert first.splitlines()[0].endswith("fresh seeds 6, 7, 8, 9, 10")
+    assert "| -1.0 % [-1.0, -1.0] | 5 of 5 |" in first
     assert "| -3.0 % [-3.0, -3.0] | 3 of 3 |" in second
     wrong = CliRunner().invoke(app, [*options, "six"])
     assert wrong.exit_code == 1
     assert "seeds with commas between them" in wrong.output
+
+
+def test_fewer_than_five_fresh_pairs_decide_nothing(tmp_path: Path) -> None:
+    for seed, effect in {6: -0.01, 7: -0.02, 8: -0.01, 9: -0.02, 10: -0.01}.items():
+        for method, loss in (("none", 3.0), ("gate", 3.0 + effect)):
+            made_up_run(tmp_path / "runs", "modernbert", method, seed, loss)
+    for seeds, verdict in (((6, 7, 8, 9), "undecided"), ((6, 7, 8, 9, 10), "gain")):
+        fresh, *_ = settings_of(recorded([tmp_path / "runs"]).values(), [seeds])
+        assert fresh.gains()["gate"].verdict == verdict
 
 
 def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_path: Path) -> None:
@@ -209,7 +219,7 @@ def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_pat
 
 
 def test_the_forest_begins_with_what_is_decided_and_sets_parts_beside_each_other(tmp_path: Path) -> None:
-    for seed, chance in ((11, 0.0), (12, 0.2), (13, 0.5)):
+    for seed, chance in ((11, 0.0), (12, 0.2), (13, 0.5), (14, 0.0), (15, 0.9)):
         fixed = {"masked_share": 0.15, "masked_share_end": None}
         losses = {"none": 3.0, "high:learned": 2.99, "gate": 2.9 - chance, "high:learned+gate": 2.88 - chance}
         for method, loss in losses.items():
@@ -217,7 +227,7 @@ def test_the_forest_begins_with_what_is_decided_and_sets_parts_beside_each_other
             if method != "gate":
                 made_up_run(tmp_path / "other", "modernbert", method, seed, loss, **fixed)
     records = [*recorded([tmp_path / "runs"]).values(), *recorded([tmp_path / "other"]).values()]
-    plot = forest(settings_of(records, [(11, 12, 13)]))
+    plot = forest(settings_of(records, [range(11, 16)]))
     first, second = plot.axes
     assert [label.get_text() for label in first.get_yticklabels()] == [
         "High, learned strengths beside Gated heads",
@@ -225,8 +235,8 @@ def test_the_forest_begins_with_what_is_decided_and_sets_parts_beside_each_other
         "High, learned strengths + Gated heads",
         "Gated heads",
     ]
-    assert first.texts[-1].get_text().endswith("30 to 15 % masked, fresh seeds 11, 12, 13")
-    assert second.texts[-1].get_text().endswith(", 15 % masked, fresh seeds 11, 12, 13")
+    assert first.texts[-1].get_text().endswith("30 to 15 % masked, fresh seeds 11, 12, 13, 14, 15")
+    assert second.texts[-1].get_text().endswith(", 15 % masked, fresh seeds 11, 12, 13, 14, 15")
     plot.draw_without_rendering()
     for axis in plot.axes:  # nothing is written over the edge, and labels do not meet the numbers
         assert all(text.get_window_extent().x1 <= plot.bbox.x1 for text in axis.texts)

@@ -199,7 +199,11 @@ def _scores(setting: Setting, measure: str, title: str) -> str:
     lines = []
     for method in [method for method in (ORIGINAL, *setting.gains()) if method in scores]:
         own = spread(scores[method].values())
-        gain = None if method == ORIGINAL else paired_gain(scores[method], scores.get(ORIGINAL, {}))
+        gain = (
+            None
+            if method == ORIGINAL
+            else paired_gain(scores[method], scores.get(ORIGINAL, {}), least_pairs=setting.least_pairs)
+        )
         verdict = "" if gain is None else verdict_in_words(gain, own)
         lines.append([title_of(method), in_words(own, 2), gain_in_words(gain, 2), verdict])
     return markdown_table(("method", title, "difference [95 % interval]", "verdict"), lines)

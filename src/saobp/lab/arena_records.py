@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from saobp.lab.methods import METHODS
-from saobp.lab.statistics import Gain, paired_gain, spread
+from saobp.lab.statistics import LEAST_PAIRS, Gain, paired_gain, spread
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
 from saobp.runs.layout import RESULT, run_folders
@@ -31,6 +31,8 @@ GLUE = "glue"
 """Subfolder of a run with a folder of the output of ``saobp finetune`` for each task."""
 GLUE_TASKS = ("mnli", "qqp", "sst2", "cola", "qnli", "stsb", "mrpc", "rte")
 """The longest first. Without WNLI, whose validation rows repeat training sentences with the other label."""
+CONFIRMING_PAIRS = 5
+"""Pairs of fresh seeds without which there is no verdict; elsewhere ``LEAST_PAIRS`` do."""
 FREE = (
     "refinement",
     "regularizer",
@@ -65,6 +67,11 @@ class Setting:
         return self.recipe["family"] in DECODERS
 
     @property
+    def least_pairs(self) -> int:
+        """Pairs without which there is no verdict."""
+        return CONFIRMING_PAIRS if self.fresh else LEAST_PAIRS
+
+    @property
     def budget(self) -> tuple[str, str, int, int]:
         """Family, size, length and tokens."""
         family, size, length = (self.recipe[name] for name in ("family", "size", "length"))
@@ -88,7 +95,12 @@ class Setting:
 
     def gain_over(self, method: str, other: str) -> Gain | None:
         """The paired difference of two methods, in per cent of perplexity."""
-        gain = paired_gain(self.losses[method], self.losses[other], higher_is_better=False)
+        gain = paired_gain(
+            self.losses[method],
+            self.losses[other],
+            higher_is_better=False,
+            least_pairs=self.least_pairs,
+        )
         return None if gain is None else in_per_cent(gain)
 
     def differences(self, method: str, other: str = ORIGINAL) -> dict[int, float]:
@@ -138,7 +150,7 @@ def _own_rate(recipe: Mapping[str, Any]) -> str:
         usual = named_recipe(recipe["name"], recipe["family"], recipe["size"])
         own = recipe["strength_rate"] * recipe["learning_rate"]
         times = own / (usual.strength_rate * usual.learning_rate)
-        found = "" if math.isclose(times, 1) else f", rate times {times:g}"
+        found = "" if math.isclose(times, 1) else f", rate times {times:.3g}"
     delay = recipe.get("strength_delay", 0.0)
     return f"{found}, after {delay:.0%} of the steps" if delay else found
 
@@ -192,7 +204,7 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[int]] = ()) -> list[Setting]:
-    """Runs grouped by setting, encoders first, then the latest fresh seeds, then the largest group.
+    """Runs grouped by setting: encoders first, then those with a verdict, the latest fresh seeds, the largest.
 
     A repeated seed counts once. Each sequence of ``fresh`` seeds makes groups of its own: a choice made on
     others is confirmed on them alone.
@@ -211,7 +223,13 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[i
         for measure, score in scores_of(record).items():
             setting.scores.setdefault(measure, {}).setdefault(method, {})[recipe["seed"]] = score
     ordered = sorted(
-        found.values(), key=lambda one: (one[1].is_decoder, -one[0], -sum(map(len, one[1].losses.values())))
+        found.values(),
+        key=lambda one: (
+            one[1].is_decoder,
+            all(gain.verdict == "undecided" for gain in one[1].gains().values()),
+            -one[0],
+            -sum(map(len, one[1].losses.values())),
+        ),
     )
     settings = [setting for _, setting in ordered]
     for setting in settings:

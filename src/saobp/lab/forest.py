@@ -67,7 +67,7 @@ def forest(settings: Sequence[Setting]) -> Figure:
         "difference of held-out perplexity, %, from plain attention (beside another: from that other alone); "
         "left is better\n"
         "point: mean, bar: 95 % interval (arrow: it goes on), ticks: pairs of runs with the same seed; "
-        "grey: the interval holds zero\n"
+        "grey: the interval holds zero, or pairs are too few\n"
         "numbers: mean [95 % interval], pairs in which perplexity is lower",
         fontsize=8.5,
     )

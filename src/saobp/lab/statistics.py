@@ -81,11 +81,15 @@ class Gain:
 
 
 def paired_gain(
-    method: Mapping[int, float], base: Mapping[int, float], *, higher_is_better: bool = True
+    method: Mapping[int, float],
+    base: Mapping[int, float],
+    *,
+    higher_is_better: bool = True,
+    least_pairs: int = LEAST_PAIRS,
 ) -> Gain | None:
     """Compare on common seeds; None if there are none.
 
-    A gain or loss is one whose interval excludes zero. With fewer than three pairs it is inconclusive.
+    A gain or loss is one whose interval excludes zero. With fewer than ``least_pairs`` it is inconclusive.
     """
     seeds = sorted(set(method) & set(base))
     if not seeds:
@@ -97,11 +101,13 @@ def paired_gain(
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # for equal differences
         interval = stats.ttest_rel(own, other).confidence_interval(CONFIDENCE)
     low, high = float(interval.low), float(interval.high)
-    return Gain(mean, low, high, count, _verdict(low, high, count, higher_is_better))
+    return Gain(
+        mean, low, high, count, _verdict(low, high, higher_is_better) if count >= least_pairs else "undecided"
+    )
 
 
-def _verdict(low: float, high: float, pairs: int, higher_is_better: bool) -> Verdict:
-    if not (math.isfinite(low) and math.isfinite(high)) or pairs < LEAST_PAIRS:
+def _verdict(low: float, high: float, higher_is_better: bool) -> Verdict:
+    if not (math.isfinite(low) and math.isfinite(high)):
         return "undecided"
     if low <= 0 <= high:
         return "no gain"
