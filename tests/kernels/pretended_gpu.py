@@ -139,7 +139,7 @@ def _let_hopper_take_few_heads() -> None:
     from saobp.kernels import dispatch
     from saobp.kernels.hopper import launch
 
-    dispatch.HOPPER_FROM = dispatch.WHOLE_FROM = dispatch.WHOLE_BACKWARD_FROM = 0
+    dispatch.HOPPER_FROM = dispatch.WHOLE_FROM = 0
     dispatch.CAUSAL_FROM = dispatch.CAUSAL_ENTRIES = 0
     launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
 

@@ -204,7 +204,7 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[int]] = ()) -> list[Setting]:
-    """Runs grouped by setting: encoders first, then those with a verdict, the latest fresh seeds, the largest.
+    """Runs grouped by setting: encoders first, then verdicts, the latest fresh seeds, the largest group.
 
     A repeated seed counts once. Each sequence of ``fresh`` seeds makes groups of its own: a choice made on
     others is confirmed on them alone.

@@ -50,17 +50,27 @@ from saobp.kernels.library.packed_bf16 import boosted, multiply, multiply_add, p
 
 
 @triton.jit
-def store_value_gradient(
-    block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr, lse_ptr,
-    key_part_ptr, anchor_ptr, power_ptr, delta_ptr, parts_ptr, dv_ptr, sums_grad_ptr, minus_gamma_dc_ptr, q_batch,
-    q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head, d_row,
-    part_row, heads, group, length, low_plane, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1,
-    l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAREFUL: tl.constexpr,
-    TAIL: tl.constexpr, POWER: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+def value_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, parts_ptr, dv_ptr,
+    sums_grad_ptr, minus_gamma_dc_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row, part_row,
+    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
+    keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV of a block of keys and dc, the gradient of their summed messages; if PRECISE is 0 also -gamma dc, rounded."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        return
+    if CHECKED:
+        careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful != (1 if CAREFUL else 0):
+            return
     keys = block * KEYS + tl.arange(0, KEYS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -126,12 +136,12 @@ def store_value_gradient(
 
 
 @triton.jit
-def value_gradient(
+def query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, parts_ptr, dv_ptr,
-    sums_grad_ptr, minus_gamma_dc_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr,
+    dq_ptr, strength_grad_ptr, row_term_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    d_batch, d_head, d_row, part_row,
+    d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
     keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -139,36 +149,14 @@ def value_gradient(
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As ``store_value_gradient``, of the program's block, in heads that are careful if CAREFUL is."""
+    """dQ of a block of rows, t, and E, the gradient of gamma, unless PRECISE is 0."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    if block * KEYS >= tokens:
+    if block * ROWS >= tokens:
         return
     if CHECKED:
         careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful != (1 if CAREFUL else 0):
             return
-    store_value_gradient(
-        block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr,
-        lse_ptr, key_part_ptr, anchor_ptr, power_ptr, delta_ptr, parts_ptr, dv_ptr, sums_grad_ptr,
-        minus_gamma_dc_ptr, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch,
-        g_head, g_row, d_batch, d_head, d_row, part_row, heads, group, length, low_plane, score_scale,
-        drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2, DIM, BLOCK_DIM, ROWS, KEYS, CAREFUL, TAIL, POWER,
-        RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit
-def store_query_gradient(
-    block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr, lse_ptr,
-    key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr, dq_ptr,
-    strength_grad_ptr, row_term_ptr, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    g_batch, g_head, g_row, d_batch, d_head, d_row, heads, group, length, low_plane, scale, score_scale,
-    drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAREFUL: tl.constexpr,
-    TAIL: tl.constexpr, POWER: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dQ of a block of rows, t, and E, the gradient of gamma, unless PRECISE is 0."""
     rows = block * ROWS + tl.arange(0, ROWS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -263,10 +251,9 @@ def store_query_gradient(
 
 
 @triton.jit
-def query_gradient(
+def key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr,
-    dq_ptr, strength_grad_ptr, row_term_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
@@ -276,35 +263,14 @@ def query_gradient(
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As ``store_query_gradient``, of the program's block, in heads that are careful if CAREFUL is."""
+    """dK of a block of keys."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    if block * ROWS >= tokens:
+    if block * KEYS >= tokens:
         return
     if CHECKED:
         careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful != (1 if CAREFUL else 0):
             return
-    store_query_gradient(
-        block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr,
-        lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr,
-        dq_ptr, strength_grad_ptr, row_term_ptr, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head,
-        v_row, g_batch, g_head, g_row, d_batch, d_head, d_row, heads, group, length, low_plane, scale, score_scale,
-        drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2, DIM, BLOCK_DIM, ROWS, KEYS, CAREFUL, TAIL, POWER,
-        RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit
-def store_key_gradient(
-    block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr, lse_ptr,
-    key_part_ptr, anchor_ptr, power_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr, q_batch, q_head, q_row,
-    k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head, d_row, heads, group,
-    length, low_plane, scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAREFUL: tl.constexpr,
-    TAIL: tl.constexpr, POWER: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dK of a block of keys."""
     keys = block * KEYS + tl.arange(0, KEYS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -356,33 +322,3 @@ def store_key_gradient(
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)
     dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)
-
-
-@triton.jit
-def key_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    d_batch, d_head, d_row,
-    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
-    keep_scale, sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
-    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """As ``store_key_gradient``, of the program's block, in heads that are careful if CAREFUL is."""
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    if block * KEYS >= tokens:
-        return
-    if CHECKED:
-        careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
-        if careful != (1 if CAREFUL else 0):
-            return
-    store_key_gradient(
-        block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr,
-        lse_ptr, key_part_ptr, anchor_ptr, power_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr, q_batch,
-        q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head,
-        d_row, heads, group, length, low_plane, scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2,
-        l0, l1, l2, DIM, BLOCK_DIM, ROWS, KEYS, CAREFUL, TAIL, POWER, RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
-    )  # fmt: skip
