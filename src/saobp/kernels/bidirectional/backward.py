@@ -29,8 +29,8 @@ from saobp.kernels.bidirectional.gradient_terms import (
     closeness,
     load_power,
     prior_weights,
+    sender_inverse,
     sender_pair,
-    sender_terms,
 )
 from saobp.kernels.library.arithmetic import (
     drop,
@@ -104,9 +104,9 @@ def value_gradient(
         else:
             anchor = load_anchor(anchor_ptr + row_base, rows, tokens, TAIL, CAREFUL)
             power = load_power(power_ptr + row_base, rows, tokens, TAIL, POWER)
-            u, inverse = sender_terms(a, rows_real[None, :], message, PRECISE, MASKED, CAREFUL)
+            inverse = sender_inverse(a, rows_real[None, :], message, PRECISE, MASKED)
             refined = before_normalising(
-                scores, a if RECEIVES == 2 else u, inverse, anchor[None, :], power[None, :], key_part[:, None],
+                scores, a if RECEIVES == 2 else a * inverse, inverse, anchor[None, :], power[None, :], key_part[:, None],
                 RECEIVES and not LATE_PART, CAREFUL, POWER,
             ).to(KIND)  # fmt: skip
         if PRECISE == 2:
@@ -218,7 +218,8 @@ def query_gradient(
                 row_terms, multiply_add(d_logits, along, multiply(u, gamma_d_own)), ones, PRECISE
             )
         else:
-            u, inverse = sender_terms(a, rows_real, message, PRECISE, MASKED, CAREFUL)
+            inverse = sender_inverse(a, rows_real, message, PRECISE, MASKED)
+            u = a * inverse
             weights = before_normalising(
                 scores, a if RECEIVES == 2 else u, inverse, anchor[:, None], power[:, None], key_part, RECEIVES,
                 CAREFUL, POWER,
@@ -300,7 +301,7 @@ def key_gradient(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows_real,
             score_scale, False, PRECISE,
         )  # fmt: skip
-        u, inverse = sender_terms(a, rows_real, message, PRECISE, MASKED, CAREFUL)
+        inverse = sender_inverse(a, rows_real, message, PRECISE, MASKED)
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
         centred = d_rows - delta[None, :]
@@ -310,6 +311,7 @@ def key_gradient(
             # The same in fewer operations: 1 + gamma u is the inverse message.
             d_scores = a * (inverse * (inverse * key_part * centred - gamma * sums_grad) - row_term[None, :])
         else:
+            u = a * inverse
             d_logits = centred * before_normalising(
                 scores, a if RECEIVES == 2 else u, inverse, anchor[None, :], power[None, :], key_part, RECEIVES,
                 CAREFUL, POWER,

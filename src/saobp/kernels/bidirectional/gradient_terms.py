@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saobp.kernels.bidirectional.forward import sender_ratio
 from saobp.kernels.library.arithmetic import (
     inverse_message,
     load_rows,
@@ -92,20 +91,12 @@ def prior_weights(
 
 
 @triton.jit
-def sender_terms(
-    a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr
-):  # fmt: skip
-    """a / (1 - gamma a) and 1 / (1 - gamma a), which nobody reads if PRECISE is 1 and not CAREFUL.
-
-    Padding rows send no message: a and 1.
-    """
-    if PRECISE == 1 and not CAREFUL:
-        u = sender_ratio(a, rows_real, message, PRECISE, MASKED)
-        return u, u
+def sender_inverse(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
+    """1 / (1 - gamma a); 1 for padding rows, which send no message."""
     inverse = inverse_message(a, message, PRECISE)
     if MASKED:
         inverse = tl.where(rows_real, inverse, 1.0)
-    return a * inverse, inverse
+    return inverse
 
 
 @triton.jit

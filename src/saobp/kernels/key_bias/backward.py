@@ -20,11 +20,11 @@ import triton.language as tl
 
 from saobp.kernels.bidirectional.gradient_terms import prior_weights
 from saobp.kernels.library.arithmetic import (
-    divided_by_message,
     drop,
     drop_scaled,
     head_dropout,
     head_message,
+    inverse_message,
     load_lse,
     load_rows,
     load_vector,
@@ -134,7 +134,7 @@ def sender_query_gradient(
             tl.dot(q, tl.trans(k), input_precision=PRECISION), high[:, None], low[:, None], keys_real,
             score_scale, TAIL or MASKED, PRECISE,
         )  # fmt: skip
-        h = divided_by_message(a, message, PRECISE) * sums_grad
+        h = a * inverse_message(a, message, PRECISE) * sums_grad
         sums += tl.sum(h, 1)
         rounded = h.to(KIND)
         rounded_sums += tl.sum(
@@ -235,7 +235,7 @@ def sender_key_gradient(
         scores, a = prior_weights(
             tl.dot(k, tl.trans(q), input_precision=PRECISION), high[None, :], low[None, :], rows, score_scale, False, PRECISE
         )  # fmt: skip
-        d_scores = a * row_term - divided_by_message(a, message, PRECISE) * sums_grad
+        d_scores = a * (row_term - inverse_message(a, message, PRECISE) * sums_grad)
         changes = tl.dot(d_scores.to(q.dtype), q, changes, input_precision=PRECISION)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     changes = tl.where(keys_real[:, None], changes * (message[0] * scale), 0.0)
