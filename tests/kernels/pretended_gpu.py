@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from reduced_lanes import wrong_reductions
+from unset_registers import disassembled, unset_registers
 
 HOPPER = 90
 
@@ -34,7 +35,9 @@ class _Utilities:
             "max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536
         }  # fmt: skip
 
-    def load_binary(self, name: str, binary: bytes, *_: Any) -> tuple[str, bytes, int, int, int]:  # noqa: ARG002
+    def load_binary(self, name: str, binary: bytes, *_: Any) -> tuple[str, bytes, int, int, int]:
+        if unset := unset_registers(disassembled(binary)):
+            raise AssertionError(f"{name} reads registers that it never wrote: {'; '.join(unset)}")
         return "module", binary, 0, 0, 1024
 
     def unload_module(self, *_: Any) -> None:
@@ -161,6 +164,7 @@ def compile_whole_map(launched: list[Launched]) -> list[str]:
     _let_hopper_take_few_heads()
     return (
         compile_call(launched, "high", torch.bfloat16, 256)
+        + compile_call(launched, "high", torch.bfloat16, 256, learned=True)
         + compile_call(launched, "high-key-bias", torch.bfloat16, 200, learned=True)
         + compile_call(launched, "low", torch.bfloat16, 200, learned=True, **_padded(200))
     )
