@@ -1,4 +1,4 @@
-"""For tests of kernels: CallSpec of tensors, clearing of cached plans, and what is slow without a GPU."""
+"""For tests of kernels: calls, CallSpec of tensors, clearing of cached plans, what is slow without a GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from saobp.arguments import BoundedStrength
 from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors
 from saobp.kernels.dispatch import TRITON_FOUND
+from saobp.refinement import Refinement
+from saobp.testing.error_budget import Operation, operation_of
+from saobp.testing.inputs import AttentionInputs
 
 SLOW_INTERPRETED = () if torch.cuda.is_available() else pytest.mark.slow
 """Marks of a parameter that Triton's interpreter takes long for."""
@@ -19,6 +23,20 @@ SLOW_INTERPRETED = () if torch.cuda.is_available() else pytest.mark.slow
 def slow_interpreted(test: Callable) -> Callable:
     """Marks a test as slow where kernels run in Triton's interpreter."""
     return test if torch.cuda.is_available() else pytest.mark.slow(test)
+
+
+def fused_operation(
+    refinement: Refinement, inputs: AttentionInputs, bound: float | None = None, **options: Any
+) -> Operation:
+    """``operation_of`` by kernels; strengths with a known bound do not learn."""
+    operation = operation_of(refinement, inputs, backend="fused", **options)
+    if bound is None:
+        return operation
+
+    def frozen(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
+        return operation(query, key, value, BoundedStrength(strength.detach(), bound))
+
+    return frozen
 
 
 def spec_of(query: Tensor, key: Tensor, mask: Tensor | None, cu: Tensor | None, *numbers: Any) -> CallSpec:

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from call_helpers import clear_plans, note_launches, spec_of
+from call_helpers import clear_plans, fused_operation, note_launches, spec_of
 from gluon_on_cpu import OnCpu
 from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.arguments import BoundedStrength
 from saobp.kernels import dispatch
 from saobp.kernels.call_spec import CallSpec
 from saobp.kernels.causal.launch import saved_slices
@@ -127,19 +126,6 @@ def test_rows_of_a_block_do_not_matter(tokens: int, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(found, expected, rtol=2 * eps, atol=2 * eps)
 
 
-def attend(inputs: AttentionInputs, refinement: Refinement, bound: float | None = None) -> Any:
-    """A function of states and strengths, for ``assert_within_budget``; with a bound none learns."""
-
-    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        given = strength if bound is None else BoundedStrength(strength.detach(), bound)
-        return saobp.attention(
-            query, key, value, refinement, is_causal=True, padding_mask=inputs.padding_mask, strength=given,
-            backend="fused",
-        )  # fmt: skip
-
-    return fused
-
-
 @pytest.mark.parametrize("factor", ["high", "low"])
 @pytest.mark.parametrize("kind", ["usual", "padded", "sink", "diagonal"])
 def test_output_and_gradients_are_within_the_budget(factor: Any, kind: Any, launched: list[str]) -> None:
@@ -149,7 +135,9 @@ def test_output_and_gradients_are_within_the_budget(factor: Any, kind: Any, laun
     if kind in ("sink", "diagonal"):
         inputs = collapsed_inputs(inputs, 40.0 if GPU else 12.0, kind)
     refinement = Refinement(factor, "learned")
-    assert_within_budget(attend(inputs, refinement), inputs, refinement, is_causal=True)
+    assert_within_budget(
+        fused_operation(refinement, inputs, is_causal=True), inputs, refinement, is_causal=True
+    )
     assert launched.count(KERNEL) == 1
     assert "causal_output" not in launched
 
@@ -166,7 +154,11 @@ def test_weak_strengths(kind: Any, launched: list[str], monkeypatch: pytest.Monk
         inputs = collapsed_inputs(inputs, 5.0, kind)
     refinement = Refinement("high", strength)
     assert_within_budget(
-        attend(inputs, refinement, strength), inputs, refinement, is_causal=True, frozen=True
+        fused_operation(refinement, inputs, strength, is_causal=True),
+        inputs,
+        refinement,
+        is_causal=True,
+        frozen=True,
     )
     assert KERNEL in launched
 

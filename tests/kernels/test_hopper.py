@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from call_helpers import clear_plans, note_launches, spec_of
+from call_helpers import clear_plans, fused_operation, note_launches, spec_of
 from gluon_on_cpu import Barrier, OnCpu
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 import saobp
 from saobp import Refinement
-from saobp.arguments import BoundedStrength
 from saobp.kernels import dispatch
 from saobp.kernels.bidirectional import short
 from saobp.kernels.call_spec import CallSpec
@@ -131,14 +130,7 @@ def test_output_and_gradients_are_within_the_budget(factor: str, kind: Any, laun
     if kind in ("sink", "diagonal"):
         inputs = collapsed_inputs(inputs, 5.0, kind)
     refinement = Refinement(factor, STRENGTH)
-
-    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        return saobp.attention(
-            query, key, value, refinement, padding_mask=inputs.padding_mask,
-            strength=BoundedStrength(strength.detach(), STRENGTH), backend="fused",
-        )  # fmt: skip
-
-    assert_within_budget(fused, inputs, refinement, frozen=True)
+    assert_within_budget(fused_operation(refinement, inputs, STRENGTH), inputs, refinement, frozen=True)
     assert "short_hopper_forward" in launched
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import clear_plans, note_launches
+from call_helpers import clear_plans, fused_operation, note_launches
 from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.arguments import BoundedStrength
 from saobp.kernels.bidirectional import short_launch
 from saobp.kernels.call_spec import Block, CallSpec
 from saobp.kernels.calls import KernelChoice
@@ -45,14 +44,7 @@ def _weak_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(inputs: AttentionInputs, factor: str = "high") -> None:
     refinement = Refinement(factor, STRENGTH)
-
-    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        return saobp.attention(
-            query, key, value, refinement, padding_mask=inputs.padding_mask,
-            strength=BoundedStrength(strength.detach(), STRENGTH), backend="fused",
-        )  # fmt: skip
-
-    assert_within_budget(fused, inputs, refinement, frozen=True)
+    assert_within_budget(fused_operation(refinement, inputs, STRENGTH), inputs, refinement, frozen=True)
 
 
 def states(length: int, **options: Any) -> AttentionInputs:

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from call_helpers import SLOW_INTERPRETED, clear_plans, slow_interpreted, spec_of
+from call_helpers import SLOW_INTERPRETED, clear_plans, fused_operation, slow_interpreted, spec_of
 from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.arguments import BoundedStrength
 from saobp.kernels.call_spec import CallSpec, CallTensors
 from saobp.kernels.calls import Call
 from saobp.kernels.dispatch import select
@@ -29,13 +28,7 @@ HALF = DTYPES[-1]
 
 def check(inputs: AttentionInputs, refinement: Refinement, strongest: float | None = None) -> None:
     """Strengths of a known bound are frozen."""
-
-    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        given = strength if strongest is None else BoundedStrength(strength.detach(), strongest)
-        return saobp.attention(
-            query, key, value, refinement, padding_mask=inputs.padding_mask, strength=given, backend="fused"
-        )
-
+    fused = fused_operation(refinement, inputs, strongest)
     assert_within_budget(fused, inputs, refinement, frozen=strongest is not None)
 
 

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from call_helpers import clear_plans, note_launches, spec_of
+from call_helpers import clear_plans, fused_operation, note_launches, spec_of
 from gluon_on_cpu import OnCpu
 from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.arguments import BoundedStrength
 from saobp.kernels import dispatch
 from saobp.kernels.bidirectional.launch import run_sums, saved_slices
 from saobp.kernels.call_spec import CallSpec
@@ -105,18 +104,6 @@ def test_it_gives_what_three_sweeps_give(
         torch.testing.assert_close(saved[part], wanted[part], rtol=4 * eps, atol=4 * eps)
 
 
-def attend(inputs: AttentionInputs, refinement: Refinement, bound: float | None = None) -> Any:
-    """A function of states and strengths, for ``assert_within_budget``; with a bound none learns."""
-
-    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        given = strength if bound is None else BoundedStrength(strength.detach(), bound)
-        return saobp.attention(
-            query, key, value, refinement, padding_mask=inputs.padding_mask, strength=given, backend="fused"
-        )
-
-    return fused
-
-
 def test_gradients_with_dropout(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweeps of the backward pass drop what the forward pass has dropped."""
     inputs = states(160, padding="left")
@@ -148,7 +135,7 @@ def test_output_and_gradients_are_within_the_budget(factor: Any, kind: Any, laun
     if kind in ("sink", "diagonal"):
         inputs = collapsed_inputs(inputs, 40.0 if GPU else 3.0, kind)
     refinement = Refinement(factor, "learned")
-    assert_within_budget(attend(inputs, refinement), inputs, refinement)
+    assert_within_budget(fused_operation(refinement, inputs), inputs, refinement)
     assert {"whole_map_forward", "careful_output", "value_gradient"} <= set(launched)
     assert "refined_output" not in launched
 
@@ -165,7 +152,7 @@ def test_weak_strengths(factor: Any, kind: Any, launched: list[str], monkeypatch
     if kind in ("sink", "diagonal"):
         inputs = collapsed_inputs(inputs, 5.0, kind)
     refinement = Refinement(factor, strength)
-    assert_within_budget(attend(inputs, refinement, strength), inputs, refinement, frozen=True)
+    assert_within_budget(fused_operation(refinement, inputs, strength), inputs, refinement, frozen=True)
     assert "whole_map_forward" in launched
 
 
@@ -189,7 +176,7 @@ def test_padding_of_the_whole_first_half(launched: list[str]) -> None:
     inputs.query[..., 0], inputs.key[..., 0] = 32.0, -64.0
     inputs = replace(inputs, padding_mask=mask)
     refinement = Refinement("high", "learned")
-    assert_within_budget(attend(inputs, refinement), inputs, refinement)
+    assert_within_budget(fused_operation(refinement, inputs), inputs, refinement)
     assert "whole_map_forward" in launched
 
 
