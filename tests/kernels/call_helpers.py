@@ -44,6 +44,28 @@ def spec_of(query: Tensor, key: Tensor, mask: Tensor | None, cu: Tensor | None, 
     return CallSpec.of(CallTensors(query, key, query, query, mask, cu), CallNumbers(*numbers))
 
 
+def forward_and_saved(
+    family: str,
+    slices: Callable[[CallSpec], tuple[dict[str, Any], int]],
+    inputs: AttentionInputs,
+    *,
+    dropout: float = 0.0,
+    sign: float = 1.0,
+    receives: int = 1,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output of a family's kernels, and by name the ``slices`` of what they save for the backward pass."""
+    from saobp.kernels.fused import FAMILIES
+
+    query, mask = inputs.query, inputs.padding_mask
+    numbers = (query.shape[2], query.shape[3] ** -0.5, dropout, sign, receives, 0.0)
+    seed = torch.tensor(7, device=query.device)
+    out, saved, *_ = FAMILIES[family].forward(
+        query, inputs.key, inputs.value, inputs.strength, mask, None, seed, *numbers
+    )
+    spec = spec_of(query, inputs.key, mask, None, *numbers)
+    return out, {name: part.view(saved) for name, part in slices(spec)[0].items()}
+
+
 def note_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that plans are made for from now on."""
     from saobp.kernels.runtime.launcher import LaunchSequence

@@ -5,12 +5,13 @@ Without such a GPU it runs on a CPU in float16, as ``test_hopper`` has it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
-from call_helpers import clear_plans, fused_operation, note_launches, spec_of
+from call_helpers import clear_plans, forward_and_saved, fused_operation, note_launches, spec_of
 from gluon_on_cpu import OnCpu
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from saobp.kernels import dispatch
 from saobp.kernels.call_spec import CallSpec
 from saobp.kernels.causal.launch import saved_slices
 from saobp.kernels.dispatch import select_kernels
-from saobp.kernels.fused import FAMILIES
 from saobp.kernels.hopper import causal_forward, causal_tiles, short_forward, whole_map
 from saobp.kernels.hopper import launch as hopper_launch
 from saobp.kernels.library.packed_bf16 import short_log2
@@ -70,15 +70,7 @@ def states(length: int, **options: Any) -> AttentionInputs:
     return attention_inputs(options.pop("batch", 1), options.pop("heads", 2), length, 64, **options)
 
 
-def forward(inputs: AttentionInputs, dropout: float, sign: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output, and what is saved for the backward pass."""
-    numbers = (inputs.query.shape[2], 0.125, dropout, sign, 1, 0.0)
-    tensors = (inputs.query, inputs.key, inputs.value)
-    out, saved, *_ = FAMILIES["causal"].forward(
-        *tensors, inputs.strength, inputs.padding_mask, None, torch.tensor(7, device=DEVICE), *numbers
-    )
-    spec = spec_of(inputs.query, inputs.key, inputs.padding_mask, None, *numbers)
-    return out, {name: part.view(saved) for name, part in saved_slices(spec)[0].items()}
+forward = partial(forward_and_saved, "causal", saved_slices)
 
 
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -100,7 +92,6 @@ def test_it_gives_what_three_sweeps_give(
     name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, options = CALLS[name]
-    options = {"dropout": 0.0, "sign": 1.0} | options
     inputs = states(**sizes)
     found, saved = forward(inputs, **options)
     clear_plans()
@@ -118,10 +109,10 @@ def test_it_gives_what_three_sweeps_give(
 def test_rows_of_a_block_do_not_matter(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All calls by the blocks of longer ones, or all by those of shorter ones."""
     inputs = states(330, heads=3, strength=(0.1, 0.5, 1.0))
-    expected, _ = forward(inputs, 0.0, 1.0)
+    expected, _ = forward(inputs)
     clear_plans()
     monkeypatch.setattr(hopper_launch, "CAUSAL_SMALL", tokens)
-    found, _ = forward(inputs, 0.0, 1.0)
+    found, _ = forward(inputs)
     eps = torch.finfo(DTYPE).eps
     torch.testing.assert_close(found, expected, rtol=2 * eps, atol=2 * eps)
 
@@ -170,10 +161,10 @@ def test_heads_with_rows_that_underflow(kind: Any, tokens: int, monkeypatch: pyt
     strong = 5.0 if GPU else 1.5
     inputs = states(200, heads=5, strength=(strong, 0.01, 0.01, strong, -0.3))
     inputs = collapsed_inputs(inputs, 90.0 if GPU else 12.0, kind)
-    found, saved = forward(inputs, 0.0, 1.0)
+    found, saved = forward(inputs)
     clear_plans()
     monkeypatch.setattr(dispatch, "CAUSAL_FROM", 1 << 60)
-    expected, wanted = forward(inputs, 0.0, 1.0)
+    expected, wanted = forward(inputs)
     eps = torch.finfo(DTYPE).eps
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found, expected, rtol=4 * eps, atol=4 * eps)

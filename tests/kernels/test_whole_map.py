@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
-from call_helpers import clear_plans, fused_operation, note_launches, spec_of
+from call_helpers import clear_plans, forward_and_saved, fused_operation, note_launches, spec_of
 from gluon_on_cpu import OnCpu
 from torch import Tensor
 
@@ -61,15 +62,7 @@ def states(length: int, **options: Any) -> AttentionInputs:
     return attention_inputs(options.pop("batch", 1), options.pop("heads", 2), length, 64, **options)
 
 
-def forward(inputs: AttentionInputs, dropout: float, receives: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output, and what is saved for the backward pass."""
-    numbers = (inputs.query.shape[2], 0.125, dropout, 1.0, receives, 0.0)
-    tensors = (inputs.query, inputs.key, inputs.value)
-    out, saved, *_ = FAMILIES["long"].forward(
-        *tensors, inputs.strength, inputs.padding_mask, None, torch.tensor(7, device=DEVICE), *numbers
-    )
-    spec = spec_of(inputs.query, inputs.key, inputs.padding_mask, None, *numbers)
-    return out, {name: part.view(saved) for name, part in saved_slices(spec)[0].items()}
+forward = partial(forward_and_saved, "long", saved_slices)
 
 
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -90,7 +83,6 @@ def test_it_gives_what_three_sweeps_give(
     name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, options = CALLS[name]
-    options = {"dropout": 0.0, "receives": 1} | options
     inputs = states(**sizes)
     found, saved = forward(inputs, **options)
     clear_plans()
@@ -212,7 +204,7 @@ def test_blocks_that_are_looked_at_together_do_not_matter(
     for blocks in (1, 2, 8):
         monkeypatch.setattr("saobp.kernels.bidirectional.launch.CHECKED_BLOCKS", blocks)
         clear_plans()
-        out, saved = forward(inputs, dropout=0.0, receives=1)
+        out, saved = forward(inputs)
         found.append((out, saved["inverse"]))
         lowest = saved["lowest"]
     below = spec_of(inputs.query, inputs.key, None, None, 256, 0.125, 0.0, 1.0, 1, 0.0).lowest_sum
