@@ -50,27 +50,21 @@ from saobp.kernels.library.packed_bf16 import boosted, multiply, multiply_add, p
 
 
 @triton.jit
-def value_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, parts_ptr, dv_ptr,
-    sums_grad_ptr, minus_gamma_dc_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    d_batch, d_head, d_row, part_row,
-    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
-    keep_scale, sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
-    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+def store_value_gradient(
+    block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr, lse_ptr,
+    key_part_ptr, anchor_ptr, power_ptr, delta_ptr, parts_ptr, dv_ptr, sums_grad_ptr, minus_gamma_dc_ptr, q_batch,
+    q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head, d_row,
+    part_row, heads, group, length, low_plane, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1,
+    l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAREFUL: tl.constexpr,
+    TAIL: tl.constexpr, POWER: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dV of a block of keys and dc, the gradient of their summed messages; if PRECISE is 0 also -gamma dc, rounded."""
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    if block * KEYS >= tokens:
-        return
-    if CHECKED:
-        careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
-        if careful != (1 if CAREFUL else 0):
-            return
+    """dV of a block of keys and dc, the gradient of their summed messages; if PRECISE is 0 also -gamma dc, rounded.
+
+    D comes as ``delta`` if PRECISE is 2 or CAREFUL, else in half-type ``parts``: with a further product of the tensor cores
+    ptxas 12.8 computed an operand's address in ``careful_gradients`` from a register that nothing had set.
+    """
     keys = block * KEYS + tl.arange(0, KEYS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -109,9 +103,9 @@ def value_gradient(
                 scores, a if RECEIVES == 2 else a * inverse, inverse, anchor[None, :], power[None, :], key_part[:, None],
                 RECEIVES and not LATE_PART, CAREFUL, POWER,
             ).to(KIND)  # fmt: skip
-        if PRECISE == 2:
+        if PRECISE == 2 or CAREFUL:
             delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, TAIL)
-            own += tl.sum(refined * delta[None, :], 1)[:, None] * 0.0625
+            own += tl.sum(refined.to(tl.float32) * delta[None, :], 1)[:, None] * 0.0625
         else:
             parts = load_rows(parts_ptr + row_base * part_row, start, tokens, part_row, ROWS, 16, 16, TAIL)
             own = tl.dot(refined, parts, own)
@@ -136,12 +130,12 @@ def value_gradient(
 
 
 @triton.jit
-def query_gradient(
+def value_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr,
-    dq_ptr, strength_grad_ptr, row_term_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, parts_ptr, dv_ptr,
+    sums_grad_ptr, minus_gamma_dc_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    d_batch, d_head, d_row,
+    d_batch, d_head, d_row, part_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
     keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -149,14 +143,36 @@ def query_gradient(
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of rows, t, and E, the gradient of gamma, unless PRECISE is 0."""
+    """As ``store_value_gradient``, of the program's block, in heads that are careful if CAREFUL is."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    if block * ROWS >= tokens:
+    if block * KEYS >= tokens:
         return
     if CHECKED:
         careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful != (1 if CAREFUL else 0):
             return
+    store_value_gradient(
+        block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr,
+        lse_ptr, key_part_ptr, anchor_ptr, power_ptr, delta_ptr, parts_ptr, dv_ptr, sums_grad_ptr,
+        minus_gamma_dc_ptr, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch,
+        g_head, g_row, d_batch, d_head, d_row, part_row, heads, group, length, low_plane, score_scale,
+        drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2, DIM, BLOCK_DIM, ROWS, KEYS, CAREFUL, TAIL, POWER,
+        RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_query_gradient(
+    block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr, lse_ptr,
+    key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr, dq_ptr,
+    strength_grad_ptr, row_term_ptr, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    g_batch, g_head, g_row, d_batch, d_head, d_row, heads, group, length, low_plane, scale, score_scale,
+    drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAREFUL: tl.constexpr,
+    TAIL: tl.constexpr, POWER: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of a block of rows, t, and E, the gradient of gamma, unless PRECISE is 0."""
     rows = block * ROWS + tl.arange(0, ROWS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -252,9 +268,10 @@ def query_gradient(
 
 
 @triton.jit
-def key_gradient(
+def query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
-    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr,
+    dq_ptr, strength_grad_ptr, row_term_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     d_batch, d_head, d_row,
     heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
@@ -264,14 +281,35 @@ def key_gradient(
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK of a block of keys."""
+    """As ``store_query_gradient``, of the program's block, in heads that are careful if CAREFUL is."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    if block * KEYS >= tokens:
+    if block * ROWS >= tokens:
         return
     if CHECKED:
         careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
         if careful != (1 if CAREFUL else 0):
             return
+    store_query_gradient(
+        block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr,
+        lse_ptr, key_part_ptr, anchor_ptr, inverse_ptr, power_ptr, delta_ptr, sums_grad_ptr, minus_gamma_dc_ptr,
+        dq_ptr, strength_grad_ptr, row_term_ptr, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head,
+        v_row, g_batch, g_head, g_row, d_batch, d_head, d_row, heads, group, length, low_plane, scale, score_scale,
+        drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2, DIM, BLOCK_DIM, ROWS, KEYS, CAREFUL, TAIL, POWER,
+        RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_key_gradient(
+    block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr, lse_ptr,
+    key_part_ptr, anchor_ptr, power_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr, q_batch, q_head, q_row,
+    k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head, d_row, heads, group,
+    length, low_plane, scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAREFUL: tl.constexpr,
+    TAIL: tl.constexpr, POWER: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK of a block of keys."""
     keys = block * KEYS + tl.arange(0, KEYS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -324,3 +362,33 @@ def key_gradient(
     dk = tl.where(keys_real[:, None], dk * scale, 0.0)
     dk_base = states_base(dk_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dk_base, block * KEYS, tokens, d_row, dk, KEYS, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def key_gradient(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
+    lse_ptr, key_part_ptr, anchor_ptr, power_ptr, lowest_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    d_batch, d_head, d_row,
+    heads, group, length, blocks, lowest_blocks, low_plane, scale, score_scale, lowest_sum, drop_threshold,
+    keep_scale, sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    LOWEST_BLOCKS: tl.constexpr, CHECKED: tl.constexpr, CAREFUL: tl.constexpr, TAIL: tl.constexpr, POWER: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As ``store_key_gradient``, of the program's block, in heads that are careful if CAREFUL is."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        return
+    if CHECKED:
+        careful = is_careful(lowest_ptr, tl.program_id(0) // blocks, lowest_blocks, lowest_sum, LOWEST_BLOCKS)
+        if careful != (1 if CAREFUL else 0):
+            return
+    store_key_gradient(
+        block, batch, head, first, tokens, q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, seed_ptr, strength_ptr,
+        lse_ptr, key_part_ptr, anchor_ptr, power_ptr, delta_ptr, sums_grad_ptr, row_term_ptr, dk_ptr, q_batch,
+        q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, d_batch, d_head,
+        d_row, heads, group, length, low_plane, scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2,
+        l0, l1, l2, DIM, BLOCK_DIM, ROWS, KEYS, CAREFUL, TAIL, POWER, RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
+    )  # fmt: skip

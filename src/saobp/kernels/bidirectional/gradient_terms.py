@@ -43,17 +43,15 @@ def row_products(
 
 
 @triton.jit
-def scaled_gradients(
-    grad_ptr, out_ptr, cu_ptr, inverse_ptr, scaled_ptr, delta_ptr, parts_ptr, power_ptr,
-    g_batch, g_head, g_row, o_batch, o_head, o_row, s_batch, s_head, s_row, part_row, heads, length, blocks,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
-    POWER: tl.constexpr, PRECISE: tl.constexpr,
+def store_scaled_gradients(
+    block, batch, head, first, tokens, grad_ptr, out_ptr, inverse_ptr, scaled_ptr, delta_ptr, parts_ptr, power_ptr,
+    g_batch, g_head, g_row, o_batch, o_head, o_row, s_batch, s_head, s_row, part_row, heads, length,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, POWER: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """dO over the row's normaliser, and D of that; for half types D also as a sum of two ``parts`` ``[rows, 16]``.
 
     POWER: float16 lacks range for large inverses, so a power of two is split off and applied to the weights.
     """
-    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
     g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
     o_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
@@ -77,6 +75,22 @@ def scaled_gradients(
         columns = tl.arange(0, 16)[None, :]
         parts = tl.where(columns == 0, large[:, None], tl.where(columns == 1, small[:, None], 0.0))
         store_rows(parts_ptr + row_base * part_row, block * ROWS, tokens, part_row, parts, ROWS, 16, 16)
+
+
+@triton.jit
+def scaled_gradients(
+    grad_ptr, out_ptr, cu_ptr, inverse_ptr, scaled_ptr, delta_ptr, parts_ptr, power_ptr,
+    g_batch, g_head, g_row, o_batch, o_head, o_row, s_batch, s_head, s_row, part_row, heads, length, blocks,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
+    POWER: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """As ``store_scaled_gradients``, of the program's block."""
+    block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
+    store_scaled_gradients(
+        block, batch, head, first, tokens, grad_ptr, out_ptr, inverse_ptr, scaled_ptr, delta_ptr, parts_ptr, power_ptr,
+        g_batch, g_head, g_row, o_batch, o_head, o_row, s_batch, s_head, s_row, part_row, heads, length,
+        DIM, BLOCK_DIM, ROWS, POWER, PRECISE,
+    )  # fmt: skip
 
 
 @triton.jit
