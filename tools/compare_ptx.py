@@ -216,6 +216,7 @@ def make_attention(
     if hopper:
         found(HOPPER_LAUNCH, "HOPPER_FROM").HOPPER_FROM = 0
         found(HOPPER_LAUNCH, "HOPPER_FROM").WHOLE_FROM = 0  # older trees do not look at these
+        found(HOPPER_LAUNCH, "HOPPER_FROM").WHOLE_BACKWARD_FROM = 0
         found(HOPPER_LAUNCH, "HOPPER_FROM").CAUSAL_FROM = 0
         found(HOPPER_LAUNCH, "HOPPER_FROM").CAUSAL_ENTRIES = 0
         with contextlib.suppress(ModuleNotFoundError):

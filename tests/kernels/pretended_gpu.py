@@ -135,15 +135,15 @@ def compile_call(
     return [one.name for one in turns[0]]
 
 
-def _padded(length: int) -> dict[str, Any]:
-    return {"padding_mask": torch.ones(1, length, dtype=torch.bool), "dropout_p": 0.1}
+def _padded(length: int, dropout: float = 0.1) -> dict[str, Any]:
+    return {"padding_mask": torch.ones(1, length, dtype=torch.bool), "dropout_p": dropout}
 
 
 def _let_hopper_take_few_heads() -> None:
     from saobp.kernels import dispatch
     from saobp.kernels.hopper import launch
 
-    dispatch.HOPPER_FROM = dispatch.WHOLE_FROM = 0
+    dispatch.HOPPER_FROM = dispatch.WHOLE_FROM = dispatch.WHOLE_BACKWARD_FROM = 0
     dispatch.CAUSAL_FROM = dispatch.CAUSAL_ENTRIES = 0
     launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
 
@@ -168,6 +168,7 @@ def compile_whole_map(launched: list[Launched]) -> list[str]:
         + compile_call(launched, "high", torch.bfloat16, 256, learned=True)
         + compile_call(launched, "high-key-bias", torch.bfloat16, 200, learned=True)
         + compile_call(launched, "low", torch.bfloat16, 200, learned=True, **_padded(200))
+        + compile_call(launched, "low", torch.bfloat16, 200, learned=True, **_padded(200, dropout=0.0))
     )
 
 

@@ -19,7 +19,7 @@ KERNELS = {
         "short_careful_backward",
         "strength_gradient",
     },
-    "whole map": {"whole_map_forward", "careful_output", "value_gradient", "query_gradient", "key_gradient"},
+    "whole map": {"whole_map_forward", "careful_output", "whole_map_backward", "careful_gradients"},
     "long": {
         "row_sums",
         "column_messages",

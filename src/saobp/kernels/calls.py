@@ -74,7 +74,8 @@ class KernelChoice(NamedTuple):
 
     weak:        kernels that refine in bfloat16 by polynomials, for strengths known to be weak
     careful:     kernels in the log domain, against underflow: alone, or after the weak ones for the heads that need it
-    hopper:      kernels written for Hopper; beyond 128 tokens in the forward pass alone
+    hopper:      kernels written for Hopper, forward
+    hopper_back: the same backward
     copy_engine: tiles are fetched by the GPU's copy engine (TMA)
     split_axis:  axis of ``[batch, heads, ...]`` that is halved over two streams
     """
@@ -82,6 +83,7 @@ class KernelChoice(NamedTuple):
     weak: bool = False
     careful: bool = False
     hopper: bool = False
+    hopper_back: bool = False
     copy_engine: bool = False
     split_axis: int | None = None
 
@@ -89,7 +91,7 @@ class KernelChoice(NamedTuple):
         """In a few words, for ``saobp.explain``."""
         words = ["bfloat16 polynomials" if self.weak else "exponentials"]
         words += ["log domain where rows may underflow"] * self.careful
-        words += ["Hopper kernel"] * (self.hopper) + ["copy engine"] * self.copy_engine
+        words += ["Hopper kernel"] * (self.hopper or self.hopper_back) + ["copy engine"] * self.copy_engine
         return ", ".join(words + ["two streams"] * (self.split_axis is not None))
 
 

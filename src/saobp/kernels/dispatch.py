@@ -180,6 +180,8 @@ HOPPER_FROM = 2048
 host 11 microseconds per launch, and in 44 ``short_weak_forward`` completes fewer heads."""
 WHOLE_FROM = 512
 """The same for 129 to 256 tokens; and for fewer tokens inside ``replayed``, where only the GPU's time counts."""
+WHOLE_BACKWARD_FROM = 512
+"""The same for their backward pass, which has eight descriptors. It has no dropout, whose masks both of its sweeps would make."""
 CAUSAL_FROM, CAUSAL_UP_TO = 128, 1024
 """Minimum heads, about one for each multiprocessor, and maximum tokens of the strict causal kernel for Hopper."""
 CAUSAL_ENTRIES = 1 << 25
@@ -246,7 +248,9 @@ def select_kernels(
         return KernelChoice(weak, not weak or spec.may_underflow, hopper, copy_engine=weak and fetched)
     if family == "long":
         axis = split_axis(spec) if long else None
-        return KernelChoice(weak, spec.may_underflow, whole and has_heads(spec, WHOLE_FROM), fetched, axis)
+        forward = whole and has_heads(spec, WHOLE_FROM)
+        backward = whole and has_heads(spec, WHOLE_BACKWARD_FROM) and not spec.dropout
+        return KernelChoice(weak, spec.may_underflow, forward, backward, fetched, axis)
     return KernelChoice(weak and family.endswith("steps"), spec.may_underflow or family == "short steps")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels.bidirectional import backward, forward, gradient_terms, sums
+from saobp.kernels.bidirectional import backward, careful_backward, forward, gradient_terms, sums
 from saobp.kernels.call_spec import (
     Block,
     CallSpec,
@@ -21,9 +21,10 @@ from saobp.kernels.call_spec import (
     named_strides,
     next_power_of_2,
     pointers,
+    resources,
     strides,
 )
-from saobp.kernels.hopper.launch import add_whole_map_launch
+from saobp.kernels.hopper.launch import add_whole_map_backward_launch, add_whole_map_launch
 from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
 from saobp.kernels.runtime.launcher import (
     BufferSlice,
@@ -183,9 +184,17 @@ def plan_backward(
     })  # fmt: skip
     slices = saved_slices(spec)[0] | scratch
     launches = LaunchSequence(query.device, BACKWARD_NAMES, slices)
-    add_scaled_gradients(launches, spec, grad, out)
+    choice = kernels_for("long", spec, query, key, value, grad, out)
     numbers = _numbers(spec, query, key, value) | {"part_row": PARTS}
-    numbers |= named_strides("g", spec.states_strides) | named_strides("d", spec.gradient_strides)
+    numbers |= named_strides("d", spec.gradient_strides)
+    if choice.hopper_back and not only_values:
+        add_whole_map_backward_launch(launches, spec, query, key, value, grad, out)
+        if spec.may_underflow:
+            numbers |= strides("g", grad) | strides("o", out) | named_strides("s", spec.states_strides)
+            _add_careful_gradients(launches, spec, numbers)
+        return LaunchPlan(launches, size)
+    add_scaled_gradients(launches, spec, grad, out)
+    numbers |= named_strides("g", spec.states_strides)
     for sweep in (backward.value_gradient, backward.query_gradient, backward.key_gradient):
         by_rows = sweep is backward.query_gradient
         block = sweep_block(spec, sweep.__name__)
@@ -199,13 +208,26 @@ def plan_backward(
         if only_values:
             break
     if not only_values:
-        axis = kernels_for("long", spec, query, key, value).split_axis
         states = {"q": query, "k": key, "v": value, "grad": grad, "out": out}
         dtypes = dict.fromkeys(("dq", "dk", "dv"), own)
         launches.in_two_streams(
-            second_half_offsets(spec, axis, strength, states, {}, slices, gradients=dtypes)
+            second_half_offsets(spec, choice.split_axis, strength, states, {}, slices, gradients=dtypes)
         )
     return LaunchPlan(launches, size)
+
+
+CHECKED_HEADS = 2
+"""Heads that one program of ``careful_gradients`` looks at."""
+
+
+def _add_careful_gradients(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any]) -> None:
+    """Recomputes heads in which rows underflowed."""
+    lines, block = spec.sequences * spec.heads, Block(64, 64, stages=1)
+    own = {
+        "lines": lines, "SIZE": block.rows, "TAIL": spec.length % block.rows != 0, "HEADS_EACH": CHECKED_HEADS,
+        **resources(block),
+    }  # fmt: skip
+    launches.add(careful_backward.careful_gradients, ceil_div(lines, CHECKED_HEADS), numbers | own)
 
 
 def add_scaled_gradients(

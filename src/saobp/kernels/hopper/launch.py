@@ -98,6 +98,39 @@ def add_whole_map_launch(
     launches.add(whole_map_kernel(), min(lines, multiprocessors(query.device)), numbers, tiles)
 
 
+WHOLE_BACKWARD_BLOCK = Block(64, 256, warps=8, stages=1)
+"""A block of rows and the gradient of all keys fill the registers of a multiprocessor. Sixteen warps of 128 registers have a
+third more instructions in all, and spill more."""
+
+
+def whole_map_backward_kernel() -> Any:
+    """As ``hopper_kernel``."""
+    from saobp.kernels.hopper.whole_map_backward import whole_map_backward
+
+    return whole_map_backward
+
+
+def add_whole_map_backward_launch(
+    launches: LaunchSequence, spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, out: Tensor
+) -> None:  # fmt: skip
+    """As ``add_whole_map_launch``. Queries, dO and dQ come in blocks of rows, all else in whole heads."""
+    lines = spec.sequences * spec.heads
+    numbers = {
+        **spec.numbers, **spec.constants, **spec.message_numbers,
+        "lines": lines, "scale": spec.scale, "TAIL": spec.length != WHOLE, "RECEIVES": spec.receives,
+        "PRECISE": spec.precise, **resources(WHOLE_BACKWARD_BLOCK),
+    }  # fmt: skip
+    rows = WHOLE_BACKWARD_BLOCK.rows
+    tiles = {
+        name: whole_heads(spec.states_shape, spec.gradient_strides, rows if name == "dq" else WHOLE)
+        for name in ("dq", "dk", "dv")
+    }
+    for name, states in (("q", query), ("k", key), ("v", value), ("grad", grad), ("out", out)):
+        by_blocks = name in ("q", "grad")
+        tiles[name] = whole_heads(tuple(states.shape), states.stride(), rows if by_blocks else WHOLE)
+    launches.add(whole_map_backward_kernel(), min(lines, multiprocessors(grad.device)), numbers, tiles)
+
+
 CAUSAL_BLOCK = Block(64, 64, warps=4, stages=1, registers=128)
 """Rows of a block, and keys of a tile: up to CAUSAL_SMALL tokens. Four programs on a multiprocessor."""
 CAUSAL_LONG_BLOCK = Block(128, 64, warps=4, stages=1)
