@@ -29,8 +29,10 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float
 
 @pytest.fixture(autouse=True)
 def _by_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short calls in half precision have a kernel of their own; here they take the sweeps like the others."""
+    """Half types have own kernels for short calls, and a backward pass that stores gradients of scores
+    (``test_causal_stored.py``); here they take the sweeps like the others."""
     monkeypatch.setattr("saobp.kernels.dispatch.is_short", lambda *_: False)
+    monkeypatch.setattr("saobp.kernels.dispatch.STORED_UP_TO", 0)
 
 
 def fused(inputs: AttentionInputs, refinement: Refinement, **options: object) -> Operation:

@@ -76,6 +76,7 @@ class KernelChoice(NamedTuple):
     careful:     kernels in the log domain, against underflow: alone, or after the weak ones for the heads that need it
     hopper:      kernels written for Hopper, forward
     hopper_back: the same backward
+    stored:      the backward pass stores the gradients of scores
     copy_engine: tiles are fetched by the GPU's copy engine (TMA)
     split_axis:  axis of ``[batch, heads, ...]`` that is halved over two streams
     """
@@ -84,6 +85,7 @@ class KernelChoice(NamedTuple):
     careful: bool = False
     hopper: bool = False
     hopper_back: bool = False
+    stored: bool = False
     copy_engine: bool = False
     split_axis: int | None = None
 

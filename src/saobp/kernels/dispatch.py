@@ -186,6 +186,9 @@ CAUSAL_FROM, CAUSAL_UP_TO = 128, 1024
 """Minimum heads, about one for each multiprocessor, and maximum tokens of the strict causal kernel for Hopper."""
 CAUSAL_ENTRIES = 1 << 25
 """Minimum entries of all maps for it, by which WHOLE_FROM heads of 256 tokens just pass."""
+STORED_UP_TO = 1024
+"""Maximum tokens of the strict causal backward pass that stores the gradients of scores: 2 bytes for each, so 1 KiB per token and
+head at 1024 tokens, 2 KiB in a packed batch."""
 COPIED_FROM = 1 << 28
 """Minimum entries of all maps for tiles fetched by the copy engine, for the same reason. At half as many, 512 heads of 512
 tokens, a call with its backward pass waited for the host (1.1 ms instead of 0.8 on an H200)."""
@@ -245,12 +248,15 @@ def select_kernels(
     if family == "causal":  # the weak kernels are for messages that lower beliefs
         weak = weak and spec.receives > 0 and spec.bound > 0
         hopper = in_turn and entries(spec) >= CAUSAL_ENTRIES
-        return KernelChoice(weak, not weak or spec.may_underflow, hopper, copy_engine=weak and fetched)
+        stored = half and spec.receives > 0 and spec.dim <= 64 and spec.longest <= STORED_UP_TO
+        return KernelChoice(
+            weak, not weak or spec.may_underflow, hopper, stored=stored, copy_engine=weak and fetched
+        )
     if family == "long":
         axis = split_axis(spec) if long else None
         forward = whole and has_heads(spec, WHOLE_FROM)
         backward = whole and has_heads(spec, WHOLE_BACKWARD_FROM) and not spec.dropout
-        return KernelChoice(weak, spec.may_underflow, forward, backward, fetched, axis)
+        return KernelChoice(weak, spec.may_underflow, forward, backward, copy_engine=fetched, split_axis=axis)
     return KernelChoice(weak and family.endswith("steps"), spec.may_underflow or family == "short steps")
 
 

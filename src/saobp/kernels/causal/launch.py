@@ -21,7 +21,7 @@ from saobp.kernels.call_spec import (
     strides,
 )
 from saobp.kernels.calls import KernelChoice
-from saobp.kernels.causal import backward, forward, row_kernels, weak_backward, weak_forward
+from saobp.kernels.causal import backward, forward, row_kernels, stored_backward, weak_backward, weak_forward
 from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.hopper.launch import add_causal_launch
 from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
@@ -55,8 +55,11 @@ TILES = {
     "key_gradient": Block(64, 128, 8, 2),
     "query_gradient": Block(64, 64, 4, 2),
     "value_gradient": Block(64, 128, 8, 2),
+    "stored_climb": Block(64, 64, 4, 2),
+    "stored_query_gradient": Block(64, 64, 4, 3, 168),
+    "stored_key_gradient": Block(64, 64, 4, 3, 168),
 }
-"""For half types and head sizes up to 64, found on an H200; sweeps with messages share one number of rows."""
+"""For half types and head sizes up to 64, found on an H200, the stored ones by counts; sweeps with messages share one number of rows."""
 
 FETCHED = {
     "row_sums": Block(64, 64, 4, 3, 72),
@@ -233,6 +236,8 @@ def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[
 def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tensor) -> LaunchPlan:
     query, key, value, *_ = tensors
     choice = kernels_for("causal", spec, query, key, value)
+    if choice.stored:
+        return _plan_stored(spec, query, key, value, grad, out)
     in_spans = spans(spec)
     # Over several spans dK and dV are accumulated in memory, so in float32.
     keys_dtype = torch.float32 if len(in_spans) > 1 else query.dtype
@@ -258,6 +263,30 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tenso
             numbers | named_strides("s", spec.gradient_strides), dk_sums=dk_sums,
         )  # fmt: skip
     return LaunchPlan(launches, size, keys_dtype)
+
+
+def _plan_stored(
+    spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, out: Tensor
+) -> LaunchPlan:
+    """Sweeps that store the gradients of scores, for every block of rows and each key up to its last."""
+    rows = causal_block(spec, "stored_climb").rows
+    count = ceil_div(spec.longest, rows)
+    # As ``slot_place`` counts.
+    plane = count * spec.length if spec.packed else count * (count + 1) // 2 * rows
+    scratch, size = lay_out_buffer("scratch", {
+        "terms": ((*spec.rows_shape[:2], plane, rows), query.dtype), "careful_delta": (spec.rows_shape, torch.float32),
+        "term_pairs": ((*spec.rows_shape, 2), torch.float32),
+    })  # fmt: skip
+    launches = LaunchSequence(query.device, BACKWARD_NAMES, saved_slices(spec)[0] | scratch)
+    sweeps = Sweeps(spec, launches, {})
+    _add_row_products(launches, spec, grad, out)
+    numbers = _numbers(spec, query, key, value) | strides("g", grad)
+    numbers |= {"sums_plane": plane, "LEARNS": not spec.bound, "TAIL": spec.packed or spec.length % rows != 0}
+    kernels = stored_backward
+    sweeps.over_keys(kernels.stored_climb, "stored_climb", spec.longest, numbers, delta="careful_delta")
+    sweeps.over_rows(kernels.stored_query_gradient, "stored_query_gradient", spec.longest, numbers)
+    sweeps.over_keys(kernels.stored_key_gradient, "stored_key_gradient", spec.longest, numbers)
+    return LaunchPlan(launches, size)
 
 
 def _scratch_slices(spec: CallSpec, dtype: torch.dtype, dk_sums: str) -> tuple[dict[str, BufferSlice], int]:
@@ -297,11 +326,15 @@ def _add_preparations(launches: LaunchSequence, spec: CallSpec, grad: Tensor, ou
         numbers = {"blocks": count, "BLOCKS": next_power_of_2(count)}
         launches.add(row_kernels.lowest_of_heads, spec.sequences * spec.heads, numbers)
     if choice.careful:
-        numbers = {
-            **strides("g", grad), **strides("o", out), **spec.numbers, **spec.constants,
-            "blocks": ceil_div(spec.longest, 128), "ROWS": 128,
-        }  # fmt: skip
-        launches.add(gradient_terms.row_products, spec.programs(128), numbers, delta="careful_delta")
+        _add_row_products(launches, spec, grad, out)
+
+
+def _add_row_products(launches: LaunchSequence, spec: CallSpec, grad: Tensor, out: Tensor) -> None:
+    numbers = {
+        **strides("g", grad), **strides("o", out), **spec.numbers, **spec.constants,
+        "blocks": ceil_div(spec.longest, 128), "ROWS": 128,
+    }  # fmt: skip
+    launches.add(gradient_terms.row_products, spec.programs(128), numbers, delta="careful_delta")
 
 
 def _add_weak_span(sweeps: Sweeps, numbers: dict[str, Any], dk_sums: str) -> None:

@@ -282,3 +282,37 @@ def packed_messages(e, slope, shrink, SHRINKS: tl.constexpr, OWN: tl.constexpr):
             text, _PACKED_REGISTERS, operands, (tl.bfloat16, tl.bfloat16, tl.float16), True, 2
         )
         return sent, from_row_pairs(first, second)
+
+
+def _ratios() -> tl.constexpr:
+    """Assembly of ``messages_and_ratios`` for four entries: log messages twice, then the ratios, from a and minus the slope."""
+    text = " ".join(
+        f"fma.rn.f32 m{i}, ${10 + i}, ${14 + i}, 0f3F800000; lg2.approx.ftz.f32 ${2 + i}, m{i};"
+        for i in range(4)
+    )
+    text += " cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;"
+    text += " mul.f32 p, m0, m1; mul.f32 q, m2, m3; mul.f32 r, p, q; rcp.approx.ftz.f32 r, r;"
+    text += " mul.f32 q, r, q; mul.f32 p, r, p;"
+    for i, other, shared in ((0, 1, "q"), (1, 0, "q"), (2, 3, "p"), (3, 2, "p")):
+        text += f" mul.f32 r, {shared}, m{other}; mul.f32 ${6 + i}, ${10 + i}, r;"
+    return tl.constexpr("{ .reg .f32 m0, m1, m2, m3, p, q, r; " + text + " }")
+
+
+_RATIOS = _ratios()
+_RATIO_REGISTERS = tl.constexpr(",".join(["=&r"] * 2 + ["=&f"] * 8 + ["f"] * 8))
+
+
+@triton.jit
+def messages_and_ratios(a, slope):
+    """Base-2 log messages log2(1 - slope a) in float16 and in float32, and a / (1 - slope a), for any strength.
+
+    One block of assembly, so that 1 - slope a is computed once and not kept. Four entries share a reciprocal.
+    """
+    if INTERPRETED:
+        left = 1.0 - slope * a
+        messages = tl.log2(left)
+        return messages.to(tl.float16), messages, a / left
+    else:
+        kinds: tl.constexpr = (tl.float16, tl.float32, tl.float32)
+        operands = [a, tl.broadcast_to(-slope, a.shape)]
+        return tl.inline_asm_elementwise(_RATIOS, _RATIO_REGISTERS, operands, kinds, True, 4)
