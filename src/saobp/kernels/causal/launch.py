@@ -55,7 +55,7 @@ TILES = {
     "key_gradient": Block(64, 128, 8, 2),
     "query_gradient": Block(64, 64, 4, 2),
     "value_gradient": Block(64, 128, 8, 2),
-    "stored_climb": Block(64, 64, 4, 2),
+    "stored_climb": Block(64, 64, 4, 3),
     "stored_query_gradient": Block(64, 64, 4, 3, 168),
     "stored_key_gradient": Block(64, 64, 4, 3, 168),
 }
