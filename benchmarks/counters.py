@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -26,17 +26,22 @@ from torch.nn.attention import SDPBackend
 from saobp.benchmarking.attention import (
     DIM,
     HEADS,
+    LEARNED,
     ROWS,
     STRENGTH,
     attend_plain,
     attend_refined,
+    learned_call,
     one_call,
     states_and_gradient,
 )
+from saobp.benchmarking.decoding import KEYS, LLAMA, PARTS, make_step, step_call
 from saobp.benchmarking.table import BenchmarkTable, Cell
 from saobp.runs.machine import machine
 
-LENGTHS = (128, 512, 2048, 8192)
+SEQUENCES = 32
+BOTH = "forward + backward"
+LENGTHS = (128, 256, 512, 1024, 2048, 8192)
 COUNTERS = {
     "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "special functions": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
@@ -48,6 +53,20 @@ COUNTERS = {
 }
 """Counters, in per cent of the hardware's peak."""
 TIME, REGISTERS = "gpu__time_duration.sum", "launch__registers_per_thread"
+BETWEEN = "smsp__average_warp_latency_per_inst_issued.ratio"
+STALLS = {
+    name: f"smsp__average_warps_issue_stalled_{stall}_per_issue_active.ratio"
+    for name, stall in {
+        "a barrier": "barrier",
+        "matrix products": "gmma",
+        "memory": "long_scoreboard",
+        "shared memory or special functions": "short_scoreboard",
+        "a busy unit": "math_pipe_throttle",
+        "the last instruction": "wait",
+        "a free issue slot": "not_selected",
+    }.items()
+}
+"""Why warps wait: cycles between two instructions of a warp, by reason, out of ``BETWEEN``."""
 LEAST_SHARE = 0.02
 """Kernels with a smaller share of their call's time are left out."""
 
@@ -60,7 +79,7 @@ def attention_counters(lengths: tuple[int, ...] = LENGTHS) -> BenchmarkTable:
     profiler = shutil.which("ncu")
     if profiler is None:
         raise RuntimeError("counters are read by NVIDIA's profiler ncu, which is not on the path")
-    metrics = ",".join([TIME, REGISTERS, *COUNTERS.values()])
+    metrics = ",".join([TIME, REGISTERS, BETWEEN, *COUNTERS.values(), *STALLS.values()])
     options = ["--clock-control", "none", "--profile-from-start", "off", "--metrics", metrics]
     output = ["--page", "raw", "--csv", "--print-units", "base"]
     calls = [
@@ -77,14 +96,16 @@ def attention_counters(lengths: tuple[int, ...] = LENGTHS) -> BenchmarkTable:
     if not found:
         said = (done.stdout + done.stderr).strip().splitlines() or ["it says nothing"]
         raise RuntimeError(f"ncu read no kernel: {said[-1]}")
-    title = (
-        f"Counters of refined attention (high, strength {STRENGTH}) and cuDNN's, bfloat16, head size {DIM}"
-    )
+    title = f"Counters of refined attention and cuDNN's, bfloat16, head size {DIM}"
     table = BenchmarkTable("counters", title, machine("cuda"))
     table.notes.append(
-        "Per cent of the peak. Kernels run one at a time here, also halves of a call that otherwise "
-        f"run side by side. About {ROWS} rows (batch x heads x length) each; one forward and one backward "
-        f"pass. Kernels below {100 * LEAST_SHARE:.0f} % of their call's time are left out."
+        "Per cent of the peak; 'waits for' has the two largest reasons for which a warp does not issue, in "
+        "per cent of the time between two of its instructions. 'fixed' is `high` with strength "
+        f"{STRENGTH}, 'learned' and 'key bias' have learned strengths of 0.05 to 4 and their gradients. "
+        "Kernels run one at a time here, also halves of a call that otherwise run side by side. About "
+        f"{ROWS} rows (batch x heads x length) each; one forward and one backward pass, then a decoding step "
+        f"of {SEQUENCES} sequences. Kernels below "
+        f"{100 * LEAST_SHARE:.0f} % of their call's time are left out."
     )
     table.rows.extend(kernel_rows(found, lengths))
     return table
@@ -96,33 +117,65 @@ def launches(printed: str) -> list[Reading]:
     return list(csv.DictReader(io.StringIO("\n".join(lines))))[1:]
 
 
+def cases(causal: bool) -> tuple[str, ...]:
+    """The refined calls of a length; a key bias has no causal kernel."""
+    return ("fixed", "learned") if causal else ("fixed", "learned", "key bias")
+
+
 def kernel_rows(found: list[Reading], lengths: tuple[int, ...]) -> Iterator[dict[str, Cell]]:
-    """One row for each kernel of each call. Refined and plain calls alternate, told apart by kernel names."""
+    """One row for each kernel of each call. After each refined call comes a plain one, told by its names."""
     calls = [
-        (length, causal, plain) for length in lengths for causal in (False, True) for plain in (False, True)
+        (length, causal, case, plain)
+        for length in lengths
+        for causal in (False, True)
+        for case in cases(causal)
+        for plain in (False, True)
     ]
-    for (length, causal, plain), (_, group) in zip(calls, groupby(found, is_plain), strict=False):
-        by_name: dict[str, list[Reading]] = {}
-        for reading in group:
-            by_name.setdefault(reading["Kernel Name"], []).append(reading)
-        whole = sum(number(one[TIME]) for ones in by_name.values() for one in ones)
-        for name, ones in by_name.items():
-            time = sum(number(one[TIME]) for one in ones)
-            if time < LEAST_SHARE * whole:
-                continue
+    groups = [list(group) for _, group in groupby(found, is_plain)]
+    for (length, causal, case, plain), group in zip(calls, groups, strict=False):
+        if not plain or case == "fixed":  # else the same plain call again
+            by = "cuDNN" if plain else f"saobp, {case}"
+            yield from rows_of_call("causal" if causal else "bidirectional", length, by, group)
+    decoding = list(chain.from_iterable(groups[len(calls) :]))
+    for by, plain in (("saobp, learned", False), ("PyTorch", True)):
+        ones = [one for one in decoding if is_plain(one) == plain]
+        yield from rows_of_call(f"decoding, batch {SEQUENCES}", KEYS, by, ones)
+
+
+def rows_of_call(attention: str, length: int, by: str, readings: list[Reading]) -> Iterator[dict[str, Cell]]:
+    """One row for each kernel that takes a part of the call's time worth mentioning."""
+    by_name: dict[str, list[Reading]] = {}
+    for reading in readings:
+        by_name.setdefault(reading["Kernel Name"], []).append(reading)
+    whole = sum(number(one[TIME]) for one in readings)
+    for name, ones in by_name.items():
+        time = sum(number(one[TIME]) for one in ones)
+        if time >= LEAST_SHARE * whole:
             yield {
-                "attention": "causal" if causal else "bidirectional",
+                "attention": attention,
                 "length": length,
-                "by": "cuDNN" if plain else "saobp",
+                "by": by,
                 "kernel": short_name(name),
                 "launches": len(ones),
                 "microseconds": time / 1e3,
-                **{
-                    counter: sum(number(one[metric]) * number(one[TIME]) for one in ones) / time
-                    for counter, metric in COUNTERS.items()
-                },
+                **{counter: mean(ones, metric) for counter, metric in COUNTERS.items()},
                 "registers": int(number(ones[0][REGISTERS])),
+                "waits for": waits(ones),
             }
+
+
+def mean(ones: list[Reading], metric: str) -> float:
+    """Over launches of a kernel, by their times."""
+    times = [number(one[TIME]) for one in ones]
+    return sum(number(one[metric]) * time for one, time in zip(ones, times, strict=True)) / sum(times)
+
+
+def waits(ones: list[Reading]) -> str:
+    """The two largest reasons for which warps wait, in per cent of the time between two instructions."""
+    between = mean(ones, BETWEEN)
+    shares = {name: 100 * mean(ones, metric) / between for name, metric in STALLS.items()}
+    first = sorted(shares, key=shares.__getitem__, reverse=True)[:2]
+    return ", ".join(f"{name} {shares[name]:.0f}" for name in first)
 
 
 def short_name(kernel: str) -> str:
@@ -132,7 +185,8 @@ def short_name(kernel: str) -> str:
 
 
 def is_plain(reading: Reading) -> bool:
-    return "cudnn" in reading["Kernel Name"]
+    """Whether it is a kernel of cuDNN's, or of PyTorch's attention, by which decoding steps go."""
+    return bool(re.search("cudnn|pytorch_flash", reading["Kernel Name"]))
 
 
 def number(cell: str) -> float:
@@ -146,12 +200,14 @@ def make_calls(lengths: tuple[int, ...]) -> None:
     for length in lengths:
         shape = max(1, ROWS // (HEADS * length)), HEADS, length, DIM
         for causal in (False, True):
-            versions = (
-                partial(attend_refined, "fused", causal, strength),
-                partial(attend_plain, SDPBackend.CUDNN_ATTENTION, causal),
-            )
             states = states_and_gradient(shape, torch.bfloat16, "cuda")
-            calls += [one_call(attend, states, "forward + backward") for attend in versions]
+            plain = one_call(partial(attend_plain, SDPBackend.CUDNN_ATTENTION, causal), states, BOTH)
+            fixed = one_call(partial(attend_refined, "fused", causal, strength), states, BOTH)
+            for case in cases(causal):
+                refined = fixed if case == "fixed" else learned_call(LEARNED[case], causal, states, BOTH)
+                calls += [refined, plain]
+    step = make_step(SEQUENCES, KEYS, LLAMA, torch.bfloat16, "cuda")
+    calls += [step_call(name, step, LLAMA, PARTS[0]) for name in ("learned", "sdpa")]
     for call in calls:
         call()
     torch.cuda.synchronize()

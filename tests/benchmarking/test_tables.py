@@ -168,26 +168,42 @@ def test_a_copy_inside_another_repository_does_not_take_its_commit(
 
 def test_counters_are_read_by_kernel_and_call() -> None:
     counters = load_script("benchmarks/counters.py")
-    TIME, REGISTERS, COUNTERS = counters.TIME, counters.REGISTERS, counters.COUNTERS
-    columns = ["ID", "Kernel Name", TIME, REGISTERS, *COUNTERS.values()]
+    shares, stalls = len(counters.COUNTERS), len(counters.STALLS)
+    measured = [counters.TIME, counters.REGISTERS, counters.BETWEEN]
+    columns = ["ID", "Kernel Name", *measured, *counters.COUNTERS.values(), *counters.STALLS.values()]
     cudnn = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7"
+    units = ["", "", "ns", "register/thread", "inst", *["%"] * shares, *["inst"] * stalls]
+
+    def launch(name: str, time: str, registers: int, tensor_cores: float = 0.0) -> list[object]:
+        others, waiting = [10] * (shares - 1), [3, 5, *[0.5] * (stalls - 2)]
+        return ["0", name, time, registers, 10, tensor_cores, *others, *waiting]
+
+    plain = launch(cudnn, "1,500", 168, 51.5)
     readings = [
-        ["", "", "ns", "register/thread", *["%"] * len(COUNTERS)],
-        ["0", "row_sums", "3,000", "128", "40", *["10"] * 6],
-        ["1", "row_sums", "1,000", "128", "80", *["10"] * 6],
-        ["2", "key_weights", "50", "21", "0", *["10"] * 6],
-        ["3", cudnn, "1,500", "168", "51.5", *["10"] * 6],
-        ["4", "causal_row_sums", "2,000", "72", "43", *["10"] * 6],
-        ["5", "void cudnn::convert_dq<1>(const void *, int)", "700", "30", "0", *["10"] * 6],
-    ]
+        units, launch("row_sums", "3,000", 128, 40), launch("row_sums", "1,000", 128, 80),
+        launch("key_weights", "50", 21), plain, launch("learned_sums", "4,000", 128), plain,
+        launch("key_bias", "3,500", 128), plain, launch("causal_row_sums", "2,000", 72),
+        launch("void cudnn::convert_dq<1>(const void *, int)", "700", 30),
+        launch("causal_learned", "2,100", 72), plain,
+        launch("decode", "300", 72),
+        launch("void pytorch_flash::flash_fwd_splitkv_kernel<1>(int)", "240", 72),
+        launch("void pytorch_flash::flash_fwd_splitkv_combine_kernel<1>(int)", "20", 72),
+    ]  # fmt: skip
     table = "\n".join(",".join(f'"{cell}"' for cell in line) for line in [columns, *readings])
     rows = list(counters.kernel_rows(counters.launches(f"==PROF== Connected\n{table}\n"), (128,)))
     assert [(row["attention"], row["by"], row["kernel"], row["launches"]) for row in rows] == [
-        ("bidirectional", "saobp", "row_sums", 2),
+        ("bidirectional", "saobp, fixed", "row_sums", 2),
         ("bidirectional", "cuDNN", "flash_fprop", 1),
-        ("causal", "saobp", "causal_row_sums", 1),
+        ("bidirectional", "saobp, learned", "learned_sums", 1),
+        ("bidirectional", "saobp, key bias", "key_bias", 1),
+        ("causal", "saobp, fixed", "causal_row_sums", 1),
         ("causal", "cuDNN", "cudnn::convert_dq", 1),
+        ("causal", "saobp, learned", "causal_learned", 1),
+        ("decoding, batch 32", "saobp, learned", "decode", 1),
+        ("decoding, batch 32", "PyTorch", "pytorch_flash::flash_fwd_splitkv_kernel", 1),
+        ("decoding, batch 32", "PyTorch", "pytorch_flash::flash_fwd_splitkv_combine_kernel", 1),
     ]
     assert rows[0]["microseconds"] == pytest.approx(4.0)
     assert rows[0]["tensor cores"] == pytest.approx(50.0)  # the longer launch counts more
     assert rows[0]["registers"] == 128
+    assert rows[0]["waits for"] == "matrix products 50, a barrier 30"
