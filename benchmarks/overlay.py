@@ -1,6 +1,7 @@
 """Loss curves of the same training with kernels and with the reference.
 
 python benchmarks/overlay.py                       on a GPU: 300 steps of BERT-mini, in bfloat16
+python benchmarks/overlay.py --family llama --length 256 --batch 128 --refinement high:learned  strict causal
 TRITON_INTERPRET=1 python benchmarks/overlay.py --size tiny --steps 3 --batch 2        in Triton's interpreter
 """
 
@@ -65,17 +66,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--family", default="bert")
     parser.add_argument("--size", default="mini")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a row")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--refinement", default="high:0.2")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     given = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    made = tiny("bert") if given.size == "tiny" else fast("bert", given.size)
+    made = tiny(given.family) if given.size == "tiny" else fast(given.family, given.size)
     recipe = replace(
         with_steps(made, given.steps),
         batch_size=given.batch,
+        length=given.length,
         learning_rate=RATE,
         refinement=Refinement.of(given.refinement),
         precision="bf16" if device.type == "cuda" else "fp32",
@@ -88,7 +92,9 @@ def main(arguments: list[str] | None = None) -> None:
             "reference, other seed": losses(replace(recipe, seed=recipe.seed + 1), texts, device, False),
         }
     table = BenchmarkTable(
-        "overlay", f"BERT-{given.size}, {given.refinement}: losses by both paths", machine(device.type)
+        "overlay",
+        f"{given.family}-{given.size}, {given.length} tokens, {given.refinement}: losses by both paths",
+        machine(device.type),
     )
     table.notes.append(
         f"{given.steps} steps of {given.batch} x {recipe.length} tokens of Python's documentation, "
