@@ -23,7 +23,9 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]
 """The interpreter multiplies bfloat16 wrongly."""
-HIGH = Refinement("high", 0.2)
+HIGH, LOW = Refinement("high", 0.2), Refinement("low", 0.2)
+EACH_FACTOR = pytest.mark.parametrize("refinement", [HIGH, LOW], ids=["high", "low"])
+"""Messages that attract have two kernels more, for D."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,24 +57,40 @@ def test_lengths(length: int, dtype: torch.dtype, launched: list[str]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_padding(side: Any, dtype: torch.dtype) -> None:
-    check(attention_inputs(3, 1, 71, 16, strength=0.7, padding=side, dtype=dtype, device=DEVICE))
+@EACH_FACTOR
+def test_padding(refinement: Refinement, side: Any, dtype: torch.dtype) -> None:
+    inputs = attention_inputs(3, 1, 71, 16, strength=0.7, padding=side, dtype=dtype, device=DEVICE)
+    check(inputs, refinement)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("strength", [-1.0, 0.0, 3.0])
-def test_strengths(strength: float, dtype: torch.dtype) -> None:
-    inputs = attention_inputs(1, 2, 130, 40, key_heads=1, strength=strength, dtype=dtype, device=DEVICE)
-    check(inputs)
-    check(inputs, Refinement("low", 0.2))
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("factor", "strength"),
+    [
+        ("high", -1.0),
+        ("high", 0.0),
+        ("high", 3.0),
+        *(("low", one) for one in (-1.0, 0.0, 0.7, 1.5, 3.0, 5.0)),
+    ],
+)
+def test_strengths(factor: Any, strength: float, seed: int, dtype: torch.dtype, launched: list[str]) -> None:
+    inputs = attention_inputs(
+        1, 2, 130, 40, key_heads=1, strength=strength, dtype=dtype, device=DEVICE, seed=seed
+    )
+    check(inputs, Refinement(factor, 0.2))
+    assert ("stored_mean_parts" in launched) == (factor == "low")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("collapse", ["sink", "diagonal"])
 @pytest.mark.parametrize(("gap", "strength"), [(10.0, 0.5), (18.0, 1.0), (90.0, 1.0)])
-def test_collapsed_heads(gap: float, strength: float, collapse: Any, dtype: torch.dtype) -> None:
+@EACH_FACTOR
+def test_collapsed_heads(
+    refinement: Refinement, gap: float, strength: float, collapse: Any, dtype: torch.dtype
+) -> None:
     inputs = attention_inputs(1, 1, 140, 16, strength=strength, dtype=dtype, device=DEVICE)
-    check(collapsed_inputs(inputs, gap, collapse))
+    check(collapsed_inputs(inputs, gap, collapse), refinement)
 
 
 @pytest.mark.usefixtures("weak_way")
@@ -94,7 +112,8 @@ def test_weak_strengths(gap: float, collapse: Any, dtype: torch.dtype, launched:
     assert not {"causal_value_gradient", "weak_climb"} & set(launched)
 
 
-def test_packed_sequences_do_not_meet() -> None:
+@EACH_FACTOR
+def test_packed_sequences_do_not_meet(refinement: Refinement) -> None:
     from saobp.kernels.fused import FAMILIES
 
     lengths = (5, 70, 0, 64)
@@ -103,13 +122,13 @@ def test_packed_sequences_do_not_meet() -> None:
     query, key, value, strength = inputs.leaves()
     packed, *_ = FAMILIES["causal"].forward(
         query, key, value, strength, None, torch.tensor(bounds, dtype=torch.int32, device=DEVICE), None,
-        max(lengths), 0.25, 0.0, 1.0, True, 0.0,
+        max(lengths), 0.25, 0.0, 1.0 if refinement is HIGH else -1.0, True, 0.0,
     )  # fmt: skip
     found = torch.autograd.grad(packed, (query, key, value, strength), inputs.output_gradient)
     wide = [one.detach().float().requires_grad_() for one in (query, key, value, strength)]
     alone = [
         saobp.attention(
-            *(one[:, :, a:b] for one in wide[:3]), Refinement("high"),
+            *(one[:, :, a:b] for one in wide[:3]), refinement,
             is_causal=True, strength=wide[3], scale=0.25, backend="reference",
         )
         for a, b in itertools.pairwise(bounds) if a < b
@@ -121,7 +140,10 @@ def test_packed_sequences_do_not_meet() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_drops_the_same_entries_in_both_directions(dtype: torch.dtype) -> None:
+@EACH_FACTOR
+def test_dropout_drops_the_same_entries_in_both_directions(
+    refinement: Refinement, dtype: torch.dtype
+) -> None:
     """Identity values show the mask; with it, all gradients follow from the specification."""
     length, share = 64, 0.3
     inputs = attention_inputs(1, 1, length, length, strength=0.7, dtype=dtype, device=DEVICE)
@@ -129,14 +151,14 @@ def test_dropout_drops_the_same_entries_in_both_directions(dtype: torch.dtype) -
 
     def seeded(*leaves: Tensor) -> Tensor:
         torch.manual_seed(5)
-        return fused(inputs, dropout_p=share)(*leaves)
+        return fused(inputs, refinement, dropout_p=share)(*leaves)
 
     keep = seeded(*inputs.leaves()) != 0
 
     def plain(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
         eye = torch.eye(length, dtype=query.dtype, device=DEVICE)[None, None]
         refined = saobp.attention(
-            query, key, eye, HIGH, is_causal=True, strength=strength, backend="reference"
+            query, key, eye, refinement, is_causal=True, strength=strength, backend="reference"
         )
         return (refined * keep / (1 - share)) @ value
 
@@ -147,11 +169,12 @@ def test_dropout_drops_the_same_entries_in_both_directions(dtype: torch.dtype) -
         assert difference <= allowed * max(1.0, float(expected.abs().max())), name
 
 
-def test_repeats_are_bit_equal() -> None:
+@EACH_FACTOR
+def test_repeats_are_bit_equal(refinement: Refinement) -> None:
     inputs = attention_inputs(1, 1, 130, 16, strength=1.0, dtype=torch.float16, device=DEVICE)
-    first = run(fused(inputs), inputs)
+    first = run(fused(inputs, refinement), inputs)
     for _ in range(100 if GPU else 1):
-        again = run(fused(inputs), inputs)
+        again = run(fused(inputs, refinement), inputs)
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 

@@ -51,6 +51,8 @@ KERNELS = {
     },
     "causal hopper": {
         "causal_hopper_forward",
+        "stored_mean_parts",
+        "stored_row_means",
         "stored_climb",
         "stored_query_gradient",
         "stored_key_gradient",

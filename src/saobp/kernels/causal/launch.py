@@ -55,6 +55,8 @@ TILES = {
     "key_gradient": Block(64, 128, 8, 2),
     "query_gradient": Block(64, 64, 4, 2),
     "value_gradient": Block(64, 128, 8, 2),
+    "stored_mean_parts": Block(64, 64, 4, 3),
+    "stored_row_means": Block(64, 64, 4, 1),
     "stored_climb": Block(64, 64, 4, 3),
     "stored_query_gradient": Block(64, 64, 4, 3, 168),
     "stored_key_gradient": Block(64, 64, 4, 3, 168),
@@ -273,16 +275,25 @@ def _plan_stored(
     count = ceil_div(spec.longest, rows)
     # As ``slot_place`` counts.
     plane = count * spec.length if spec.packed else count * (count + 1) // 2 * rows
+    attracts = spec.sign < 0 and not spec.bound
     scratch, size = lay_out_buffer("scratch", {
         "terms": ((*spec.rows_shape[:2], plane, rows), query.dtype), "careful_delta": (spec.rows_shape, torch.float32),
         "term_pairs": ((*spec.rows_shape, 2), torch.float32),
+        "mean_parts": ((*spec.rows_shape[:2], count if attracts else 0, spec.length, 2), torch.float32),
     })  # fmt: skip
     launches = LaunchSequence(query.device, BACKWARD_NAMES, saved_slices(spec)[0] | scratch)
     sweeps = Sweeps(spec, launches, {})
-    _add_row_products(launches, spec, grad, out)
     numbers = _numbers(spec, query, key, value) | strides("g", grad)
     numbers |= {"sums_plane": plane, "LEARNS": not spec.bound, "TAIL": spec.packed or spec.length % rows != 0}
+    numbers |= {"ATTRACTS": attracts}
     kernels = stored_backward
+    if attracts:
+        sweeps.over_keys(kernels.stored_mean_parts, "stored_mean_parts", spec.longest, numbers)
+        sweeps.over_rows(
+            kernels.stored_row_means, "stored_row_means", spec.longest, numbers, delta="careful_delta"
+        )
+    else:
+        _add_row_products(launches, spec, grad, out)
     sweeps.over_keys(kernels.stored_climb, "stored_climb", spec.longest, numbers, delta="careful_delta")
     sweeps.over_rows(kernels.stored_query_gradient, "stored_query_gradient", spec.longest, numbers)
     sweeps.over_keys(kernels.stored_key_gradient, "stored_key_gradient", spec.longest, numbers)

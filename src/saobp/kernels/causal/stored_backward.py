@@ -10,6 +10,10 @@ Notation of ``backward.py``, d = dT + gamma H. Sweeps:
 That is 10 products and four exponentials an entry, where ``backward.py`` has 14 and six, and one logarithm for its three. ``terms``
 is as large as the maps, so calls of long sequences take ``backward.py``. P is relative to its row's normaliser as a logarithm, so
 nothing underflows, and no head has to be computed again.
+
+Messages that attract (factor ``low``) leave refined rows nearly one-hot. Then D of the rounded output leaves rowsum(dT) off 0 by as
+much as the terms of the gradient of gamma, in which all later rows add up. So where that factor's strength is learned,
+``stored_mean_parts`` and ``stored_row_means`` first sum up D from P and dP in float32.
 """
 
 from __future__ import annotations
@@ -74,6 +78,12 @@ def load_terms(terms_base, place, keys, tokens, ROWS: tl.constexpr, KEYS: tl.con
 
 
 @triton.jit
+def _mean_parts_base(mean_parts_ptr, batch, head, first, heads, length, blocks):
+    """The sums of ``stored_mean_parts`` over a head's first block of keys, of ``[batch, heads, blocks, length, 2]``."""
+    return mean_parts_ptr + 2 * ((batch.to(tl.int64) * heads + head) * blocks * length + first)
+
+
+@triton.jit
 def message_triangle(message, ROWS: tl.constexpr, PRECISE: tl.constexpr):
     """``[ROWS, ROWS]``: the unit of ``sent_messages`` where the first row is earlier than the second, else 0."""
     if PRECISE == 0:
@@ -95,6 +105,95 @@ def sent_messages(a, message, PRECISE: tl.constexpr):
         return messages, tl.sum(exact, 1), ratios
 
 
+@triton.jit
+def refined_tile(
+    message_sums, k, q, keys, rows, high, belief, message, triangle, mask_base, tokens, score_scale, on_diagonal,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P of a tile ``[keys, rows]``, u, and the sums of messages before the tile, from those after it."""
+    raw = scores_by_key(k, q, keys, rows, keys, False, False, PRECISION)
+    if on_diagonal:
+        raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
+    scores = raw * score_scale - high[None, :]
+    a = tl.exp2(scores)
+    if MASKED:  # padding rows send no message
+        a = tl.where(real_tokens(mask_base, rows, tokens, MASKED)[None, :], a, 0.0)
+    messages, sums, sent = sent_messages(a, message, PRECISE)
+    message_sums -= sums
+    # Within a tile the sum has at most ROWS terms, so half precision suffices.
+    beliefs = tl.dot(messages, triangle, scores + message_sums[:, None])
+    return tl.exp2(beliefs - belief[None, :]), sent, message_sums
+
+
+@triton.jit(do_not_specialize=["section"])
+def stored_mean_parts(
+    q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
+    lse_ptr, belief_ptr, message_sums_ptr, mean_parts_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    heads, group, length, blocks, section, score_scale, drop_threshold, keep_scale,
+    sign, r0, r1, r2, l0, l1, l2,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sums of P dP and of P over a block of keys, in float32, for all rows that see them."""
+    block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
+    if block * KEYS >= tokens:
+        return
+    keys = block * KEYS + tl.arange(0, KEYS)
+    q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
+    k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
+    v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
+    g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
+    row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
+    parts_base = (
+        _mean_parts_base(mean_parts_ptr, batch, head, first, heads, length, blocks) + 2 * block * length
+    )
+    message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
+    dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
+    k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
+    v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
+    keys_real = real_tokens(mask_base, keys, tokens, MASKED)
+    message_sums = load_vector(message_sums_ptr + row_base, keys, tokens, 0.0, True)
+    triangle = message_triangle(message, ROWS, PRECISE)
+    local = tl.arange(0, ROWS)
+    last = tl.cdiv(tokens, ROWS) - 1
+    for step in tl.range(0, last + 1 - block):
+        begin = tl.multiple_of((last - step) * ROWS, ROWS)
+        rows = begin + local
+        q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
+        high = load_vector(lse_ptr + row_base + begin, local, tokens - begin, float("inf"), TAIL)
+        belief = load_vector(belief_ptr + row_base + begin, local, tokens - begin, float("inf"), TAIL)
+        refined, _sent, message_sums = refined_tile(
+            message_sums, k, q, keys, rows, high, belief, message, triangle, mask_base, tokens, score_scale,
+            step == last - block, PRECISE, MASKED, PRECISION,
+        )  # fmt: skip
+        if MASKED:
+            refined = tl.where(keys_real[:, None], refined, 0.0)
+        d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
+        store_pairs(parts_base, rows, tokens, tl.sum(refined * d_rows, 0), tl.sum(refined, 0))
+
+
+@triton.jit(do_not_specialize=["section"])
+def stored_row_means(
+    cu_ptr, mean_parts_ptr, delta_ptr, heads, length, blocks, section, ROWS: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """D of a block of rows: the mean of dP by weights P, which need not sum up to exactly 1."""
+    block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
+    if block * ROWS >= tokens:
+        return
+    rows = block * ROWS + tl.arange(0, ROWS)
+    parts_base = _mean_parts_base(mean_parts_ptr, batch, head, first, heads, length, blocks)
+    products, weights = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    for part in tl.range(0, block + 1):
+        product, weight = load_pairs(parts_base + 2 * part * length, block * ROWS, tokens, 0.0, ROWS, True)
+        products += product
+        weights += weight
+    means = tl.where(weights > 0.0, products / tl.where(weights > 0.0, weights, 1.0), 0.0)
+    tl.store(head_base(delta_ptr, batch, head, first, heads, length) + rows, means, mask=rows < tokens)
+
+
 @triton.jit(do_not_specialize=["section"])
 def stored_climb(
     q_ptr, k_ptr, v_ptr, grad_ptr, mask_ptr, cu_ptr, seed_ptr, strength_ptr,
@@ -105,9 +204,13 @@ def stored_climb(
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, LEARNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ATTRACTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dV of a block of keys, d of all rows that see them and, if LEARNS, the gradient of gamma through each key's messages."""
+    """dV of a block of keys, d of all rows that see them and, if LEARNS, the gradient of gamma through each key's messages.
+
+    ATTRACTS: D is that of ``stored_row_means``, dT of unrounded weights, and its sum over later rows that of two numbers of
+    the half type, the second what rounding the first left.
+    """
     block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -141,27 +244,26 @@ def stored_climb(
         high = load_vector(lse_ptr + row_base + begin, local, tokens - begin, float("inf"), TAIL)
         belief = load_vector(belief_ptr + row_base + begin, local, tokens - begin, float("inf"), TAIL)
         delta = load_vector(delta_ptr + row_base + begin, local, tokens - begin, 0.0, TAIL)
-        raw = scores_by_key(k, q, keys, rows, keys_real, False, False, PRECISION)
-        if step == last - block:
-            raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
-        scores = raw * score_scale - high[None, :]
-        a = tl.exp2(scores)
-        if MASKED:  # padding rows send no message
-            a = tl.where(real_tokens(mask_base, rows, tokens, MASKED)[None, :], a, 0.0)
-        messages, sums, sent = sent_messages(a, message, PRECISE)
-        message_sums -= sums
-        # Within a tile the sum has at most ROWS terms, so half precision suffices.
-        beliefs = tl.dot(messages, triangle, scores + message_sums[:, None])
-        refined = rounded(tl.exp2(beliefs - belief[None, :]), KIND)
+        exact, sent, message_sums = refined_tile(
+            message_sums, k, q, keys, rows, high, belief, message, triangle, mask_base, tokens, score_scale,
+            step == last - block, PRECISE, MASKED, PRECISION,
+        )  # fmt: skip
+        refined = rounded(exact, KIND)
         weights = drop(refined, dropout, rows[None, :], keys[:, None], DROPS)
         dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
         d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
-        # Of rounded weights, as D is: otherwise errors would add up in ``after`` over rows.
-        d_logits = widened(refined) * (d_rows - delta[None, :])
+        # Of rounded weights, as D is unless ATTRACTS: otherwise errors would add up in ``after`` over rows.
+        d_logits = (exact if ATTRACTS else widened(refined)) * (d_rows - delta[None, :])
         narrow = rounded(d_logits, KIND)
-        later = tl.dot(narrow, larger(ROWS, KIND), input_precision="ieee") + any_column(after)[:, None]
+        within = tl.dot(narrow, larger(ROWS, KIND), input_precision="ieee")
+        if ATTRACTS:
+            rest = rounded(d_logits - widened(narrow), KIND)
+            within = tl.dot(rest, larger(ROWS, KIND), within, input_precision="ieee")
+        later = within + any_column(after)[:, None]
         after = tl.dot(narrow, ones, after, input_precision="ieee")
+        if ATTRACTS:
+            after = tl.dot(rest, ones, after, input_precision="ieee")
         through = sent * later
         if LEARNS:
             gamma_grad -= sums_by_thread(through)
