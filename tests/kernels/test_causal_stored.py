@@ -83,6 +83,21 @@ def test_strengths(factor: Any, strength: float, seed: int, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("strength", "strong"), [(0.5, False), (3.0, True), (5.0, True)])
+def test_fixed_attraction(strength: float, strong: bool, dtype: torch.dtype, launched: list[str]) -> None:
+    inputs = attention_inputs(
+        1, 2, 130, 40, key_heads=1, strength=strength, dtype=dtype, device=DEVICE, seed=1
+    )
+    refinement = Refinement("low", strength)
+
+    def operation(query: Tensor, key: Tensor, value: Tensor, _: Tensor) -> Tensor:
+        return saobp.attention(query, key, value, refinement, is_causal=True, backend="fused")
+
+    assert_within_budget(operation, inputs, refinement, is_causal=True, frozen=True)
+    assert ("stored_mean_parts" in launched) == strong
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("collapse", ["sink", "diagonal"])
 @pytest.mark.parametrize(("gap", "strength"), [(10.0, 0.5), (18.0, 1.0), (90.0, 1.0)])
 @EACH_FACTOR

@@ -63,6 +63,9 @@ TILES = {
 }
 """For half types and head sizes up to 64, found on an H200, the stored ones by counts; sweeps with messages share one number of rows."""
 
+STRONG_ATTRACTION = -1.0
+"""Below this gamma of the factor ``low``, and where gamma is unknown, the stored sweeps compute D in float32."""
+
 FETCHED = {
     "row_sums": Block(64, 64, 4, 3, 72),
     "weak_messages": Block(64, 128, 4, 2, 168),
@@ -275,7 +278,7 @@ def _plan_stored(
     count = ceil_div(spec.longest, rows)
     # As ``slot_place`` counts.
     plane = count * spec.length if spec.packed else count * (count + 1) // 2 * rows
-    attracts = spec.sign < 0 and not spec.bound
+    attracts = spec.sign < 0 and not STRONG_ATTRACTION < spec.bound < 0
     scratch, size = lay_out_buffer("scratch", {
         "terms": ((*spec.rows_shape[:2], plane, rows), query.dtype), "careful_delta": (spec.rows_shape, torch.float32),
         "term_pairs": ((*spec.rows_shape, 2), torch.float32),

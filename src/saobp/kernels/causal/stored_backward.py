@@ -12,7 +12,7 @@ is as large as the maps, so calls of long sequences take ``backward.py``. P is r
 nothing underflows, and no head has to be computed again.
 
 Messages that attract (factor ``low``) leave refined rows nearly one-hot. Then D of the rounded output leaves rowsum(dT) off 0 by as
-much as the terms of the gradient of gamma, in which all later rows add up. So where that factor's strength is learned,
+much as the terms of the gradient of gamma, in which all later rows add up. So unless that factor's strength is known to be weak,
 ``stored_mean_parts`` and ``stored_row_means`` first sum up D from P and dP in float32.
 """
 
