@@ -164,6 +164,21 @@ def test_fewer_than_five_fresh_pairs_decide_nothing(tmp_path: Path) -> None:
         assert fresh.gains()["gate"].verdict == verdict
 
 
+def test_small_models_come_first_and_titles_name_seeds_with_pairs(tmp_path: Path) -> None:
+    for size, seeds in (("small", (21, 22)), ("mini", (11,))):
+        for seed in seeds:
+            for method in ("none", "sink"):
+                made_up_run(tmp_path / size, "modernbert", method, seed, 3.0 + seed / 100, size=size)
+        made_up_run(tmp_path / size, "modernbert", "none", 23, 3.0, size=size)
+    write_arena([tmp_path / "small", tmp_path / "mini"], tmp_path, [[11, 21, 22, 23]])
+    page = (tmp_path / "arena" / "README.md").read_text()
+    titles = [part.splitlines()[0] for part in page.split("\n## ")[1:3]]
+    assert titles == [
+        "ModernBERT-mini, length 128, 262 M tokens, fresh seeds 11",
+        "ModernBERT-small, length 128, 262 M tokens, fresh seeds 21, 22",
+    ]
+
+
 def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_path: Path) -> None:
     muon = {"optimizer": "muon", "muon_rate": 2.0}
     for seed in (42, 1, 9):

@@ -22,6 +22,7 @@ from saobp.runs.folder import RunFolder
 from saobp.runs.layout import RESULT, run_folders
 from saobp.sizes import DECODERS, FAMILY_NAMES
 from saobp.storage.json_files import read_object
+from saobp.training.architectures import SIZES
 from saobp.training.recipes import PretrainRecipe, named_recipe
 
 ORIGINAL = "none"
@@ -83,8 +84,14 @@ class Setting:
         family = FAMILY_NAMES.get(self.recipe["family"], self.recipe["family"])
         size, length = self.recipe["size"], self.recipe["length"]
         recipe = "".join(f", {change}" for change in _in_words(self.distinct))
-        seeds = f", fresh seeds {', '.join(map(str, sorted(self.losses[ORIGINAL])))}" if self.fresh else ""
+        seeds = f", fresh seeds {', '.join(map(str, self.compared_seeds()))}" if self.fresh else ""
         return f"{family}-{size}, length {length}, {tokens / 1e6:,.0f} M tokens{recipe}{seeds}"
+
+    def compared_seeds(self) -> list[int]:
+        """Seeds with which Original and another method were trained; if there is none, all of Original's."""
+        others = (losses for method, losses in self.losses.items() if method != ORIGINAL)
+        own = self.losses[ORIGINAL].keys()
+        return sorted(own & {seed for losses in others for seed in losses} or own)
 
     def gains(self) -> dict[str, Gain]:
         """Paired differences from Original in per cent of perplexity, ascending; lower is better."""
@@ -204,7 +211,7 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[int]] = ()) -> list[Setting]:
-    """Runs grouped by setting: encoders first, then verdicts, the latest fresh seeds, the largest group.
+    """Runs grouped by setting: encoders and small models first, then verdicts, fresh seeds, large groups.
 
     A repeated seed counts once. Each sequence of ``fresh`` seeds makes groups of its own: a choice made on
     others is confirmed on them alone.
@@ -226,6 +233,7 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[i
         found.values(),
         key=lambda one: (
             one[1].is_decoder,
+            list(SIZES).index(one[1].recipe["size"]),
             all(gain.verdict == "undecided" for gain in one[1].gains().values()),
             -one[0],
             -sum(map(len, one[1].losses.values())),
