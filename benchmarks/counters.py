@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -40,8 +40,10 @@ from saobp.benchmarking.table import BenchmarkTable, Cell
 from saobp.runs.machine import machine
 
 SEQUENCES = 32
+MARK = "spin_kernel"
+"""The kernel of ``torch.cuda._sleep``."""
 BOTH = "forward + backward"
-LENGTHS = (128, 256, 512, 1024, 2048, 8192)
+LENGTHS = (256, 512, 1024, 2048)
 COUNTERS = {
     "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "special functions": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
@@ -122,24 +124,23 @@ def cases(causal: bool) -> tuple[str, ...]:
     return ("fixed", "learned") if causal else ("fixed", "learned", "key bias")
 
 
-def kernel_rows(found: list[Reading], lengths: tuple[int, ...]) -> Iterator[dict[str, Cell]]:
-    """One row for each kernel of each call. After each refined call comes a plain one, told by its names."""
-    calls = [
-        (length, causal, case, plain)
+def call_names(lengths: tuple[int, ...]) -> list[tuple[str, int, str]]:
+    """Attention, length and version of each profiled call, in the order of ``make_calls``."""
+    whole = [
+        ("causal" if causal else "bidirectional", length, by)
         for length in lengths
         for causal in (False, True)
-        for case in cases(causal)
-        for plain in (False, True)
+        for by in (*(f"saobp, {case}" for case in cases(causal)), "cuDNN")
     ]
-    groups = [list(group) for _, group in groupby(found, is_plain)]
-    for (length, causal, case, plain), group in zip(calls, groups, strict=False):
-        if not plain or case == "fixed":  # else the same plain call again
-            by = "cuDNN" if plain else f"saobp, {case}"
-            yield from rows_of_call("causal" if causal else "bidirectional", length, by, group)
-    decoding = list(chain.from_iterable(groups[len(calls) :]))
-    for by, plain in (("saobp, learned", False), ("PyTorch", True)):
-        ones = [one for one in decoding if is_plain(one) == plain]
-        yield from rows_of_call(f"decoding, batch {SEQUENCES}", KEYS, by, ones)
+    step = f"decoding, batch {SEQUENCES}"
+    return [*whole, (step, KEYS, "saobp, learned"), (step, KEYS, "sdpa")]
+
+
+def kernel_rows(found: list[Reading], lengths: tuple[int, ...]) -> Iterator[dict[str, Cell]]:
+    """One row for each kernel of each call. A kernel that does nothing, ``MARK``, follows each call."""
+    groups = [list(group) for mark, group in groupby(found, is_mark) if not mark]
+    for (attention, length, by), group in zip(call_names(lengths), groups, strict=False):
+        yield from rows_of_call(attention, length, by, group)
 
 
 def rows_of_call(attention: str, length: int, by: str, readings: list[Reading]) -> Iterator[dict[str, Cell]]:
@@ -184,9 +185,8 @@ def short_name(kernel: str) -> str:
     return f"flash_{generated[1]}" if generated else re.split(r"[<(]", kernel.removeprefix("void "))[0]
 
 
-def is_plain(reading: Reading) -> bool:
-    """Whether it is a kernel of cuDNN's, or of PyTorch's attention, by which decoding steps go."""
-    return bool(re.search("cudnn|pytorch_flash", reading["Kernel Name"]))
+def is_mark(reading: Reading) -> bool:
+    return MARK in reading["Kernel Name"]
 
 
 def number(cell: str) -> float:
@@ -204,8 +204,8 @@ def make_calls(lengths: tuple[int, ...]) -> None:
             plain = one_call(partial(attend_plain, SDPBackend.CUDNN_ATTENTION, causal), states, BOTH)
             fixed = one_call(partial(attend_refined, "fused", causal, strength), states, BOTH)
             for case in cases(causal):
-                refined = fixed if case == "fixed" else learned_call(LEARNED[case], causal, states, BOTH)
-                calls += [refined, plain]
+                calls.append(fixed if case == "fixed" else learned_call(LEARNED[case], causal, states, BOTH))
+            calls.append(plain)
     step = make_step(SEQUENCES, KEYS, LLAMA, torch.bfloat16, "cuda")
     calls += [step_call(name, step, LLAMA, PARTS[0]) for name in ("learned", "sdpa")]
     for call in calls:
@@ -214,6 +214,7 @@ def make_calls(lengths: tuple[int, ...]) -> None:
     torch.cuda.cudart().cudaProfilerStart()
     for call in calls:
         call()
+        torch.cuda._sleep(1)
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStop()
 
