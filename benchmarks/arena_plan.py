@@ -1,9 +1,11 @@
-"""The runs of round four of results/arena/plan.md in their order, written before the runs."""
+"""The runs of round five of results/arena/plan.md in their order, written before the runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from statistics import mean
 from typing import Any
 
 from saobp.refinement import Refinement
@@ -15,11 +17,17 @@ STEPS, ROWS, LENGTH = 3000, 256, 128
 MIXTURE = "wikipedia_en,gutenberg_books,imdb_reviews"
 STRENGTHS_RATE = 0.01
 """Learning rate of numbers per head, whatever the rate of other parameters."""
-SETTINGS: dict[str, dict[str, Any]] = {"decoder": {"family": "llama"}, "small": {"size": "small"}}
-"""What a setting changes in ModernBERT-mini with 128 tokens on three corpora."""
-SETTING_SEEDS = (21, 22, 23, 24, 25, 26, 27, 28)
-RECORDED = {(setting, seed) for setting in SETTINGS for seed in (21, 22, 23, 24, 25)}
-"""Pairs that have been made."""
+TUNING: dict[str, dict[str, Any]] = {
+    "rate-2.8e-3": {"learning_rate": 2.8e-3},
+    "rate-2e-3": {"learning_rate": 2e-3},
+    "rate-1.4e-3": {"learning_rate": 1.4e-3},
+    "rate-1e-3": {"learning_rate": 1e-3},
+    "warmup-600": {"learning_rate": 2e-3, "warmup_steps": 600},
+}
+"""What settings of ModernBERT-small change in the recipe ``modern``; the first is the recipe itself."""
+TUNING_SEEDS = (42, 9)
+PAIR_SEEDS = (31, 32, 33, 34, 35, 36, 37, 38)
+"""Fresh seeds, for Original and learned strengths of small at the chosen setting."""
 RIVALS = (
     "gate",
     "sinkhorn",
@@ -37,21 +45,27 @@ RIVAL_SEEDS = (11, 12, 13, 14, 15, 16, 17, 18)
 
 @dataclass(frozen=True)
 class Run:
+    """A method, a seed and, of ModernBERT-small, a setting of TUNING. Without one it is ModernBERT-mini."""
+
     form: str
     seed: int
-    family: str = "modernbert"
-    size: str = "mini"
+    setting: str | None = None
+
+    @property
+    def size(self) -> str:
+        return "mini" if self.setting is None else "small"
 
     @property
     def name(self) -> str:
         form = "original" if self.form == ORIGINAL else self.form.removeprefix("high:")
-        form = form.replace("+", "-").replace(":", "-")
-        return f"{self.family}-{self.size}-{form}-{self.seed}"
+        parts = [self.size, self.setting, form.replace("+", "-").replace(":", "-"), str(self.seed)]
+        return "-".join(["modernbert", *(part for part in parts if part is not None)])
 
     @property
     def recipe(self) -> PretrainRecipe:
         """The recipe ``modern`` for 98 million tokens, without evaluations during training."""
-        usual = with_steps(named_recipe("modern", self.family, self.size), STEPS)
+        usual = with_steps(named_recipe("modern", "modernbert", self.size), STEPS)
+        usual = replace(usual, **TUNING.get(self.setting or "", {}))
         return replace(
             usual,
             batch_size=ROWS,
@@ -66,15 +80,10 @@ class Run:
         )
 
     @property
-    def is_large(self) -> bool:
-        """Whether it needs much of the GPU's memory: decoders predict every token, 25 GB in all."""
-        return self.family == "llama"
-
-    @property
     def command(self) -> list[str]:
         """The words that make this run again, whatever the recipe ``modern`` is by then."""
         recipe = self.recipe
-        words = ["saobp", "pretrain", "--recipe", "modern", "--family", self.family, "--size", self.size]
+        words = ["saobp", "pretrain", "--recipe", "modern", "--family", "modernbert", "--size", self.size]
         words += ["--steps", str(recipe.steps), "--refinement", self.form, "--seed", str(self.seed)]
         for name in (
             *("batch_size", "length", "learning_rate", "warmup_steps", "masked_share", "masked_share_end"),
@@ -85,10 +94,31 @@ class Run:
         return [*words, "--corpus", MIXTURE, "--tokens", "tokens", "--out", f"runs/{self.name}"]
 
 
-def planned_runs() -> Iterator[Run]:
-    """Pairs of Original and learned strengths in both settings, then rivals, one seed after the other."""
-    for seed in SETTING_SEEDS:
-        for setting, changes in SETTINGS.items():
-            if (setting, seed) not in RECORDED:
-                yield from (Run(form, seed, **changes) for form in (ORIGINAL, LEARNED))
+def tuning_runs() -> Iterator[Run]:
+    """Original of small, one seed after the other."""
+    return (Run(ORIGINAL, seed, setting) for seed in TUNING_SEEDS for setting in TUNING)
+
+
+def chosen_setting(losses: Mapping[Run, float | None]) -> str | None:
+    """The setting with the lowest mean held-out loss of Original; None while a run of tuning is missing.
+
+    losses: of ended runs; None of one that failed. A setting with a failed run, or a loss that is not
+    finite, is left out.
+    """
+    if any(run not in losses for run in tuning_runs()):
+        return None
+    means = {}
+    for setting in TUNING:
+        own = [losses[Run(ORIGINAL, seed, setting)] for seed in TUNING_SEEDS]
+        finite = [loss for loss in own if loss is not None and math.isfinite(loss)]
+        if len(finite) == len(own):
+            means[setting] = mean(finite)
+    return min(means, key=means.__getitem__, default=None)
+
+
+def planned_runs(chosen: str | None = None) -> Iterator[Run]:
+    """Tuning of small, its pairs at the chosen setting once there is one, then rivals, seed after seed."""
+    yield from tuning_runs()
+    if chosen is not None:
+        yield from (Run(form, seed, chosen) for seed in PAIR_SEEDS for form in (ORIGINAL, LEARNED))
     yield from (Run(rival, seed) for seed in RIVAL_SEEDS for rival in RIVALS)

@@ -1,13 +1,14 @@
-"""Makes the runs of round four of results/arena/plan.md on one GPU.
+"""Makes the runs of round five of results/arena/plan.md on one GPU.
 
     python benchmarks/arena_runs.py --tokens TOKENS --out runs/arena --jobs 9 --seconds 1200
     python benchmarks/arena_runs.py --out runs/arena --pack records.tar.xz
 
 Each of the processes claims one run after another, in the order of ``arena_plan.py``. ``log.txt`` gets a line
-for each run. A second call continues after a kill. TOKENS holds the stores of BERT's and of GPT-2's
-tokens; without the latter there are no decoders. ``--pack`` puts all records, without models, into one file;
-it may be called while runs are made. Unpacked, ``saobp arena runs --fresh 6,7,8,9,10 --fresh
-11,12,13,14,15,16,17,18 --fresh 21,22,23,24,25,26,27,28`` writes the page.
+for each run. Once all runs of tuning have ended, the setting of small is chosen by the rule there, and its
+pairs come next; until then processes make the runs of rivals. A second call continues after a kill. TOKENS
+holds the stores of BERT's tokens. ``--pack`` puts all records, without models, into one file, also while runs
+are made. Unpacked, ``saobp arena runs --fresh 6,7,8,9,10 --fresh 11,12,13,14,15,16,17,18 --fresh
+21,22,23,24,25,26,27,28 --fresh 31,32,33,34,35,36,37,38`` writes the page.
 """
 
 from __future__ import annotations
@@ -24,20 +25,17 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from arena_plan import Run, planned_runs
+from arena_plan import Run, chosen_setting, planned_runs, tuning_runs
 from filelock import BaseFileLock
 
-from saobp.data.tokenizer_store import tokenizer_path
 from saobp.runs.layout import CHECKPOINTS, MODEL, RESULT
 from saobp.runs.layout import LOCK as LOCK_OF_RUN
-from saobp.storage.json_files import append_line
+from saobp.storage.json_files import append_line, read_object
 from saobp.storage.locks import try_lock
 
 LOCK = "lock"
 LEAST_SHARE = 0.4
 """A run that has the GPU for itself takes at least this share of a typical run's time."""
-LARGE_AT_ONCE = 4
-"""Runs that need much memory and may be side by side: beside eight small ones they take 115 GiB."""
 BLIMP_ITEMS = "blimp.csv"
 """Likelihoods of all sentences, several megabytes a run, where ``arena_tasks.py`` has evaluated BLiMP."""
 
@@ -49,21 +47,24 @@ class Queue:
     lock in it while it lives.
     ends: seconds since 1970
     typical: seconds of a run beside ``jobs - 1`` others, with which it shares the GPU
-    families: those whose tokens there are
     """
 
-    def __init__(
-        self,
-        out: Path,
-        ends: float,
-        typical: float = 150.0,
-        *,
-        jobs: int = 1,
-        families: tuple[str, ...] = ("modernbert",),
-    ) -> None:
+    def __init__(self, out: Path, ends: float, typical: float = 150.0, *, jobs: int = 1) -> None:
         self.out, self.ends, self.typical, self.jobs = out, ends, typical, jobs
-        self.planned = [run for run in planned_runs() if run.family in families]
         self.held: dict[str, BaseFileLock] = {}
+
+    def planned(self) -> list[Run]:
+        """All runs in order; those at the chosen setting only once it is chosen."""
+        return list(planned_runs(self.chosen()))
+
+    def chosen(self) -> str | None:
+        """The setting chosen for small, None while runs of tuning are missing."""
+        return chosen_setting({run: self.loss(run) for run in tuning_runs() if self.is_done(run)})
+
+    def loss(self, run: Run) -> float | None:
+        """The held-out loss of a run, None if it failed."""
+        path = self.folder(run) / RESULT
+        return read_object(path)["eval_loss"] if path.exists() else None
 
     def folder(self, run: Run) -> Path:
         return self.out / "runs" / run.name
@@ -88,19 +89,19 @@ class Queue:
 
     def clear_unfinished(self) -> None:
         """Let runs that a killed process had claimed be claimed again."""
-        for run in self.planned:
+        for run in self.planned():
             if self.is_dead(run):
                 shutil.rmtree(self.folder(run), ignore_errors=True)
                 shutil.rmtree(self.claim_of(run))
 
     def claim(self) -> Run | None:
         """The next run that nobody has and that will be done in time."""
-        running = [run for run in self.planned if self.is_running(run)]
-        if time.time() + self.least_seconds(len(running)) > self.ends:
+        planned = self.planned()
+        running = sum(self.is_running(run) for run in planned)
+        if time.time() + self.least_seconds(running) > self.ends:
             return None
-        full = sum(run.is_large for run in running) >= LARGE_AT_ONCE
-        for run in self.planned:
-            if (run.is_large and full) or self.claim_of(run).exists():
+        for run in planned:
+            if self.claim_of(run).exists():
                 continue
             with contextlib.suppress(FileExistsError):
                 self.claim_of(run).mkdir(parents=True)
@@ -112,7 +113,8 @@ class Queue:
 
     def is_empty(self) -> bool:
         """Whether nothing is left to start."""
-        return all(self.claim_of(run).exists() for run in self.planned)
+        tuned = all(self.is_done(run) for run in tuning_runs())
+        return tuned and all(self.claim_of(run).exists() for run in self.planned())
 
     def least_seconds(self, running: int = 0) -> float:
         """Seconds of one more run if no other follows: faster than typical where fewer share the GPU."""
@@ -135,8 +137,7 @@ def main() -> None:
     if given.tokens is None:
         parser.error("name the folder of token stores by --tokens")
     ends = float(os.environ.get("ARENA_ENDS", time.time() + given.seconds))
-    families = [one for one in ("modernbert", "llama") if tokenizer_path(given.tokens, one).is_dir()]
-    queue = Queue(given.out, ends, given.typical, jobs=given.jobs, families=tuple(families))
+    queue = Queue(given.out, ends, given.typical, jobs=given.jobs)
     if given.worker:
         work(queue, given.tokens)
         return

@@ -33,46 +33,61 @@ def test_rivals_are_compared_with_recorded_runs_of_the_same_recipe() -> None:
 
 
 def test_the_plan_names_settings_methods_and_seeds() -> None:
-    page = (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round four")[1]
-    for setting in plan.SETTINGS:
-        assert f"| {setting} |" in page
+    page = (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round five")[1]
+    for setting in plan.TUNING:
+        assert f"| `{setting}` |" in page
     for form in plan.RIVALS:
         assert f"`{form}`" in page
         assert str(Refinement.of(form)) == form
-    for seeds in (plan.SETTING_SEEDS, plan.RIVAL_SEEDS):
+    for seeds in (plan.PAIR_SEEDS, plan.RIVAL_SEEDS):
         assert f"{seeds[0]} to {seeds[-1]}" in page
 
 
-RUNS = {run.name: run for run in plan.planned_runs()}
+RUNS = {run.name: run for run in plan.planned_runs("rate-2e-3")}
 
 
-def test_runs_have_names_of_their_own_and_recorded_pairs_are_not_made_again() -> None:
-    assert len(RUNS) == len(list(plan.planned_runs())) == 2 * (3 + 3) + 8 * 8
-    assert list(RUNS)[:2] == ["llama-mini-original-26", "llama-mini-learned-26"]
-    assert list(RUNS)[2:4] == ["modernbert-small-original-26", "modernbert-small-learned-26"]
-    names = {one["run"] for one in RECORDS}
-    pairs = {
-        (setting, seed)
-        for setting, changes in plan.SETTINGS.items()
-        for seed in plan.SETTING_SEEDS
-        if {plan.Run(form, seed, **changes).name for form in (plan.ORIGINAL, plan.LEARNED)} <= names
-    }
-    assert pairs == plan.RECORDED
+def test_runs_have_names_of_their_own_and_pairs_have_seeds_that_no_run_has_used() -> None:
+    assert len(RUNS) == len(list(plan.planned_runs("rate-2e-3"))) == 2 * 5 + 2 * 8 + 8 * 8
+    assert next(iter(RUNS)) == "modernbert-small-rate-2.8e-3-original-42"
+    assert list(RUNS)[10:12] == [f"modernbert-small-rate-2e-3-{form}-31" for form in ("original", "learned")]
+    assert not set(plan.PAIR_SEEDS) & {one["recipe"]["seed"] for one in RECORDS}
+    assert not set(RUNS) & {one["run"] for one in RECORDS}
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("learned-27")])
+@pytest.mark.parametrize("name", list(RUNS)[:5] + [name for name in RUNS if name.endswith("learned-31")])
 def test_a_record_names_the_command_that_makes_the_run_again(name: str) -> None:
     done = CliRunner().invoke(app, [*RUNS[name].command[1:], "--dry-run"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.output) == json.loads(json.dumps(RUNS[name].recipe.to_dict()))
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("learned-27")])
-def test_every_setting_has_as_many_tokens_and_numbers_per_head_learn_at_one_rate(name: str) -> None:
+@pytest.mark.parametrize("name", RUNS)
+def test_every_run_has_as_many_tokens_and_numbers_per_head_learn_at_one_rate(name: str) -> None:
     recipe = RUNS[name].recipe
     assert recipe.tokens == 98_304_000
     assert recipe.learning_rate * recipe.strength_rate == pytest.approx(0.01)
-    assert recipe.refinement == Refinement.of("high:learned")
+    assert recipe.size == ("small" if "small" in name else "mini")
+
+
+def test_the_first_setting_is_the_recipe_of_round_four() -> None:
+    recorded = next(one for one in RECORDS if one["run"] == "modernbert-small-original-24")
+    recipe = {"kind": "pretrain", **plan.Run("none", 24, "rate-2.8e-3").recipe.to_dict()}
+    assert len(settings_of([recorded, {**recorded, "recipe": recipe}])) == 1
+
+
+def test_the_setting_with_the_lowest_mean_is_chosen_once_all_have_ended() -> None:
+    losses: dict[Any, float | None] = {
+        run: {"rate-2e-3": 3.1, "rate-1e-3": 3.0}.get(run.setting, 3.2) for run in plan.tuning_runs()
+    }
+    assert plan.chosen_setting(losses) == "rate-1e-3"
+    losses[plan.Run("none", 9, "rate-1e-3")] = 3.3
+    assert plan.chosen_setting(losses) == "rate-2e-3"
+    losses[plan.Run("none", 9, "rate-2e-3")] = None  # it failed
+    assert plan.chosen_setting(losses) == "rate-1e-3"
+    losses[plan.Run("none", 42, "rate-1e-3")] = float("nan")
+    assert plan.chosen_setting(losses) == "rate-2.8e-3"
+    del losses[plan.Run("none", 42, "warmup-600")]
+    assert plan.chosen_setting(losses) is None
 
 
 def finish(queue: Any, run: Any, loss: float) -> None:
@@ -87,23 +102,19 @@ def finish(queue: Any, run: Any, loss: float) -> None:
         (folder / f"{name}.json").write_text(json.dumps(content))
 
 
-def test_processes_share_the_runs_in_order_and_few_large_ones_are_side_by_side(tmp_path: Path) -> None:
-    queue, other = (runs.Queue(tmp_path, LATER, families=("modernbert", "llama")) for _ in range(2))
-    wanted = [run for run in RUNS.values() if not run.is_large]
-    large = [run for run in RUNS.values() if run.is_large]
-    order = []
-    while (run := (queue, other)[len(order) % 2].claim()) is not None:
-        order.append(run)
-    at_once = large[: runs.LARGE_AT_ONCE]
-    assert order == [run for run in RUNS.values() if run in wanted or run in at_once]
-    assert not queue.is_empty()
-    finish(queue, large[0], 3.0)
-    assert other.claim() == large[runs.LARGE_AT_ONCE]
-
-
-def test_without_their_tokens_there_are_no_decoders(tmp_path: Path) -> None:
-    queue = runs.Queue(tmp_path, LATER)
-    assert {run.family for run in queue.planned} == {"modernbert"}
+def test_processes_share_the_runs_and_pairs_follow_the_choice(tmp_path: Path) -> None:
+    queue, other = (runs.Queue(tmp_path, LATER) for _ in range(2))
+    tuning = [(queue, other)[number % 2].claim() for number in range(10)]
+    assert tuning == list(plan.tuning_runs())
+    assert other.claim() == plan.Run("gate", 11)  # nothing waits for the choice
+    for run in tuning:
+        assert queue.chosen() is None
+        finish(queue, run, 3.0 if run.setting == "rate-1.4e-3" else 3.1)
+    assert queue.chosen() == "rate-1.4e-3"
+    assert other.claim() == plan.Run("none", 31, "rate-1.4e-3")
+    while queue.claim() is not None:
+        pass
+    assert queue.is_empty()
 
 
 def test_a_second_call_goes_on_where_a_killed_one_was(tmp_path: Path) -> None:
@@ -149,15 +160,15 @@ def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pa
 
     def small(run: Any) -> Any:
         made = full(run)
-        shared = {"optimizer": made.optimizer, "refinement": made.refinement, "seed": made.seed}
-        return small_recipe(**shared, family=run.family, health_texts=0, steps=4, corpus=str(text))
+        shared = {"learning_rate": made.learning_rate, "refinement": made.refinement, "seed": made.seed}
+        return small_recipe(**shared, family="modernbert", health_texts=0, steps=4, corpus=str(text))
 
     monkeypatch.setattr(plan.Run, "recipe", property(small))
-    monkeypatch.setattr(plan, "SETTINGS", {"small": {}})
-    monkeypatch.setattr(plan, "SETTING_SEEDS", (21, 22))
-    monkeypatch.setattr(plan, "RECORDED", set())
+    monkeypatch.setattr(plan, "TUNING", {"slow": {"learning_rate": 1e-4}, "fast": {"learning_rate": 1e-2}})
+    monkeypatch.setattr(plan, "TUNING_SEEDS", (42,))
+    monkeypatch.setattr(plan, "PAIR_SEEDS", (31,))
     monkeypatch.setattr(plan, "RIVALS", ("gate", "sinkhorn-3"))
-    monkeypatch.setattr(plan, "RIVAL_SEEDS", (22,))
+    monkeypatch.setattr(plan, "RIVAL_SEEDS", (31,))
     return tokens, tmp_path / "out"
 
 
@@ -168,7 +179,8 @@ def test_the_whole_queue_in_miniature(miniature: tuple[Path, Path], tmp_path: Pa
     runs.work(runs.Queue(out, LATER), str(tokens))
     lines = (out / "log.txt").read_text().splitlines()
     assert len(lines) == sum(", loss " in line for line in lines) == 6
-    names = [f"modernbert-mini-{form}-22" for form in ("original", "learned", "gate", "sinkhorn-3")]
+    names = [f"modernbert-small-fast-{form}-31" for form in ("original", "learned")]
+    names += [f"modernbert-mini-{form}-31" for form in ("gate", "sinkhorn-3")]
     assert all((out / "runs" / name / "model").is_dir() for name in names)
     runs.pack(out, tmp_path / "records.tar.xz")
     with tarfile.open(tmp_path / "records.tar.xz") as archive:
@@ -177,7 +189,7 @@ def test_the_whole_queue_in_miniature(miniature: tuple[Path, Path], tmp_path: Pa
     assert not list(back.rglob("model"))
     assert (back / "log.txt").exists()
     done = CliRunner().invoke(
-        app, ["arena", str(back / "runs"), "--out", str(tmp_path / "results"), "--fresh", "21,22"]
+        app, ["arena", str(back / "runs"), "--out", str(tmp_path / "results"), "--fresh", "31"]
     )
     assert done.exit_code == 0, done.output
-    assert "fresh seeds 21, 22" in (tmp_path / "results" / "arena" / "README.md").read_text()
+    assert "fresh seeds 31" in (tmp_path / "results" / "arena" / "README.md").read_text()
