@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 
 from saobp.lab.arena_records import method_of, title_of
 from saobp.lab.figures import save_figure
+from saobp.sizes import FAMILY_NAMES
 from saobp.storage.json_files import read_json
 
 RECORDS = Path(__file__).parents[1] / "results" / "arena" / "runs.json"
@@ -60,8 +61,10 @@ def side_by_side(courses: dict[str, list[dict[str, Any]]]) -> Figure:
         axis.tick_params(labelsize=8)
         recipe = records[run]["recipe"]
         title = title_of(method_of(recipe)).replace(" (", "\n(").replace(" + ", "\n+ ", 1)
-        draw_course(axis, lines, "strengths", f"{title}\nseed {recipe['seed']}")
-    axes[0].legend(fontsize=7.5, frameon=False)
+        model = f"{FAMILY_NAMES[recipe['family']]}-{recipe['size']}"
+        draw_course(axis, lines, "strengths", f"{title}\n{model}, seed {recipe['seed']}")
+    layers = axes[0].get_legend_handles_labels()
+    figure.legend(*layers, loc="outside right upper", fontsize=7.5, frameon=False)
     axes[0].set_ylabel("strength of each head", fontsize=8)
     return figure
 
