@@ -46,7 +46,10 @@ def step(
     return states, torch.tensor(STRENGTHS[:heads], device=DEVICE), past.to(DEVICE)
 
 
-def reference(states: list[Tensor], strength: Tensor, past: Tensor, marks: Tensor | None) -> Attended:
+def reference(
+    states: list[Tensor], strength: Tensor, past: Tensor, marks: Tensor | None, scale: float | None = None,
+    factor: str = "high",
+) -> Attended:  # fmt: skip
     graph = FactorGraph(causal=True)
     if marks is not None:
         senders = ~(marks == 2).any(-1)[:, None, None, None]
@@ -54,7 +57,7 @@ def reference(states: list[Tensor], strength: Tensor, past: Tensor, marks: Tenso
     past = torch.nn.functional.pad(past, (0, states[1].shape[2] - past.shape[-1]))[None]
     options = {"past": past.to(states[0].dtype) if states[0].dtype == torch.float64 else past}
     return reference_attention(
-        *states, Refinement("high", 0.2), strength, graph, keep_messages=True, **options  # type: ignore[arg-type]
+        *states, Refinement(factor, 0.2), strength, graph, keep_messages=True, scale=scale, **options  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -161,6 +164,56 @@ def test_sums_are_read_within_their_memory(spare: int) -> None:
     out, totals = decoding_step(*states, strength, before, None, 32**-0.5, 1.0)
     torch.testing.assert_close(out, expected.output)
     torch.testing.assert_close(totals, expected.messages[0])
+
+
+def shifted(states: Tensor) -> Tensor:
+    """The same numbers at an address that is no multiple of 16 bytes."""
+    return (
+        torch.empty(states.numel() + 1, dtype=states.dtype, device=DEVICE)[1:].view_as(states).copy_(states)
+    )
+
+
+def varied_steps() -> dict[str, dict[str, Any]]:
+    """Steps that differ from the plain one in one thing each."""
+    (query, key, value), strength, past = step(torch.float32, 40)
+    marks = torch.ones(2, 40, dtype=torch.int8, device=DEVICE)
+    marks[0, :9] = 0
+    rows_first = lambda one: one.transpose(1, 2).contiguous().transpose(1, 2)  # noqa: E731
+    changes: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "strides of queries": {"query": torch.cat([query, query], -1)[..., :32]},
+        "strides of keys": {"key": rows_first(key)},
+        "strides of values": {"value": rows_first(value)},
+        "an address": {"key": shifted(key)},
+        "one key head": {"key": key[:, :1], "value": value[:, :1]},
+        "a key less": {"key": key[:, :, :39], "value": value[:, :, :39]},
+        "sums about fewer keys": {"past": past[..., :20]},
+        "rows of sums": {"past": torch.cat([past, torch.zeros_like(past)], -1)[..., :39]},
+        "sums ready to be read": {"past": torch.zeros(2, 6, 64, device=DEVICE)[..., :39].copy_(past)},
+        "a mask": {"mask": marks},
+        "a mask for all sequences": {"mask": marks[:1]},
+        "columns of a mask": {"mask": torch.stack([marks, 1 - marks], -1)[..., 0]},
+        "strengths in half precision": {"strength": strength.half()},
+        "scale": {"scale": 0.5},
+        "sign": {"sign": -1.0},
+    }
+    plain = {"query": query, "key": key, "value": value, "strength": strength, "past": past, "mask": None}
+    return {name: {**plain, "scale": 0.25, "sign": 1.0, **change} for name, change in changes.items()}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", [name for name in varied_steps() if name != "plain"])
+def test_steps_in_turn_do_not_get_each_others_launches(name: str) -> None:
+    steps = varied_steps()
+    for given in (steps["plain"], steps[name], steps["plain"], steps[name]):
+        query, key, value, strength, past, mask, scale, sign = given.values()
+        keys = key.shape[2]
+        marks = None if mask is None else mask[:, :keys].expand(2, -1)
+        factor = "high" if sign > 0 else "low"
+        expected = reference([query, key, value], strength.float(), past, marks, scale, factor)
+        out, totals = decoding_step(*given.values())
+        torch.testing.assert_close(out, expected.output, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(totals, expected.messages[0], atol=2e-4, rtol=2e-4)
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def _step(
     group = heads // key_heads
     hopper = has_hopper_step(query, group)
     block = HOPPER_STEP if hopper else FULL if query.dtype == torch.float32 else HALF
-    query, key, value = (one if _is_aligned(one) else one.contiguous() for one in (query, key, value))
+    query, key, value = _aligned(query), _aligned(key), _aligned(value)
     past_keys = 0 if past is None else past.shape[-1]
     totals = _totals(query, keys)
     if past is None:
@@ -118,16 +118,16 @@ def _step(
         **fixed, "SIZE": block.finished, "PARTS": next_power_of_2(parts), "PDL": hopper, "num_warps": 4,
         **({"launch_pdl": True} if hopper else {}),
     }  # fmt: skip
+    entries = strength if mask is None else mask.view(torch.int8)
+    if entries.stride(-1) != 1:
+        entries = entries.contiguous()
     sizes = {
         **_eighths("q", query), **_eighths("k", key), **_eighths("v", value),
-        "mask_batch": 0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
+        "mask_batch": 0 if mask is None or mask.shape[0] == 1 else entries.stride(0),
         "heads": heads, "keys": keys, "past_keys": past_keys, "past_line": past.stride(1) // 16, "new_line": totals.stride(1) // 16,
         "tiles": tiles, "parts": parts, "part_tiles": part_tiles, "blocks": blocks,
         "score_scale": scale * math.log2(math.e), "sign": sign,
     }  # fmt: skip
-    entries = strength if mask is None else mask.view(torch.int8)
-    if entries.stride(-1) != 1:
-        entries = entries.contiguous()
     strength = strength.contiguous()  # here, since finish_row reads it before it waits for the first launch
     dtypes = (query.dtype, strength.dtype)
     _launch(
@@ -139,10 +139,13 @@ def _step(
     return out, totals
 
 
-def _is_aligned(states: Tensor) -> bool:
-    """Whether all strides but the last, which is 1, are multiples of 8, and the address of 16 bytes, as asynchronous copies need."""
-    *others, last = states.stride()
-    return last == 1 and states.data_ptr() % 16 == 0 and all(one % 8 == 0 for one in others)
+def _aligned(states: Tensor) -> Tensor:
+    """The states, copied unless all strides but the last, which is 1, are multiples of 8, and the address of 16 bytes, as
+    asynchronous copies need."""
+    batch, head, row, last = states.stride()
+    if last == 1 and batch % 8 == head % 8 == row % 8 == states.data_ptr() % 16 == 0:
+        return states
+    return states.clone(memory_format=torch.contiguous_format)
 
 
 def _is_readable(past: Tensor) -> bool:
