@@ -13,12 +13,14 @@ import torch
 import triton.language as tl
 from call_helpers import clear_plans, forward_and_saved, fused_operation, note_launches, spec_of
 from gluon_on_cpu import OnCpu
+from hopper_calls import CALLS as HOPPER_CALLS
+from hopper_calls import DEVICE, DTYPE, GPU, skip_other_gpus, take_strengths_for_weak, use_on_cpu
+from hopper_calls import states as hopper_states
 from torch import Tensor
 
 import saobp
 from saobp import Refinement
 from saobp.kernels import dispatch
-from saobp.kernels.call_spec import CallSpec
 from saobp.kernels.causal.launch import saved_slices
 from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.hopper import causal_forward, causal_tiles, short_forward, whole_map
@@ -26,14 +28,9 @@ from saobp.kernels.hopper import launch as hopper_launch
 from saobp.kernels.library.packed_bf16 import short_log2
 from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
-from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+from saobp.testing.inputs import collapsed_inputs
 
-GPU = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
-
-pytestmark = pytest.mark.skipif(
-    GPU and torch.cuda.get_device_capability() != (9, 0), reason="another GPU than Hopper"
-)
+pytestmark = skip_other_gpus
 
 
 def _both(messages: Any) -> tuple[Any, Any]:
@@ -56,31 +53,18 @@ ASSEMBLY = {
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
-    if not GPU:
-        monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
-        kernel = OnCpu(causal_forward.causal_hopper_forward, ASSEMBLY)
-        monkeypatch.setattr(hopper_launch, "causal_kernel", lambda: kernel)
+    use_on_cpu(monkeypatch, causal_kernel=OnCpu(causal_forward.causal_hopper_forward, ASSEMBLY))
     monkeypatch.setattr(dispatch, "CAUSAL_FROM", 0)
     monkeypatch.setattr(dispatch, "CAUSAL_ENTRIES", 0)
     return note_launches(monkeypatch)
 
 
-def states(length: int, **options: Any) -> AttentionInputs:
-    options = {"strength": (0.3, 1.5), "dtype": DTYPE, "device": DEVICE, "seed": length} | options
-    return attention_inputs(options.pop("batch", 1), options.pop("heads", 2), length, 64, **options)
-
-
+states = partial(hopper_states, strength=(0.3, 1.5))
 forward = partial(forward_and_saved, "causal", saved_slices)
 
 
-CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({"length": 256, "transposed": True}, {}),
+CALLS = HOPPER_CALLS | {
     "three blocks of three heads": ({"length": 384, "heads": 3, "strength": (0.0, 0.5, 1.0)}, {}),
-    "tail": ({"length": 200, "transposed": True}, {}),
-    "few tokens": ({"length": 129}, {}),
-    "padding": ({"length": 256, "padding": "both", "batch": 2}, {}),
-    "padding and tail": ({"length": 190, "padding": "left", "batch": 2}, {}),
-    "shared key heads": ({"length": 256, "heads": 4, "key_heads": 2, "strength": 0.5}, {}),
     "dropout": ({"length": 256}, {"dropout": 0.3}),
     "messages that raise beliefs": ({"length": 200}, {"sign": -1.0}),
     "strengths of both signs": ({"length": 200, "strength": (-0.7, 0.5)}, {}),
@@ -137,9 +121,7 @@ def test_output_and_gradients_are_within_the_budget(factor: Any, kind: Any, laun
 def test_weak_strengths(kind: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward pass for known weak strengths, by polynomials, from what this kernel saves."""
     strength = 0.2 if GPU else 0.05
-    if not GPU:
-        monkeypatch.setattr(CallSpec, "precise", 0)
-        monkeypatch.setattr(CallSpec, "may_underflow", False)
+    take_strengths_for_weak(monkeypatch)
     inputs = states(256, strength=strength, transposed=True)
     if kind in ("sink", "diagonal"):
         inputs = collapsed_inputs(inputs, 5.0, kind)

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 import triton.language as tl
 from call_helpers import clear_plans, fused_operation, note_launches, spec_of
 from gluon_on_cpu import Barrier, OnCpu
+from hopper_calls import DEVICE, DTYPE, GPU, skip_other_gpus, take_strengths_for_weak, use_on_cpu
+from hopper_calls import states as hopper_states
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -33,17 +36,13 @@ from saobp.kernels.hopper import short_forward as short_hopper
 from saobp.kernels.library.packed_bf16 import boosted
 from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
-from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+from saobp.testing.inputs import AttentionInputs, collapsed_inputs
 
 short_refined_attention = FAMILIES["short"].forward
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-DTYPE, STRENGTH = (torch.bfloat16, 0.2) if GPU else (torch.float16, 0.05)
+STRENGTH = 0.2 if GPU else 0.05
 
-pytestmark = pytest.mark.skipif(
-    GPU and torch.cuda.get_device_capability() != (9, 0), reason="another GPU than Hopper"
-)
+pytestmark = skip_other_gpus
 
 
 def powers(raw: Any, score_scale: Any, minus_high: Any) -> Any:
@@ -61,14 +60,10 @@ ASSEMBLY = {
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
-    if not GPU:
-        monkeypatch.setattr(CallSpec, "precise", 0)
-        monkeypatch.setattr(CallSpec, "may_underflow", False)
-        monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
-        kernel = OnCpu(short_hopper.short_hopper_forward, ASSEMBLY)
-        monkeypatch.setattr(hopper_launch, "hopper_kernel", lambda: kernel)
-        backward = OnCpu(short_hopper_gradients.short_hopper_backward, {})
-        monkeypatch.setattr(hopper_launch, "hopper_backward_kernel", lambda: backward)
+    kernel = OnCpu(short_hopper.short_hopper_forward, ASSEMBLY)
+    backward = OnCpu(short_hopper_gradients.short_hopper_backward, {})
+    use_on_cpu(monkeypatch, hopper_kernel=kernel, hopper_backward_kernel=backward)
+    take_strengths_for_weak(monkeypatch)
     monkeypatch.setattr(dispatch, "HOPPER_FROM", 0)
     monkeypatch.setattr(hopper_launch, "HEADS_EACH", 2)
     clear_plans()
@@ -76,9 +71,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     clear_plans()
 
 
-def states(length: int, **options: Any) -> AttentionInputs:
-    options = {"strength": STRENGTH, "dtype": DTYPE, "device": DEVICE, "seed": length} | options
-    return attention_inputs(options.pop("batch", 1), options.pop("heads", 2), length, 64, **options)
+states = partial(hopper_states, strength=STRENGTH)
 
 
 def forward(inputs: AttentionInputs, dropout: float = 0.0, receives: bool = True) -> tuple[Tensor, ...]:

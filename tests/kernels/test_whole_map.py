@@ -15,28 +15,31 @@ import torch
 import triton.language as tl
 from call_helpers import clear_plans, forward_and_saved, fused_operation, note_launches, spec_of
 from gluon_on_cpu import OnCpu
+from hopper_calls import (
+    DEVICE,
+    DTYPE,
+    GPU,
+    STRENGTHS,
+    WHOLE_MAP_CALLS,
+    skip_other_gpus,
+    states,
+    take_strengths_for_weak,
+    use_on_cpu,
+)
 from torch import Tensor
 
 import saobp
 from saobp import Refinement
 from saobp.kernels import dispatch
 from saobp.kernels.bidirectional.launch import run_sums, saved_slices
-from saobp.kernels.call_spec import CallSpec
 from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.fused import FAMILIES
-from saobp.kernels.hopper import launch as hopper_launch
 from saobp.kernels.hopper import whole_map
 from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
-from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+from saobp.testing.inputs import collapsed_inputs
 
-GPU = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
-STRENGTHS = (-0.7, 5.0) if GPU else (-0.7, 1.5)  # float16 has less range
-
-pytestmark = pytest.mark.skipif(
-    GPU and torch.cuda.get_device_capability() != (9, 0), reason="another GPU than Hopper"
-)
+pytestmark = skip_other_gpus
 
 ASSEMBLY = {
     whole_map.POWERS_F16.value: lambda raw, scale, minus: tl.exp2(raw * scale + minus).to(tl.float16),
@@ -46,36 +49,18 @@ ASSEMBLY = {
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
-    if not GPU:
-        monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
-        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
-        kernel = OnCpu(whole_map.whole_map_forward, ASSEMBLY)
-        monkeypatch.setattr(hopper_launch, "whole_map_kernel", lambda: kernel)
+    use_on_cpu(monkeypatch, whole_map_kernel=OnCpu(whole_map.whole_map_forward, ASSEMBLY))
+    monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
     monkeypatch.setattr(dispatch, "WHOLE_FROM", 0)
     clear_plans()
     yield note_launches(monkeypatch)
     clear_plans()
 
 
-def states(length: int, **options: Any) -> AttentionInputs:
-    options = {"strength": STRENGTHS, "dtype": DTYPE, "device": DEVICE, "seed": length} | options
-    return attention_inputs(options.pop("batch", 1), options.pop("heads", 2), length, 64, **options)
-
-
 forward = partial(forward_and_saved, "long", saved_slices)
 
 
-CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({"length": 256, "transposed": True}, {}),
-    "an uneven number of heads": ({"length": 256, "heads": 3, "strength": (0.0, 0.5, 1.0)}, {}),
-    "tail": ({"length": 200, "transposed": True}, {}),
-    "few tokens": ({"length": 129}, {}),
-    "padding": ({"length": 256, "padding": "both", "batch": 2}, {}),
-    "padding and tail": ({"length": 190, "padding": "left", "batch": 2}, {}),
-    "shared key heads": ({"length": 256, "heads": 4, "key_heads": 2, "strength": 0.5}, {}),
-    "dropout": ({"length": 256}, {"dropout": 0.3}),
-    "key bias": ({"length": 256}, {"receives": 2}),
-}
+CALLS = WHOLE_MAP_CALLS | {"dropout": ({"length": 256}, {"dropout": 0.3})}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -139,9 +124,7 @@ def test_output_and_gradients_are_within_the_budget(factor: Any, kind: Any, laun
 def test_weak_strengths(factor: Any, kind: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward pass for known weak strengths, by polynomials, from what this kernel saves."""
     strength = 0.2 if GPU else 0.05
-    if not GPU:
-        monkeypatch.setattr(CallSpec, "precise", 0)
-        monkeypatch.setattr(CallSpec, "may_underflow", False)
+    take_strengths_for_weak(monkeypatch)
     inputs = states(256, strength=strength, transposed=True)
     if kind in ("sink", "diagonal"):
         inputs = collapsed_inputs(inputs, 5.0, kind)

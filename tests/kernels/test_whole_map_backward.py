@@ -12,48 +12,44 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import clear_plans, note_launches, spec_of
+from call_helpers import clear_plans, fused_operation, note_launches, spec_of
 from gluon_on_cpu import OnCpu
+from hopper_calls import (
+    DEVICE,
+    DTYPE,
+    GPU,
+    STRENGTHS,
+    WHOLE_MAP_CALLS,
+    skip_other_gpus,
+    states,
+    take_strengths_for_weak,
+    use_on_cpu,
+)
 from torch import Tensor
 
 import saobp
 from saobp import Refinement
-from saobp.arguments import BoundedStrength
 from saobp.kernels import dispatch
 from saobp.kernels.call_spec import CallSpec
 from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.fused import FAMILIES
 from saobp.kernels.hopper import entry_gradients, whole_map_backward
-from saobp.kernels.hopper import launch as hopper_launch
 from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
-from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+from saobp.testing.inputs import AttentionInputs, collapsed_inputs
 
-GPU = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
-STRENGTHS = (-0.7, 5.0) if GPU else (-0.7, 1.5)  # float16 has less range
-
-pytestmark = pytest.mark.skipif(
-    GPU and torch.cuda.get_device_capability() != (9, 0), reason="another GPU than Hopper"
-)
+pytestmark = skip_other_gpus
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that plans were made for; Hopper's serves however few the heads are."""
-    if not GPU:
-        monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
-        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
-        kernel = OnCpu(whole_map_backward.whole_map_backward, {})
-        monkeypatch.setattr(hopper_launch, "whole_map_backward_kernel", lambda: kernel)
+    kernel = OnCpu(whole_map_backward.whole_map_backward, {})
+    use_on_cpu(monkeypatch, whole_map_backward_kernel=kernel)
+    monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
     monkeypatch.setattr(dispatch, "WHOLE_FROM", 0 if GPU else 1 << 60)
     monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_FROM", 0)
     return note_launches(monkeypatch)
-
-
-def states(length: int, **options: Any) -> AttentionInputs:
-    options = {"strength": STRENGTHS, "dtype": DTYPE, "device": DEVICE, "seed": length} | options
-    return attention_inputs(options.pop("batch", 1), options.pop("heads", 2), length, 64, **options)
 
 
 def gradients(inputs: AttentionInputs, receives: int = 1, bound: float = 0.0) -> tuple[Tensor, ...]:
@@ -67,16 +63,8 @@ def gradients(inputs: AttentionInputs, receives: int = 1, bound: float = 0.0) ->
     return torch.autograd.grad(out, leaves if bound else [*leaves, strength], inputs.output_gradient)
 
 
-CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({"length": 256, "transposed": True}, {}),
+CALLS = WHOLE_MAP_CALLS | {
     "rows one after the other": ({"length": 256}, {}),
-    "an uneven number of heads": ({"length": 256, "heads": 3, "strength": (0.0, 0.5, 1.0)}, {}),
-    "tail": ({"length": 200, "transposed": True}, {}),
-    "few tokens": ({"length": 129}, {}),
-    "padding": ({"length": 256, "padding": "both", "batch": 2}, {}),
-    "padding and tail": ({"length": 190, "padding": "left", "batch": 2}, {}),
-    "shared key heads": ({"length": 256, "heads": 4, "key_heads": 2, "strength": 0.5}, {}),
-    "key bias": ({"length": 256}, {"receives": 2}),
     "key bias, padding and tail": ({"length": 190, "padding": "left", "batch": 2}, {"receives": 2}),
     "weak": ({"length": 256, "strength": 0.05}, {"bound": 0.0487705755}),
     "weak key bias": ({"length": 200, "strength": 0.05}, {"bound": 0.0487705755, "receives": 2}),
@@ -88,10 +76,8 @@ def test_it_gives_what_three_sweeps_give(
     name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, options = CALLS[name]
-    weak = "bound" in options
-    if weak and not GPU:
-        monkeypatch.setattr(CallSpec, "precise", 0)
-        monkeypatch.setattr(CallSpec, "may_underflow", False)
+    if "bound" in options:
+        take_strengths_for_weak(monkeypatch)
     inputs = states(**sizes)
     found = gradients(inputs, **options)
     assert "whole_map_backward" in launched
@@ -104,18 +90,6 @@ def test_it_gives_what_three_sweeps_give(
         largest = float(wanted.abs().max())
         torch.testing.assert_close(got, wanted, rtol=0, atol=times * torch.finfo(DTYPE).eps * largest)
         assert got.stride() == wanted.stride()
-
-
-def attend(inputs: AttentionInputs, refinement: Refinement, bound: float | None = None) -> Any:
-    """A function of states and strengths, for ``assert_within_budget``; with a bound none learns."""
-
-    def fused(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        given = strength if bound is None else BoundedStrength(strength.detach(), bound)
-        return saobp.attention(
-            query, key, value, refinement, padding_mask=inputs.padding_mask, strength=given, backend="fused"
-        )
-
-    return fused
 
 
 @pytest.mark.parametrize("factor", ["high", "low", "high-key-bias"])
@@ -133,7 +107,7 @@ def test_gradients_are_within_the_budget(factor: Any, kind: Any, gap: float, lau
     if gap:
         inputs = collapsed_inputs(inputs, 4 * gap if GPU else gap, kind)
     refinement = Refinement(factor, "learned")
-    assert_within_budget(attend(inputs, refinement), inputs, refinement)
+    assert_within_budget(fused_operation(refinement, inputs), inputs, refinement)
     assert {"whole_map_backward", "careful_gradients"} <= set(launched)
     assert "value_gradient" not in launched
 
@@ -143,14 +117,12 @@ def test_gradients_are_within_the_budget(factor: Any, kind: Any, gap: float, lau
 def test_weak_strengths(factor: Any, kind: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Known weak strengths, whose normalisers the forward pass stores but for a factor."""
     strength = 0.2 if GPU else 0.05
-    if not GPU:
-        monkeypatch.setattr(CallSpec, "precise", 0)
-        monkeypatch.setattr(CallSpec, "may_underflow", False)
+    take_strengths_for_weak(monkeypatch)
     inputs = states(256, strength=strength, transposed=True, seed=1)
     if kind in ("sink", "diagonal"):
         inputs = collapsed_inputs(inputs, 5.0, kind)
     refinement = Refinement(factor, strength)
-    assert_within_budget(attend(inputs, refinement, strength), inputs, refinement, frozen=True)
+    assert_within_budget(fused_operation(refinement, inputs, strength), inputs, refinement, frozen=True)
     assert "whole_map_backward" in launched
 
 
@@ -178,7 +150,7 @@ def test_one_head_of_several_underflows(launched: list[str]) -> None:
     inputs = states(256, heads=5, strength=(strong, 0.01, 0.01, strong, 0.01))
     inputs = collapsed_inputs(inputs, 70.0 if GPU else 12.0, "sink")
     refinement = Refinement("high", "learned")
-    assert_within_budget(attend(inputs, refinement), inputs, refinement)
+    assert_within_budget(fused_operation(refinement, inputs), inputs, refinement)
     assert "careful_gradients" in launched
 
 
@@ -187,7 +159,7 @@ def test_a_sequence_of_padding_gives_zeros() -> None:
     mask = torch.ones(2, 180, dtype=torch.bool, device=DEVICE)
     mask[1] = False
     leaves = inputs.leaves()
-    out = attend(replace(inputs, padding_mask=mask), Refinement("high", "learned"))(*leaves)
+    out = fused_operation(Refinement("high", "learned"), replace(inputs, padding_mask=mask))(*leaves)
     found = torch.autograd.grad(out, leaves, inputs.output_gradient)
     assert all(torch.isfinite(one).all() for one in found)
     assert all((one[1] == 0).all() for one in found[:3])
