@@ -61,7 +61,7 @@ TILES = {
     "stored_query_gradient": Block(64, 64, 4, 3, 168),
     "stored_key_gradient": Block(64, 64, 4, 3, 168),
 }
-"""For half types and head sizes up to 64, found on an H200, the stored ones by counts; sweeps with messages share one number of rows."""
+"""For half types and head sizes up to 64, found on an H200, those of light stored sweeps by counts; sweeps with messages share one number of rows."""
 
 STRONG_ATTRACTION = -1.0
 """Below this gamma of the factor ``low``, and where gamma is unknown, the stored sweeps compute D in float32."""
