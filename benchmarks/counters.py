@@ -2,7 +2,8 @@
 
     python benchmarks/counters.py --out benchmarks/results    # needs a CUDA GPU and ncu on the path
 
-The script starts itself under ``ncu`` with ``--make-calls``.
+The script starts itself under ``ncu`` once for each length, with ``--make-calls``, and writes the table
+after each.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ from saobp.benchmarking.attention import (
 from saobp.benchmarking.decoding import KEYS, LLAMA, PARTS, make_step, step_call
 from saobp.benchmarking.table import BenchmarkTable, Cell
 from saobp.runs.machine import machine
+from saobp.timing import Call
 
 SEQUENCES = 32
 MARK = "spin_kernel"
 """The kernel of ``torch.cuda._sleep``."""
 BOTH = "forward + backward"
-LENGTHS = (256, 512, 1024, 2048)
+DECODING = "decoding"
+LENGTHS = f"256,512,1024,2048,{DECODING}"
 COUNTERS = {
     "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "special functions": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
@@ -76,28 +79,7 @@ Reading = dict[str, str]
 """One launch as ``ncu`` prints it, by the names of its columns."""
 
 
-def attention_counters(lengths: tuple[int, ...] = LENGTHS) -> BenchmarkTable:
-    """Every kernel of a forward and a backward pass, bidirectional and causal, refined and by cuDNN."""
-    profiler = shutil.which("ncu")
-    if profiler is None:
-        raise RuntimeError("counters are read by NVIDIA's profiler ncu, which is not on the path")
-    metrics = ",".join([TIME, REGISTERS, BETWEEN, *COUNTERS.values(), *STALLS.values()])
-    options = ["--clock-control", "none", "--profile-from-start", "off", "--metrics", metrics]
-    output = ["--page", "raw", "--csv", "--print-units", "base"]
-    calls = [
-        sys.executable,
-        "-W",
-        "ignore",
-        __file__,
-        "--make-calls",
-        "--lengths",
-        ",".join(map(str, lengths)),
-    ]
-    done = subprocess.run([profiler, *options, *output, *calls], capture_output=True, text=True, check=False)
-    found = launches(done.stdout)
-    if not found:
-        said = (done.stdout + done.stderr).strip().splitlines() or ["it says nothing"]
-        raise RuntimeError(f"ncu read no kernel: {said[-1]}")
+def empty_table() -> BenchmarkTable:
     title = f"Counters of refined attention and cuDNN's, bfloat16, head size {DIM}"
     table = BenchmarkTable("counters", title, machine("cuda"))
     table.notes.append(
@@ -109,8 +91,24 @@ def attention_counters(lengths: tuple[int, ...] = LENGTHS) -> BenchmarkTable:
         f"of {SEQUENCES} sequences. Kernels below "
         f"{100 * LEAST_SHARE:.0f} % of their call's time are left out."
     )
-    table.rows.extend(kernel_rows(found, lengths))
     return table
+
+
+def read_counters(length: int | None) -> list[dict[str, Cell]]:
+    """Every kernel of a forward and a backward pass at one length, or of a decoding step if None."""
+    profiler = shutil.which("ncu")
+    if profiler is None:
+        raise RuntimeError("counters are read by NVIDIA's profiler ncu, which is not on the path")
+    metrics = ",".join([TIME, REGISTERS, BETWEEN, *COUNTERS.values(), *STALLS.values()])
+    options = ["--clock-control", "none", "--profile-from-start", "off", "--metrics", metrics]
+    output = ["--page", "raw", "--csv", "--print-units", "base"]
+    calls = [sys.executable, "-W", "ignore", __file__, "--make-calls", "--lengths", str(length or DECODING)]
+    done = subprocess.run([profiler, *options, *output, *calls], capture_output=True, text=True, check=False)
+    found = launches(done.stdout)
+    if not found:
+        said = (done.stdout + done.stderr).strip().splitlines() or ["it says nothing"]
+        raise RuntimeError(f"ncu read no kernel: {said[-1]}")
+    return list(kernel_rows(found, length))
 
 
 def launches(printed: str) -> list[Reading]:
@@ -124,23 +122,22 @@ def cases(causal: bool) -> tuple[str, ...]:
     return ("fixed", "learned") if causal else ("fixed", "learned", "key bias")
 
 
-def call_names(lengths: tuple[int, ...]) -> list[tuple[str, int, str]]:
+def call_names(length: int | None) -> list[tuple[str, int, str]]:
     """Attention, length and version of each profiled call, in the order of ``make_calls``."""
-    whole = [
+    if length is None:
+        return [(f"decoding, batch {SEQUENCES}", KEYS, by) for by in ("saobp, learned", "sdpa")]
+    return [
         ("causal" if causal else "bidirectional", length, by)
-        for length in lengths
         for causal in (False, True)
         for by in (*(f"saobp, {case}" for case in cases(causal)), "cuDNN")
     ]
-    step = f"decoding, batch {SEQUENCES}"
-    return [*whole, (step, KEYS, "saobp, learned"), (step, KEYS, "sdpa")]
 
 
-def kernel_rows(found: list[Reading], lengths: tuple[int, ...]) -> Iterator[dict[str, Cell]]:
+def kernel_rows(found: list[Reading], length: int | None) -> Iterator[dict[str, Cell]]:
     """One row for each kernel of each call. A kernel that does nothing, ``MARK``, follows each call."""
     groups = [list(group) for mark, group in groupby(found, is_mark) if not mark]
-    for (attention, length, by), group in zip(call_names(lengths), groups, strict=False):
-        yield from rows_of_call(attention, length, by, group)
+    for (attention, tokens, by), group in zip(call_names(length), groups, strict=False):
+        yield from rows_of_call(attention, tokens, by, group)
 
 
 def rows_of_call(attention: str, length: int, by: str, readings: list[Reading]) -> Iterator[dict[str, Cell]]:
@@ -193,21 +190,27 @@ def number(cell: str) -> float:
     return float(cell.replace(",", ""))
 
 
-def make_calls(lengths: tuple[int, ...]) -> None:
-    """Each call twice, the second time for the profiler: everything is compiled by then."""
+def attention_calls(length: int) -> list[Call]:
     strength = torch.full((HEADS,), STRENGTH, device="cuda")
+    shape = max(1, ROWS // (HEADS * length)), HEADS, length, DIM
     calls = []
-    for length in lengths:
-        shape = max(1, ROWS // (HEADS * length)), HEADS, length, DIM
-        for causal in (False, True):
-            states = states_and_gradient(shape, torch.bfloat16, "cuda")
-            plain = one_call(partial(attend_plain, SDPBackend.CUDNN_ATTENTION, causal), states, BOTH)
-            fixed = one_call(partial(attend_refined, "fused", causal, strength), states, BOTH)
-            for case in cases(causal):
-                calls.append(fixed if case == "fixed" else learned_call(LEARNED[case], causal, states, BOTH))
-            calls.append(plain)
+    for causal in (False, True):
+        states = states_and_gradient(shape, torch.bfloat16, "cuda")
+        fixed = one_call(partial(attend_refined, "fused", causal, strength), states, BOTH)
+        for case in cases(causal):
+            calls.append(fixed if case == "fixed" else learned_call(LEARNED[case], causal, states, BOTH))
+        calls.append(one_call(partial(attend_plain, SDPBackend.CUDNN_ATTENTION, causal), states, BOTH))
+    return calls
+
+
+def decoding_calls() -> list[Call]:
     step = make_step(SEQUENCES, KEYS, LLAMA, torch.bfloat16, "cuda")
-    calls += [step_call(name, step, LLAMA, PARTS[0]) for name in ("learned", "sdpa")]
+    return [step_call(name, step, LLAMA, PARTS[0]) for name in ("learned", "sdpa")]
+
+
+def make_calls(length: int | None) -> None:
+    """Each call twice, the second time for the profiler: everything is compiled by then."""
+    calls = decoding_calls() if length is None else attention_calls(length)
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -219,24 +222,31 @@ def make_calls(lengths: tuple[int, ...]) -> None:
     torch.cuda.cudart().cudaProfilerStop()
 
 
+def chosen(lengths: str) -> list[int | None]:
+    """Lengths joined by commas; None for a decoding step."""
+    return [None if word == DECODING else int(word) for word in lengths.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="joined by commas")
+    parser.add_argument("--lengths", default=LENGTHS, help="joined by commas; 'decoding' for a decoding step")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--make-calls", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    lengths = tuple(int(length) for length in given.lengths.split(","))
     if given.make_calls:
-        make_calls(lengths)
+        for length in chosen(given.lengths):
+            make_calls(length)
         return
-    try:
-        table = attention_counters(lengths)
-    except RuntimeError as problem:
-        sys.exit(f"no counters: {problem}")
+    table = empty_table()
+    for length in chosen(given.lengths):
+        try:
+            table.rows.extend(read_counters(length))
+        except RuntimeError as problem:
+            sys.exit(f"no counters of {length or DECODING}: {problem}")
+        table.write(given.out)
     table.show(Console(width=220))
-    table.write(given.out)
 
 
 if __name__ == "__main__":

@@ -240,7 +240,7 @@ def test_unknown_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counters_say_what_they_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="NVIDIA's profiler ncu, which is not on the path"):
-        load_script("benchmarks/counters.py").attention_counters((128,))
+        load_script("benchmarks/counters.py").read_counters(128)
 
 
 def test_lengths_that_are_no_numbers_are_refused() -> None:
