@@ -144,7 +144,7 @@ def _let_hopper_take_few_heads() -> None:
     from saobp.kernels.hopper import launch
 
     dispatch.HOPPER_FROM = dispatch.WHOLE_FROM = dispatch.WHOLE_BACKWARD_FROM = 0
-    dispatch.CAUSAL_FROM = dispatch.CAUSAL_ENTRIES = 0
+    dispatch.CAUSAL_FROM = dispatch.CAUSAL_ENTRIES = dispatch.SUMS_FROM = 0
     launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
 
 
@@ -169,6 +169,16 @@ def compile_whole_map(launched: list[Launched]) -> list[str]:
         + compile_call(launched, "high-key-bias", torch.bfloat16, 200, learned=True)
         + compile_call(launched, "low", torch.bfloat16, 200, learned=True, **_padded(200))
         + compile_call(launched, "low", torch.bfloat16, 200, learned=True, **_padded(200, dropout=0.0))
+    )
+
+
+def compile_joint_sums(launched: list[Launched]) -> list[str]:
+    """As "long", where the kernel for Hopper takes calls of any size."""
+    _let_hopper_take_few_heads()
+    return (
+        compile_call(launched, "high", torch.bfloat16, 512)
+        + compile_call(launched, "high-key-bias", torch.bfloat16, 300, learned=True)
+        + compile_call(launched, "low", torch.float16, 300, learned=True, **_padded(300))
     )
 
 
@@ -287,6 +297,7 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
     ),
     "hopper": compile_hopper,
     "whole map": compile_whole_map,
+    "joint sums": compile_joint_sums,
     "causal hopper": compile_causal_hopper,
     "long": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 512)

@@ -20,6 +20,7 @@ KERNELS = {
         "strength_gradient",
     },
     "whole map": {"whole_map_forward", "careful_output", "whole_map_backward", "careful_gradients"},
+    "joint sums": {"joint_sums", "refined_output", "careful_output"},
     "long": {
         "row_sums",
         "column_messages",

@@ -167,7 +167,11 @@ def spec(length: int, **options: object) -> CallSpec:
         ("short", spec(128, bound=0.0), {"careful": True, "hopper": True}),
         ("long", spec(200, bound=0.0), {"careful": True, "hopper": True, "hopper_back": True}),
         ("short", spec(128, bound=0.0, dtype=torch.float16), {"careful": True}),
-        ("long", spec(512), {"weak": True, "careful": True, "copy_engine": True, "split_axis": 0}),
+        (
+            "long",
+            spec(512),
+            {"weak": True, "careful": True, "joint_sums": True, "copy_engine": True, "split_axis": 0},
+        ),
         ("long", spec(512, receives=False, batch=1, sequences=1, heads=2), {"weak": True}),
         ("long", spec(512, dtype=torch.float32, receives=False), {}),
         ("long", spec(512, dropout=0.1, receives=False), {"weak": True, "copy_engine": True}),
@@ -191,6 +195,7 @@ def test_kernels_follow_from_the_call(
     assert (unknown.weak, unknown.careful) == (choice.weak, choice.careful)
     assert not unknown.hopper
     assert not unknown.hopper_back
+    assert not unknown.joint_sums
     assert not unknown.copy_engine
 
 

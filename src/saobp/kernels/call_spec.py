@@ -15,6 +15,8 @@ SHORT = 128
 """Longest sequence whose map one program holds."""
 WHOLE = 256
 """The same with all registers of a Hopper multiprocessor, forward."""
+JOINT = 512
+"""Longest sequence whose row and key sums one Hopper kernel computes together."""
 
 
 WEAK_GAMMA_MIN, WEAK_GAMMA_MAX = -0.25, 0.21

@@ -76,6 +76,7 @@ class KernelChoice(NamedTuple):
     careful:     kernels in the log domain, against underflow: alone, or after the weak ones for the heads that need it
     hopper:      kernels written for Hopper, forward
     hopper_back: the same backward
+    joint_sums:  row and key sums in one kernel written for Hopper
     stored:      the backward pass stores the gradients of scores
     copy_engine: tiles are fetched by the GPU's copy engine (TMA)
     split_axis:  axis of ``[batch, heads, ...]`` that is halved over two streams
@@ -85,6 +86,7 @@ class KernelChoice(NamedTuple):
     careful: bool = False
     hopper: bool = False
     hopper_back: bool = False
+    joint_sums: bool = False
     stored: bool = False
     copy_engine: bool = False
     split_axis: int | None = None
@@ -93,7 +95,8 @@ class KernelChoice(NamedTuple):
         """In a few words, for ``saobp.explain``."""
         words = ["bfloat16 polynomials" if self.weak else "exponentials"]
         words += ["log domain where rows may underflow"] * self.careful
-        words += ["Hopper kernel"] * (self.hopper or self.hopper_back) + ["copy engine"] * self.copy_engine
+        words += ["Hopper kernel"] * (self.hopper or self.hopper_back or self.joint_sums)
+        words += ["copy engine"] * self.copy_engine
         return ", ".join(words + ["two streams"] * (self.split_axis is not None))
 
 

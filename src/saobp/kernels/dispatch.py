@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from saobp.kernels.call_spec import SHORT, WHOLE, CallNumbers, CallSpec, all_keys, is_short
+from saobp.kernels.call_spec import JOINT, SHORT, WHOLE, CallNumbers, CallSpec, all_keys, is_short
 from saobp.kernels.calls import POTTS, Call, Family, KernelChoice, Path
 from saobp.propagation.cpu_inference import cpu_obstacle
 from saobp.refinement import MAX_STRENGTH, Refinement
@@ -182,6 +182,8 @@ WHOLE_FROM = 512
 """The same for 129 to 256 tokens; and for fewer tokens inside ``replayed``, where only the GPU's time counts."""
 WHOLE_BACKWARD_FROM = 512
 """The same for their backward pass, which has eight descriptors. It has no dropout, whose masks both of its sweeps would make."""
+SUMS_FROM = 512
+"""The same for row and key sums of 257 to 512 tokens in one kernel, which has two descriptors."""
 CAUSAL_FROM, CAUSAL_UP_TO = 128, 1024
 """Minimum heads, about one for each multiprocessor, and maximum tokens of the strict causal kernel for Hopper."""
 CAUSAL_ENTRIES = 1 << 25
@@ -244,6 +246,8 @@ def select_kernels(
     whole = whole and has_hopper_kernel(capability)
     in_turn = fetched and SHORT < spec.length <= CAUSAL_UP_TO and spec.receives > 0
     in_turn = in_turn and has_hopper_kernel(capability) and has_heads(spec, CAUSAL_FROM)
+    joint = fetched and WHOLE < spec.length <= JOINT and spec.receives > 0
+    joint = joint and has_hopper_kernel(capability) and has_heads(spec, SUMS_FROM)
     fetched = fetched and entries(spec) >= COPIED_FROM
     if family == "causal":  # the weak kernels are for messages that lower beliefs
         weak = weak and spec.receives > 0 and spec.bound > 0
@@ -256,7 +260,9 @@ def select_kernels(
         axis = split_axis(spec) if long else None
         forward = whole and has_heads(spec, WHOLE_FROM)
         backward = whole and has_heads(spec, WHOLE_BACKWARD_FROM) and not spec.dropout
-        return KernelChoice(weak, spec.may_underflow, forward, backward, copy_engine=fetched, split_axis=axis)
+        return KernelChoice(
+            weak, spec.may_underflow, forward, backward, joint, copy_engine=fetched, split_axis=axis
+        )
     return KernelChoice(weak and family.endswith("steps"), spec.may_underflow or family == "short steps")
 
 

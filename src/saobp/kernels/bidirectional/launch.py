@@ -24,7 +24,11 @@ from saobp.kernels.call_spec import (
     resources,
     strides,
 )
-from saobp.kernels.hopper.launch import add_whole_map_backward_launch, add_whole_map_launch
+from saobp.kernels.hopper.launch import (
+    add_joint_sums_launch,
+    add_whole_map_backward_launch,
+    add_whole_map_launch,
+)
 from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
 from saobp.kernels.runtime.launcher import (
     BufferSlice,
@@ -109,9 +113,14 @@ def plan_forward(
             _add_careful(launches, spec, numbers, CHECKED_BLOCKS)
         return LaunchPlan(launches)
     for add_step in steps or (_add_sums, _add_output):
+        if add_step is _add_sums and choice.joint_sums:
+            add_joint_sums_launch(launches, spec, query, key)
+            continue
         add_step(launches, spec, numbers | {"MAPPED": choice.copy_engine}, fetch)
     dtypes = {"out": query.dtype}
-    launches.in_two_streams(second_half_offsets(spec, choice.split_axis, strength, states, dtypes, slices))
+    # Programs that heads are dealt out to cannot be halved.
+    axis = None if choice.joint_sums else choice.split_axis
+    launches.in_two_streams(second_half_offsets(spec, axis, strength, states, dtypes, slices))
     return LaunchPlan(launches)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saobp.kernels.call_spec import SHORT, WHOLE, Block, CallSpec, ceil_div, next_power_of_2, resources
+from saobp.kernels.call_spec import JOINT, SHORT, WHOLE, Block, CallSpec, ceil_div, next_power_of_2, resources
 from saobp.kernels.runtime.launcher import LaunchSequence, TileDescriptor, multiprocessors
 
 BLOCK = Block(128, 128, warps=8, stages=1, registers=128)
@@ -129,6 +129,31 @@ def add_whole_map_backward_launch(
         by_blocks = name in ("q", "grad")
         tiles[name] = whole_heads(tuple(states.shape), states.stride(), rows if by_blocks else WHOLE)
     launches.add(whole_map_backward_kernel(), min(lines, multiprocessors(grad.device)), numbers, tiles)
+
+
+JOINT_SUMS_BLOCK = Block(64, JOINT, warps=16, stages=1, registers=128)
+"""All registers of a multiprocessor: half of them are a block's entries, a quarter products of messages."""
+
+
+def joint_sums_kernel() -> Any:
+    """As ``hopper_kernel``."""
+    from saobp.kernels.hopper.joint_sums import joint_sums
+
+    return joint_sums
+
+
+def add_joint_sums_launch(launches: LaunchSequence, spec: CallSpec, query: Tensor, key: Tensor) -> None:
+    """As ``add_whole_map_launch``."""
+    lines, block = spec.sequences * spec.heads, JOINT_SUMS_BLOCK
+    numbers = {
+        **spec.numbers, **spec.constants, **spec.message_numbers,
+        "lines": lines, "TAIL": spec.length != JOINT, **resources(block),
+    }  # fmt: skip
+    tiles = {
+        "q": whole_heads(tuple(query.shape), query.stride(), block.rows),
+        "k": whole_heads(tuple(key.shape), key.stride(), block.keys // 2),
+    }
+    launches.add(joint_sums_kernel(), min(lines, multiprocessors(query.device)), numbers, tiles)
 
 
 CAUSAL_BLOCK = Block(64, 64, warps=4, stages=1, registers=128)
