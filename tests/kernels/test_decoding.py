@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from saobp.kernels.decoding import hopper_step
 from saobp.kernels.decoding import launch as step_launch
 from saobp.kernels.decoding.launch import decoding_step
 from saobp.kernels.dispatch import step_obstacle
+from saobp.kernels.runtime import launcher
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import Attended, reference_attention
 from saobp.refinement import Refinement
@@ -63,7 +65,7 @@ def reference(
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Programs of the kernel for Hopper, which does steps of half types; without such a GPU, on a CPU."""
+    """Programs of the kernel for Hopper, one number for each plan of a step; without such a GPU, on a CPU."""
     launched: list[int] = []
     if not GPU:
         monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
@@ -74,15 +76,16 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(step_launch, "hopper_kernel", lambda: kernel)
     elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("another GPU than Hopper")
-    launch = step_launch._launch
+    add = launcher.LaunchSequence.add
 
-    def noted(kernel: Any, programs: int, *rest: Any) -> Any:
+    def noted(launches: launcher.LaunchSequence, kernel: Any, programs: int, *rest: Any) -> None:
         if kernel.__name__ == "attend_part_hopper":
             launched.append(programs)
-        return launch(kernel, programs, *rest)
+        add(launches, kernel, programs, *rest)
 
-    monkeypatch.setattr(step_launch, "_launch", noted)
-    monkeypatch.setattr(step_launch, "_launches", {})
+    monkeypatch.setattr(launcher.LaunchSequence, "add", noted)
+    monkeypatch.setattr(step_launch, "_plans", {})
+    monkeypatch.setattr(step_launch, "_binaries", {})
     return launched
 
 
@@ -120,7 +123,7 @@ def test_hidden_keys_and_padding_rows_on_hopper(hopper: list[int]) -> None:
     out, totals = decoding_step(*states, strength, past, torch.zeros_like(marks), 0.125, 1.0)
     assert (out == 0).all()
     assert torch.equal(totals[..., :89], past)
-    assert len(hopper) == 2
+    assert len(hopper) == 1  # both steps by one plan
 
 
 @needs_kernels
@@ -190,8 +193,12 @@ def varied_steps() -> dict[str, dict[str, Any]]:
         "sums about fewer keys": {"past": past[..., :20]},
         "rows of sums": {"past": torch.cat([past, torch.zeros_like(past)], -1)[..., :39]},
         "sums ready to be read": {"past": torch.zeros(2, 6, 64, device=DEVICE)[..., :39].copy_(past)},
+        "an address of sums": {"past": torch.zeros(2, 6, 64, device=DEVICE)[..., 1:40].copy_(past)},
+        "sums in double precision": {"past": past.double()},
         "a mask": {"mask": marks},
+        "an address of a mask": {"mask": shifted(marks)},
         "a mask for all sequences": {"mask": marks[:1]},
+        "a longer mask": {"mask": torch.cat([marks, marks], -1)[:, None, None]},
         "columns of a mask": {"mask": torch.stack([marks, 1 - marks], -1)[..., 0]},
         "strengths in half precision": {"strength": strength.half()},
         "scale": {"scale": 0.5},
@@ -203,17 +210,66 @@ def varied_steps() -> dict[str, dict[str, Any]]:
 
 @needs_kernels
 @pytest.mark.parametrize("name", [name for name in varied_steps() if name != "plain"])
-def test_steps_in_turn_do_not_get_each_others_launches(name: str) -> None:
+def test_steps_in_turn_do_not_get_each_others_plan(name: str) -> None:
     steps = varied_steps()
     for given in (steps["plain"], steps[name], steps["plain"], steps[name]):
         query, key, value, strength, past, mask, scale, sign = given.values()
         keys = key.shape[2]
-        marks = None if mask is None else mask[:, :keys].expand(2, -1)
+        marks = None if mask is None else mask.view(mask.shape[0], -1)[:, :keys].expand(2, -1)
         factor = "high" if sign > 0 else "low"
-        expected = reference([query, key, value], strength.float(), past, marks, scale, factor)
+        expected = reference([query, key, value], strength.float(), past.float(), marks, scale, factor)
         out, totals = decoding_step(*given.values())
         torch.testing.assert_close(out, expected.output, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(totals, expected.messages[0], atol=2e-4, rtol=2e-4)
+
+
+@needs_kernels
+def test_layers_share_a_plan_and_longer_caches_its_binaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_launch, "_plans", {})
+    monkeypatch.setattr(step_launch, "_binaries", {})
+    for keys in (40, 40, 41, 41):
+        states, strength, past = step(torch.float32, keys)
+        decoding_step(*states, strength, past, None, 0.25, 1.0)
+    assert len(step_launch._plans) == 2
+    assert len(step_launch._binaries) == 1
+    for changed in (
+        {"mask": torch.ones(2, 41, dtype=torch.bool, device=DEVICE)},
+        {"strength": strength.half()},
+    ):
+        given = {"strength": strength, "past": past, "mask": None, **changed}
+        decoding_step(*states, *given.values(), 0.25, 1.0)
+    assert len(step_launch._binaries) == 3
+
+
+@needs_kernels
+def test_plans_are_bounded_and_keep_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_launch, "_plans", {})
+    monkeypatch.setattr(launcher, "MAX_CACHED", 2)
+    used: list[weakref.ref[Tensor]] = []
+    for keys in (20, 21, 22):
+        states, strength, past = step(torch.float32, keys)
+        tensors = [*states, strength, past, torch.ones(2, keys, dtype=torch.bool, device=DEVICE)]
+        used += map(weakref.ref, [*tensors, *decoding_step(*tensors, 0.25, 1.0)])
+    assert len(step_launch._plans) == 1  # both before were dropped for the third
+    del states, strength, past, tensors
+    assert [one() for one in used] == [None] * len(used)
+
+
+@pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU")
+def test_a_captured_step_is_replayed_on_its_own_tensors() -> None:
+    states, strength, past = step(torch.float16, 40, dim=64)
+    call = *states, strength, past, None, 0.125, 1.0
+    decoding_step(*call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = decoding_step(*call)
+    for keys in (40, 41):  # by the captured step's plan, then by another, on other tensors
+        others, _, past_of_others = step(torch.float16, keys, dim=64)
+        decoding_step(*others, strength, past_of_others, None, 0.125, 1.0)
+    states[0].neg_()
+    graph.replay()
+    for replayed, expected in zip(captured, decoding_step(*call), strict=True):
+        assert torch.equal(replayed, expected)
 
 
 @pytest.fixture

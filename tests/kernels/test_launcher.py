@@ -158,11 +158,13 @@ def test_an_unknown_triton_is_left_to_launch_by_itself(
     assert not dispatch.has_hopper_kernel(90)
 
 
-def series(kernel: Kernel, device: torch.device = CPU) -> launcher.LaunchSequence:
+def series(
+    kernel: Kernel, device: torch.device = CPU, *, length: int = 5, compiled: dict[Any, Any] | None = None
+) -> launcher.LaunchSequence:
     """Two launches: one on a tensor and a piece of a buffer, one on two pieces."""
     pieces, _ = launcher.lay_out_buffer("buffer", {"y": ((3,), torch.float16), "z": ((2, 2), torch.float32)})
-    made = launcher.LaunchSequence(device, ("x", "buffer"), pieces)
-    made.add(kernel, 3, NUMBERS)
+    made = launcher.LaunchSequence(device, ("x", "buffer"), pieces, compiled)
+    made.add(kernel, 3, {**NUMBERS, "length": length})
     made.add(kernel, 4, {**NUMBERS, "length": 6, "unasked": 1}, x="z")
     return made
 
@@ -194,6 +196,20 @@ def test_every_alignment_of_a_series_has_binaries_of_its_own() -> None:
     for first, second in [(x, buffer), (x[1:], buffer), (x, buffer[4:]), (x[4:], buffer[16:])]:
         launches(first, second)
     assert [len(kernel.calls), len(kernel.binary.launches)] == [6, 2]
+
+
+@pytest.mark.usefixtures("machine")
+def test_series_that_share_binaries_keep_their_own_numbers() -> None:
+    kernel, x, buffer = Kernel(), torch.zeros(16), torch.zeros(32, dtype=torch.uint8)
+    compiled: dict[Any, Any] = {}
+    series(kernel, compiled=compiled)(x, buffer)
+    longer = series(kernel, length=9, compiled=compiled)
+    longer(x[4:], buffer)
+    assert len(kernel.calls) == 2
+    assert kernel.binary.launches[0][-4:-2] == (x[4:].data_ptr(), buffer.data_ptr())
+    assert [launch[-2:] for launch in kernel.binary.launches] == [(9, 16), (6, 16)]
+    longer(x[1:], buffer)
+    assert len(kernel.calls) == 4
 
 
 @pytest.mark.usefixtures("machine")

@@ -72,6 +72,8 @@ def saobp_attention(
     refinement, strength, messages = own_refinement(module, own, query, key.shape[-2])
     if messages is not None:
         module.saobp_messages = None  # type: ignore[assignment]
+        if is_causal is None:
+            is_causal = True  # the pre-hook gives a cache layer to causal modules only
     causal = is_causal_call(module, is_causal)
     queries, keys = query.shape[-2], key.shape[-2]
     _check_lengths(refinement, queries, keys, causal, messages)

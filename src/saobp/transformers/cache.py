@@ -153,8 +153,11 @@ class DynamicMessages(MessageCacheLayer):
         self.evicted = self.past = None
         if evicted is not None and evicted.shape[-1]:
             history = [torch.cat([evicted, totals], -1) for totals in history]
-        recorded = (self.snapshots or (self.totals,)) + _row_totals(history)
-        self.snapshots = recorded[-MAX_CROPPED_ROWS - 1 :] if self.record_past else ()
+        if self.record_past:
+            recorded = (self.snapshots or (self.totals,)) + _row_totals(history)
+            self.snapshots = recorded[-MAX_CROPPED_ROWS - 1 :]
+        else:
+            self.snapshots = ()
         self.totals = history[-1][..., -self.keys.shape[-2] :]
         self.stale = False
 

@@ -50,7 +50,10 @@ def why_not_fused_step(
     states = (query, key, value, strength)
     if torch.is_grad_enabled() and any(one.requires_grad for one in states):
         return "a decoding step of the kernels has no gradient"
-    call = Call.of(query, key, value, refinement, is_causal=True, dropout_p=dropout_p)
+    call = Call(
+        query.shape, key.shape, value.shape, query.dtype, query.device.type, refinement, is_causal=True,
+        dropout_p=dropout_p,
+    )  # fmt: skip
     return step_obstacle(call)
 
 
@@ -79,7 +82,7 @@ def fused_step(
 
     assert messages.past is not None
     output, totals = decoding_step(
-        query, key, value, strength, messages.past[0], mask[:, 0, 0, : key.shape[2]],
+        query, key, value, strength, messages.past[0], mask,
         query.shape[-1] ** -0.5 if scale is None else scale, POTTS[refinement.factor][0],
     )  # fmt: skip
     messages.store([totals[None]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any, NamedTuple
 
@@ -13,10 +12,19 @@ from saobp.kernels import dispatch
 from saobp.kernels.call_spec import ceil_div, next_power_of_2
 from saobp.kernels.decoding.step import VECTOR, attend_part, finish_row
 from saobp.kernels.runtime.custom_op import operator
-from saobp.kernels.runtime.launcher import KernelLaunch, cached, compute_capability, multiprocessors
+from saobp.kernels.runtime.launcher import (
+    LaunchSequence,
+    cached,
+    compute_capability,
+    lay_out_buffer,
+    multiprocessors,
+)
 
 LINE = 64
 """Rows of sums of messages are this many numbers, or a multiple, apart: kernels rely on 16."""
+
+CACHE_LINE = 128
+"""Bytes of a cache line of the GPU; tensors in the scratch buffer begin at multiples."""
 
 
 class StepBlock(NamedTuple):
@@ -43,10 +51,10 @@ def hopper_kernel() -> Any:
     return attend_part_hopper
 
 
-def has_hopper_step(query: Tensor, group: int) -> bool:
+def has_hopper_step(dtype: torch.dtype, dim: int, group: int, device: torch.device) -> bool:
     """Whether ``attend_part_hopper`` can do a step, with ``group`` query heads for each key head."""
-    fits = query.dtype != torch.float32 and query.shape[3] in (64, 128) and group <= 8
-    return fits and dispatch.has_hopper_kernel(compute_capability(query.device))
+    fits = dtype != torch.float32 and dim in (64, 128) and group <= 8
+    return fits and dispatch.has_hopper_kernel(compute_capability(device))
 
 
 def decoding_step(
@@ -57,7 +65,8 @@ def decoding_step(
 
     query ``[batch, heads, 1, dim]``, key and value ``[batch, key_heads, keys, dim]``, strength ``[heads]``
     past: the sums before the row, ``[batch, heads, up to keys]``; 0 for keys beyond
-    mask: int8 or bool ``[batch or 1, keys]``: 0 hidden, 1 seen, 2 seen by a padding row, which sends no message
+    mask: int8 or bool ``[batch or 1, keys or more]`` or ``[batch or 1, 1, 1, keys or more]``: 0 hidden, 1 seen, 2 seen by a
+    padding row, which sends no message
     """
     step: tuple[Tensor, Tensor] = STEP(query, key, value, strength, past, mask, scale, sign)
     return step
@@ -66,8 +75,12 @@ def decoding_step(
 def _totals(query: Tensor, keys: int) -> Tensor:
     """An empty tensor for sums of messages ``[batch, heads, keys]`` with aligned rows, which kernels fill up to a vector's end."""
     batch, heads = query.shape[:2]
-    line = ceil_div(keys, LINE) * LINE
-    return query.new_empty((batch, heads, line), dtype=torch.float32)[..., :keys]
+    return query.new_empty((batch, heads, _totals_line(keys)), dtype=torch.float32)[..., :keys]
+
+
+def _totals_line(keys: int) -> int:
+    """Distance of rows of new sums of messages about so many keys."""
+    return ceil_div(keys, LINE) * LINE
 
 
 def _shapes(
@@ -77,66 +90,124 @@ def _shapes(
     return query.new_empty(query.shape), _totals(query, key.shape[2])
 
 
+class StepLayout(NamedTuple):
+    """All that the launches of a step depend on but addresses: the key of its plan.
+
+    dtypes:     of query, key, value and strength; ``past`` is float32, a mask int8
+    past_line:  distance of rows of ``past``
+    mask_batch: distance of the mask's sequences, 0 if one serves all
+    """
+
+    query_shape: tuple[int, ...]
+    key_shape: tuple[int, ...]
+    query_strides: tuple[int, ...]
+    key_strides: tuple[int, ...]
+    value_strides: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+    past_keys: int
+    past_line: int
+    masked: bool
+    mask_batch: int
+    scale: float
+    sign: float
+
+
+class StepPlan(NamedTuple):
+    """Both launches of a step, which are given its tensors in each call and keep none, and the bytes of scratch memory."""
+
+    launches: LaunchSequence
+    scratch_bytes: int
+
+
+TENSORS = ("q", "k", "v", "mask", "past", "strength", "totals", "out", "scratch")
+"""Kernel argument names of the tensors of a step."""
+_plans: dict[StepLayout, StepPlan] = {}
+_binaries: dict[Any, dict[Any, Any]] = {}
+"""Compiled kernels, which plans share: by what they are compiled for, then by the alignment of addresses."""
+
+
 def _step(
     query: Tensor, key: Tensor, value: Tensor, strength: Tensor, past: Tensor | None, mask: Tensor | None,
     scale: float, sign: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    batch, heads, _, dim = query.shape
-    key_heads, keys = key.shape[1:3]
-    group = heads // key_heads
-    hopper = has_hopper_step(query, group)
-    block = HOPPER_STEP if hopper else FULL if query.dtype == torch.float32 else HALF
     query, key, value = _aligned(query), _aligned(key), _aligned(value)
-    past_keys = 0 if past is None else past.shape[-1]
-    totals = _totals(query, keys)
+    totals = _totals(query, key.shape[2])
+    past_keys = 0 if past is None else past.shape[2]
     if past is None:
         past = totals
     elif not _is_readable(past):
         past = _totals(query, past_keys).copy_(past)
+    strength = strength.contiguous()  # here, since finish_row reads it before it waits for the first launch
+    entries = strength if mask is None else mask.view(torch.int8)
+    if entries.stride(-1) != 1:
+        entries = entries.contiguous()
+    layout = StepLayout(
+        query.shape, key.shape, query.stride(), key.stride(), value.stride(),
+        (query.dtype, key.dtype, value.dtype, strength.dtype), query.device,
+        past_keys, past.stride(1), mask is not None, 0 if mask is None or mask.shape[0] == 1 else entries.stride(0),
+        scale, sign,
+    )  # fmt: skip
+    plan = cached(_plans, layout, _make_plan, layout)
+    out = query.new_empty(query.shape)
+    scratch = query.new_empty(plan.scratch_bytes, dtype=torch.uint8)
+    plan.launches(query, key, value, entries, past, strength, totals, out, scratch)
+    return out, totals
+
+
+def _make_plan(step: StepLayout) -> StepPlan:
+    """The launches of a step. Layers of a model share a plan until the cache has another number of keys. Plans that differ
+    only in sizes, which are not compiled in, share their binaries."""
+    batch, heads, _, dim = step.query_shape
+    key_heads, keys = step.key_shape[1:3]
+    group = heads // key_heads
+    dtype = step.dtypes[0]
+    hopper = has_hopper_step(dtype, dim, group, step.device)
+    is_full = dtype == torch.float32
+    block = HOPPER_STEP if hopper else FULL if is_full else HALF
     tiles = ceil_div(keys, block.keys)
-    lines = batch * key_heads
-    places = block.programs * multiprocessors(query.device)
+    lines, rows = batch * key_heads, batch * heads
+    places = block.programs * multiprocessors(step.device)
     wanted = places // lines if hopper else ceil_div(places, lines)
     part_tiles = ceil_div(tiles, max(1, min(tiles, wanted)))
     parts = ceil_div(tiles, part_tiles)
-    width = max(16, next_power_of_2(dim))
-    rows = batch * heads
-    numerators_dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
-    numerators = query.new_empty(rows * tiles * block.keys, dtype=numerators_dtype)
-    sizes_of_sums = [rows * parts * width, rows * parts * 4, rows * tiles]
-    sums = query.new_empty(sum(sizes_of_sums), dtype=torch.float32)
-    part_out, part_sums, tile_tops = sums.split(sizes_of_sums)
-    out = query.new_empty(query.shape)
     blocks = ceil_div(keys, block.finished)
+    width = max(16, next_power_of_2(dim))
     fixed = {"DIM": dim, "BLOCK_DIM": width, "KEYS": block.keys}
     attend_fixed = {
-        **fixed, "GROUP": group, "ROWS": max(16, next_power_of_2(group)), "MASKED": mask is not None,
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        **fixed, "GROUP": group, "ROWS": max(16, next_power_of_2(group)), "MASKED": step.masked,
+        "PRECISION": "ieee" if is_full else "tf32",
         "num_warps": block.warps, "num_stages": block.stages, "STAGES": block.stages,
     }  # fmt: skip
     finish_fixed = {
         **fixed, "SIZE": block.finished, "PARTS": next_power_of_2(parts), "PDL": hopper, "num_warps": 4,
         **({"launch_pdl": True} if hopper else {}),
     }  # fmt: skip
-    entries = strength if mask is None else mask.view(torch.int8)
-    if entries.stride(-1) != 1:
-        entries = entries.contiguous()
     sizes = {
-        **_eighths("q", query), **_eighths("k", key), **_eighths("v", value),
-        "mask_batch": 0 if mask is None or mask.shape[0] == 1 else entries.stride(0),
-        "heads": heads, "keys": keys, "past_keys": past_keys, "past_line": past.stride(1) // 16, "new_line": totals.stride(1) // 16,
+        **_eighths("q", step.query_strides), **_eighths("k", step.key_strides), **_eighths("v", step.value_strides),
+        "mask_batch": step.mask_batch, "heads": heads, "keys": keys, "past_keys": step.past_keys,
+        "past_line": step.past_line // 16, "new_line": _totals_line(keys) // 16,
         "tiles": tiles, "parts": parts, "part_tiles": part_tiles, "blocks": blocks,
-        "score_scale": scale * math.log2(math.e), "sign": sign,
     }  # fmt: skip
-    strength = strength.contiguous()  # here, since finish_row reads it before it waits for the first launch
-    dtypes = (query.dtype, strength.dtype)
-    _launch(
-        hopper_kernel() if hopper else attend_part, lines * parts, sizes, attend_fixed, dtypes, query.device
-    )(query, key, value, entries, past, part_out, part_sums, tile_tops, numerators)
-    _launch(finish_row, rows * (blocks + 1), sizes, finish_fixed, dtypes, query.device)(
-        past, strength, part_out, part_sums, tile_tops, numerators, totals, out
+    numbers = {**sizes, "score_scale": step.scale * math.log2(math.e), "sign": step.sign}
+    slices, scratch_bytes = lay_out_buffer(
+        "scratch",
+        {
+            "part_out": ((rows * parts, width), torch.float32),
+            "part_sums": ((rows * parts, 4), torch.float32),
+            "tile_tops": ((rows, tiles), torch.float32),
+            "numerators": ((rows, tiles * block.keys), torch.float32 if is_full else torch.float16),
+        },
+        alignment=CACHE_LINE,
     )
-    return out, totals
+    wide = tuple(size >= 2**31 for size in sizes.values())  # sizes that Triton passes in 64 bits
+    compiled_for = (
+        step.device, step.dtypes, wide, hopper, *attend_fixed.values(), *finish_fixed.values()
+    )  # fmt: skip
+    launches = LaunchSequence(step.device, TENSORS, slices, cached(_binaries, compiled_for, dict))
+    launches.add(hopper_kernel() if hopper else attend_part, lines * parts, numbers | attend_fixed)
+    launches.add(finish_row, rows * (blocks + 1), numbers | finish_fixed)
+    return StepPlan(launches, scratch_bytes)
 
 
 def _aligned(states: Tensor) -> Tensor:
@@ -149,35 +220,20 @@ def _aligned(states: Tensor) -> Tensor:
 
 
 def _is_readable(past: Tensor) -> bool:
-    """Whether rows of sums are a multiple of 16 apart, in order, and can be read up to a vector's end, the last one too."""
+    """Whether rows of sums are float32, a multiple of 16 apart, in order, and can be read up to a vector's end, the last one
+    too."""
     batch, heads, keys = past.shape
     line = past.stride(1)
-    if past.stride(2) != 1 or line % 16 or past.stride(0) != heads * line:
+    if past.dtype != torch.float32 or past.stride(2) != 1 or line % 16 or past.stride(0) != heads * line:
         return False
     end = past.storage_offset() + (batch * heads - 1) * line + ceil_div(keys, VECTOR.value) * VECTOR.value
     return end * past.itemsize <= past.untyped_storage().nbytes()
 
 
-def _eighths(name: str, states: Tensor) -> dict[str, int]:
+def _eighths(name: str, strides: tuple[int, ...]) -> dict[str, int]:
     """Strides of batch, head and row divided by 8, as ``attend_part`` takes them."""
-    strides = zip(("batch", "head", "row"), states.stride(), strict=False)
-    return {f"{name}_{axis}": stride // 8 for axis, stride in strides}
-
-
-_launches: dict[Any, KernelLaunch] = {}
-
-
-def _launch(
-    kernel: Any, programs: int, sizes: dict[str, Any], fixed: dict[str, Any], dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-) -> KernelLaunch:  # fmt: skip
-    """The launch of a kernel compiled for ``fixed``; sizes, which grow with the cache, are not compiled in."""
-    key = (kernel.__name__, device, *dtypes, *fixed.values())
-    made = cached(_launches, key, KernelLaunch, kernel, programs, sizes | fixed, device)
-    launch = copy.copy(made)
-    launch.programs = programs
-    launch.numbers = tuple((sizes | fixed)[name] for name in launch.names)
-    return launch
+    axes = zip(("batch", "head", "row"), strides, strict=False)
+    return {f"{name}_{axis}": stride // 8 for axis, stride in axes}
 
 
 STEP = operator(

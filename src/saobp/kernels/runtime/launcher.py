@@ -56,10 +56,10 @@ class CachedLaunch(ABC):
     binaries directly, with addresses instead of tensors.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, compiled: dict[tuple[int, ...], Any] | None = None) -> None:
         self.device = device
         self._kernels: list[Any] = []
-        self._compiled: dict[tuple[int, ...], Any] = {}
+        self._compiled = {} if compiled is None else compiled
 
     def __call__(self, *tensors: Tensor) -> None:
         if INTERPRETED:
@@ -243,13 +243,15 @@ def lay_out_buffer(
 class LaunchSequence(CachedLaunch):
     """Consecutive launches on the same tensors and slices of them.
 
-    ``tensors`` are the kernels' argument names without ``_ptr``, in the order of a call's tensors.
+    tensors: the kernels' argument names without ``_ptr``, in the order of a call's tensors
+    compiled: binaries by alignment, a dict that sequences share whose kernels are compiled for the same constants and types
     """
 
     def __init__(
-        self, device: torch.device, tensors: Sequence[str], slices: Mapping[str, BufferSlice]
-    ) -> None:
-        super().__init__(device)
+        self, device: torch.device, tensors: Sequence[str], slices: Mapping[str, BufferSlice],
+        compiled: dict[tuple[int, ...], Any] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(device, compiled)
         self.launches: list[tuple[KernelLaunch, itemgetter]] = []
         self.slices = tuple(slices.values())
         self._names = (*tensors, *slices)
