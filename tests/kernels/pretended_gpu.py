@@ -145,6 +145,7 @@ def _let_hopper_take_few_heads() -> None:
 
     dispatch.HOPPER_FROM = dispatch.WHOLE_FROM = dispatch.WHOLE_BACKWARD_FROM = 0
     dispatch.CAUSAL_FROM = dispatch.CAUSAL_ENTRIES = dispatch.SUMS_FROM = 0
+    dispatch.SUMS_ABOVE = 256
     launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
 
 

@@ -1,6 +1,6 @@
 """Row and key sums of 257 to 512 tokens in one kernel for Hopper: what the sweeps give, and the budget.
 
-Without such a GPU it runs on a CPU in float16, as ``test_hopper`` has it.
+Without such a GPU it runs on a CPU in float16, as ``hopper_calls`` has it.
 """
 
 from __future__ import annotations
@@ -21,45 +21,33 @@ from call_helpers import (
     spec_of,
 )
 from gluon_on_cpu import OnCpu
+from hopper_calls import DEVICE, DTYPE, GPU, STRENGTHS, skip_other_gpus, states, use_on_cpu
 from torch import Tensor
 
 import saobp
 from saobp import Refinement
 from saobp.kernels import dispatch
 from saobp.kernels.bidirectional.launch import run_sums, saved_slices
-from saobp.kernels.call_spec import CallSpec
+from saobp.kernels.call_spec import WHOLE, CallSpec
 from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.hopper import joint_sums
 from saobp.kernels.hopper import launch as hopper_launch
 from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
-from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
+from saobp.testing.inputs import collapsed_inputs
 
-GPU = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
-STRENGTHS = (-0.7, 5.0) if GPU else (-0.7, 1.5)  # float16 has less range
-
-pytestmark = pytest.mark.skipif(
-    GPU and torch.cuda.get_device_capability() != (9, 0), reason="another GPU than Hopper"
-)
+pytestmark = skip_other_gpus
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
-    if not GPU:
-        monkeypatch.setattr(dispatch, "has_hopper_kernel", lambda capability: capability == 90)
-        kernel = OnCpu(joint_sums.joint_sums, {})
-        monkeypatch.setattr(hopper_launch, "joint_sums_kernel", lambda: kernel)
+    use_on_cpu(monkeypatch, joint_sums_kernel=OnCpu(joint_sums.joint_sums, {}))
     monkeypatch.setattr(dispatch, "SUMS_FROM", 0)
+    monkeypatch.setattr(dispatch, "SUMS_ABOVE", WHOLE)
     clear_plans()
     yield note_launches(monkeypatch)
     clear_plans()
-
-
-def states(length: int, **options: Any) -> AttentionInputs:
-    options = {"strength": STRENGTHS, "dtype": DTYPE, "device": DEVICE, "seed": length} | options
-    return attention_inputs(options.pop("batch", 1), options.pop("heads", 2), length, 64, **options)
 
 
 forward = partial(forward_and_saved, "long", saved_slices)

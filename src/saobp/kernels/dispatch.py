@@ -182,8 +182,8 @@ WHOLE_FROM = 512
 """The same for 129 to 256 tokens; and for fewer tokens inside ``replayed``, where only the GPU's time counts."""
 WHOLE_BACKWARD_FROM = 512
 """The same for their backward pass, which has eight descriptors. It has no dropout, whose masks both of its sweeps would make."""
-SUMS_FROM = 512
-"""The same for row and key sums of 257 to 512 tokens in one kernel, which has two descriptors."""
+SUMS_FROM, SUMS_ABOVE = 512, 448
+"""Minimum heads for row and key sums in one kernel, and the number of tokens up to which separate sweeps are faster."""
 CAUSAL_FROM, CAUSAL_UP_TO = 128, 1024
 """Minimum heads, about one for each multiprocessor, and maximum tokens of the strict causal kernel for Hopper."""
 CAUSAL_ENTRIES = 1 << 25
@@ -246,7 +246,7 @@ def select_kernels(
     whole = whole and has_hopper_kernel(capability)
     in_turn = fetched and SHORT < spec.length <= CAUSAL_UP_TO and spec.receives > 0
     in_turn = in_turn and has_hopper_kernel(capability) and has_heads(spec, CAUSAL_FROM)
-    joint = fetched and WHOLE < spec.length <= JOINT and spec.receives > 0
+    joint = fetched and SUMS_ABOVE < spec.length <= JOINT and spec.receives > 0
     joint = joint and has_hopper_kernel(capability) and has_heads(spec, SUMS_FROM)
     fetched = fetched and entries(spec) >= COPIED_FROM
     if family == "causal":  # the weak kernels are for messages that lower beliefs

@@ -1,4 +1,4 @@
-"""257 to 512 tokens on Hopper: row and key sums of ``bidirectional/sums.py`` in one launch, from scores computed once.
+"""449 to 512 tokens on Hopper (right from 257 on, but slower than the sweeps): row and key sums of ``bidirectional/sums.py`` in one launch, from scores computed once.
 
 A program of sixteen warps takes a head's blocks of 64 rows in turn. Four groups of four warps have all rows of a block and, of each
 half of the keys, a quarter: 64 entries in a thread's registers, in float32 from score to message. Messages are multiplied, not
