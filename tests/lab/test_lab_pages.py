@@ -297,7 +297,7 @@ def test_the_overview_is_made_from_what_exists(runs: Path, tmp_path: Path) -> No
     assert {"](verdicts.md)", "](undecided.md)"} <= set(re.findall(r"\]\([^)]*\)", first))
     reproduced = verdicts[verdicts.index("## What reproduces") : verdicts.index("## What does not")]
     assert "High against Original, GTD: the paper has +0.03" in reproduced
-    left_out = undecided[undecided.index("## Not run") :]
+    left_out = undecided[undecided.index("## Pages without results") :]
     assert "- small, medium, mini-paper" in left_out
     assert "decoders" in left_out
     assert not {"gtd", "arena"} & set(left_out.split("- mini: ")[1].split("\n")[0].split(", "))

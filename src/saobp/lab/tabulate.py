@@ -174,7 +174,7 @@ def _claims(outcomes: list[dict[str, Any]], status: Status, *, questions: bool =
 
 def _not_run(outcomes: list[dict[str, Any]], own: Sequence[str]) -> Iterable[str]:
     """own: experiments with a page of their own, as the arena's, which says what of them was not run"""
-    yield "## Not run"
+    yield "## Pages without results"
     there = {(one["target"], one["scale"]) for one in outcomes}
     lines, nothing_of = [], []
     for scale in (name for name in SCALES if name != "smoke"):

@@ -41,14 +41,16 @@ def many_seeds(results: Results, page: Page) -> None:
                 "deviation over seeds [95 %]",
                 "two runs of one model apart by at most (95 %)",
                 "paper, High - Original",
-                "which is",
+                "beside the noise of fine-tuning",
                 "ours, High - Original [95 %]",
             ),
             [_row(name, gap) for name, gap in known.items()],
         )
         page.text(
-            "The deviation is pooled over both models, each about its own mean. A difference beyond chance "
-            "is larger than two runs of one of these models are apart in 95 % of cases."
+            "The deviation is pooled over both models, each about its own mean. A gap of the paper is larger "
+            "than the noise of fine-tuning if it exceeds what two fine-tuning seeds of one of these models "
+            "differ by in 95 % of cases. The noise of pretraining, and of fine-tuning on whole training "
+            "sets, is not in it."
         )
     _scores(results, page, tasks)
 
@@ -110,7 +112,7 @@ def _row(name: str, gap: Gap) -> list[str]:
         f"{chance.deviation:.2f} [{chance.low:.2f}, {chance.high:.2f}]",
         f"{chance.apart:.1f}",
         "" if paper is None else f"{paper:+.2f}",
-        "" if paper is None else "within chance" if abs(paper) <= chance.apart else "beyond chance",
+        "" if paper is None else "within" if abs(paper) <= chance.apart else "larger",
         gain_in_words(gap.gain, 2),
     ]
 

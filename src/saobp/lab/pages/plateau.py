@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from saobp.lab.figures import LoggedRun
 from saobp.lab.figures import plateau as plateau_figure
 from saobp.lab.methods import METHODS
-from saobp.lab.pages.common import SPREAD
 from saobp.lab.result_page import Page, gain_in_words
 from saobp.lab.results import Results
 from saobp.lab.statistics import Gain, paired_gain
@@ -30,11 +29,11 @@ def plateau(results: Results, page: Page) -> None:
     level = math.exp(PLATEAU_END)
     page.text(
         "Every run first learns what needs no word order: word frequencies, and which words occur in the "
-        "same row ([what counting gives](without-order.md)). It stays there, at a perplexity of 430 to 500, "
-        "until attention begins to use word order. A run has left that plateau at its first "
-        f"evaluation with a held-out loss below {PLATEAU_END} (perplexity {level:.0f}). Rate, warm-up, "
-        "schedule and steps are the paper's; its batch size is not printed, and its texts are not available: "
-        "Wikipedia, books and reviews stand in."
+        "same row ([what counting gives](without-order.md), a perplexity of 427 ± 10). A run counts as "
+        "having left this plateau, because attention uses word order, from its first evaluation with a "
+        f"held-out loss below {PLATEAU_END} (perplexity {level:.0f}) on. Rate, warm-up, schedule and steps "
+        "are the paper's; its batch size is not printed, and its texts are not available: Wikipedia, books "
+        "and reviews stand in."
     )
     page.figure(
         "plateau",
@@ -54,8 +53,9 @@ def plateau(results: Results, page: Page) -> None:
     for title, own in runs.items():
         _compare(page, title, own)
     page.text(
-        f"{SPREAD} Steps until a run leaves are counted where both runs of a pair did; perplexities are "
-        "compared at the last step that both have."
+        "Differences are between runs of the same seed and the same order of texts, with a 95 % t interval "
+        "over pairs. Fewer than three pairs decide nothing. Steps until a run leaves are compared where both "
+        "runs of a pair did; perplexities at the last step that both have."
     )
 
 
@@ -107,7 +107,7 @@ def _compare(page: Page, title: str, runs: Sequence[LoggedRun]) -> None:
         name, other = METHODS[method].title, METHODS[base].title
         gain = paired_gain(waits[method], waits.get(base, {}), higher_is_better=False)
         if gain is not None:
-            page.answer(f"{title}: {name} leaves the plateau in fewer steps than {other}", gain, 0)
+            page.answer(f"{title}: {name} leaves the plateau after fewer steps than {other}", gain, 0)
         apart = _perplexity_difference(runs, method, base)
         if apart is not None:
             pairs = f"{apart.pairs} pair{'s' if apart.pairs > 1 else ''}"
