@@ -172,6 +172,13 @@ def spec(length: int, **options: object) -> CallSpec:
             spec(512),
             {"weak": True, "careful": True, "joint_sums": True, "copy_engine": True, "split_axis": 0},
         ),
+        ("long", spec(448, bound=0.0), {"careful": True, "copy_engine": True}),
+        ("long", spec(449, bound=0.0), {"careful": True, "joint_sums": True, "copy_engine": True}),
+        (
+            "long",
+            spec(512, bound=0.0, dtype=torch.float16),
+            {"careful": True, "copy_engine": True, "split_axis": 0},
+        ),
         ("long", spec(512, receives=False, batch=1, sequences=1, heads=2), {"weak": True}),
         ("long", spec(512, dtype=torch.float32, receives=False), {}),
         ("long", spec(512, dropout=0.1, receives=False), {"weak": True, "copy_engine": True}),

@@ -45,6 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     use_on_cpu(monkeypatch, joint_sums_kernel=OnCpu(joint_sums.joint_sums, {}))
     monkeypatch.setattr(dispatch, "SUMS_FROM", 0)
     monkeypatch.setattr(dispatch, "SUMS_ABOVE", WHOLE)
+    monkeypatch.setattr(dispatch, "SUMS_TYPE", DTYPE)
     clear_plans()
     yield note_launches(monkeypatch)
     clear_plans()
@@ -58,8 +59,9 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "an uneven number of heads": ({"length": 512, "heads": 3, "strength": (0.0, 0.5, 1.0)}, {}),
     "tail and an uneven number of blocks": ({"length": 300, "heads": 3, "strength": 0.5}, {}),
     "few tokens": ({"length": 257}, {}),
+    "few tokens of those that are sent here": ({"length": 449}, {}),
     "padding": ({"length": 512, "padding": "both", "batch": 2}, {}),
-    "padding and tail": ({"length": 390, "padding": "left", "batch": 2}, {}),
+    "padding and tail": ({"length": 500, "padding": "left", "batch": 2}, {}),
     "shared key heads": ({"length": 384, "heads": 4, "key_heads": 2, "strength": 0.5}, {}),
     "low": ({"length": 320}, {"sign": -1.0}),
     "strong messages": ({"length": 320, "strength": (-6.0, 8.0)}, {}),
@@ -94,9 +96,12 @@ def test_it_gives_what_two_sweeps_give(
 def test_output_and_gradients_are_within_the_budget(factor: Any, kind: Any, launched: list[str]) -> None:
     """Learned strengths, with their gradient; ``careful_output`` takes over where rows underflow."""
     strengths = (-0.7, 0.3) if factor == "low" else STRENGTHS
-    inputs = states(290, strength=strengths, padding="left" if kind == "padded" else None)
+    length = (
+        450 if kind in ("usual", "padded") else 290
+    )  # in float16 the error of a sink grows with the length
+    inputs = states(length, strength=strengths, padding="left" if kind == "padded" else None)
     if kind in ("sink", "diagonal"):
-        # Where messages attract to a sink, gradients by the sweeps exceed the budget from these strengths on.
+        # Deeper sinks exceed the budget in the sweeps of the backward pass: of `low`, and in float16.
         depth = 1.0 if factor == "low" else 40.0 if GPU else 3.0
         inputs = collapsed_inputs(inputs, depth, kind)
     refinement = Refinement(factor, "learned")
@@ -137,7 +142,7 @@ def test_scores_far_apart(launched: list[str]) -> None:
     assert "joint_sums" in launched
 
 
-def test_a_sequence_of_padding_gives_zeros() -> None:
+def test_a_sequence_of_padding_gives_zeros(launched: list[str]) -> None:
     inputs = states(300, batch=2)
     mask = torch.ones(2, 300, dtype=torch.bool, device=DEVICE)
     mask[1] = False
@@ -147,6 +152,7 @@ def test_a_sequence_of_padding_gives_zeros() -> None:
     )  # fmt: skip
     assert (out[1] == 0).all()
     assert torch.isfinite(out).all()
+    assert "joint_sums" in launched
 
 
 def test_programs_that_take_several_heads(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

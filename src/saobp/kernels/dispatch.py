@@ -183,7 +183,10 @@ WHOLE_FROM = 512
 WHOLE_BACKWARD_FROM = 512
 """The same for their backward pass, which has eight descriptors. It has no dropout, whose masks both of its sweeps would make."""
 SUMS_FROM, SUMS_ABOVE = 512, 448
-"""Minimum heads for row and key sums in one kernel, and the number of tokens up to which separate sweeps are faster."""
+"""Minimum heads for row and key sums in one kernel, and the number of tokens up to which separate sweeps are used: they are
+faster at 320 and slower at 512, and times between are interpolated."""
+SUMS_TYPE = torch.bfloat16
+"""The kernel computes in float32 for any half type; in float16 it has not run on a GPU."""
 CAUSAL_FROM, CAUSAL_UP_TO = 128, 1024
 """Minimum heads, about one for each multiprocessor, and maximum tokens of the strict causal kernel for Hopper."""
 CAUSAL_ENTRIES = 1 << 25
@@ -246,7 +249,7 @@ def select_kernels(
     whole = whole and has_hopper_kernel(capability)
     in_turn = fetched and SHORT < spec.length <= CAUSAL_UP_TO and spec.receives > 0
     in_turn = in_turn and has_hopper_kernel(capability) and has_heads(spec, CAUSAL_FROM)
-    joint = fetched and SUMS_ABOVE < spec.length <= JOINT and spec.receives > 0
+    joint = fetched and SUMS_ABOVE < spec.length <= JOINT and spec.receives > 0 and spec.dtype == SUMS_TYPE
     joint = joint and has_hopper_kernel(capability) and has_heads(spec, SUMS_FROM)
     fetched = fetched and entries(spec) >= COPIED_FROM
     if family == "causal":  # the weak kernels are for messages that lower beliefs

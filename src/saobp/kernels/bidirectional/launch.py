@@ -118,7 +118,7 @@ def plan_forward(
             continue
         add_step(launches, spec, numbers | {"MAPPED": choice.copy_engine}, fetch)
     dtypes = {"out": query.dtype}
-    # Programs that heads are dealt out to cannot be halved.
+    # A persistent kernel's grid is not one program per head, so it cannot be split over two streams.
     axis = None if choice.joint_sums else choice.split_axis
     launches.in_two_streams(second_half_offsets(spec, axis, strength, states, dtypes, slices))
     return LaunchPlan(launches)

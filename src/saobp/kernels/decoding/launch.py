@@ -79,7 +79,7 @@ def _totals(query: Tensor, keys: int) -> Tensor:
 
 
 def _totals_line(keys: int) -> int:
-    """Distance of rows of new sums of messages about so many keys."""
+    """Row stride, in numbers, of new message sums for this many keys."""
     return ceil_div(keys, LINE) * LINE
 
 

@@ -1,4 +1,6 @@
-"""449 to 512 tokens on Hopper (right from 257 on, but slower than the sweeps): row and key sums of ``bidirectional/sums.py`` in one launch, from scores computed once.
+"""Row and key sums of ``bidirectional/sums.py`` in one launch on Hopper, from scores computed once.
+
+Correct for 257 to 512 tokens; used from 449 on, since it always has 512 keys and separate sweeps are faster for fewer.
 
 A program of sixteen warps takes a head's blocks of 64 rows in turn. Four groups of four warps have all rows of a block and, of each
 half of the keys, a quarter: 64 entries in a thread's registers, in float32 from score to message. Messages are multiplied, not
@@ -122,7 +124,7 @@ def shown(raw, bounds, GAPS: tl.constexpr):
 
 
 @gluon.jit
-def powers(raw, top, score_scale):
+def exponentials(raw, top, score_scale):
     """Exponentials relative to a group's largest score, and their sums ``[rows, groups]``."""
     e = gl.exp2(raw * score_scale - of_keys(top))
     return e, gl.sum(by_group(e), 2)
@@ -205,10 +207,10 @@ def add_block(
     running = start_scores(q, keys[1])
     raw = shown(raw, bounds.slice(0, HALF), MASKED)  # without a mask the first half has no missing keys
     first_top = rounded_top(raw, score_scale, MASKED)
-    e, first_sum = powers(raw, first_top, score_scale)
+    e, first_sum = exponentials(raw, first_top, score_scale)
     raw = shown(warpgroup_mma_wait(0, deps=(running,)), bounds.slice(HALF, HALF), GAPS)
     top = gl.maximum(first_top, rounded_top(raw, score_scale, MASKED))
-    e_2, sums = powers(raw, top, score_scale)
+    e_2, sums = exponentials(raw, top, score_scale)
     shrink = power_of_integer(first_top - top)
     sums += first_sum * shrink
     exchanged.store(tl.reshape(tl.join(top, sums), [ROWS, 2 * GROUPS]))

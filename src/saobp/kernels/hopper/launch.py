@@ -1,6 +1,6 @@
 """The launches of the Hopper kernels; ``dispatch.select_kernels`` decides when they are used.
 
-Triton creates their tensor descriptors, four or seven, at every launch, which costs the host 11 microseconds each.
+Triton creates their tensor descriptors, two to eight, at every launch, which costs the host 11 microseconds each.
 """
 
 from __future__ import annotations
