@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from call_helpers import spec_of
+from torch import Tensor
 
 from saobp.kernels import dispatch
 from saobp.kernels.call_spec import CallSpec
+from saobp.kernels.calls import Family
 from saobp.kernels.hopper import launch as hopper_launch
+from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.inputs import AttentionInputs, attention_inputs
 
 GPU = torch.cuda.is_available()
@@ -54,3 +58,40 @@ def take_strengths_for_weak(monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
         monkeypatch.setattr(CallSpec, "precise", 0)
         monkeypatch.setattr(CallSpec, "may_underflow", False)
+
+
+class Taken:
+    """Whether calls of a family take a Hopper kernel, a field of ``KernelChoice``.
+
+    Calls have one tensor for queries, keys and values.
+    """
+
+    def __init__(self, family: Family, kernel: str) -> None:
+        self.family, self.kernel = family, kernel
+
+    def __call__(
+        self,
+        states: Tensor,
+        *,
+        packed: Tensor | None = None,
+        receives: int = 1,
+        dropout: float = 0.0,
+        capability: int = 90,
+    ) -> bool:
+        length = states.shape[2]
+        spec = spec_of(states, states, None, packed, length, 1.0, dropout, 1.0, receives, 0.0)
+        aligned = is_aligned(states)
+        choice = dispatch.select_kernels(self.family, spec, aligned=aligned, capability=capability)
+        return bool(getattr(choice, self.kernel))
+
+    def assert_not_for_others(self, longest: Tensor) -> None:
+        """``longest``: states ``[2, heads, length, 64]`` of as many tokens as the kernel takes."""
+        assert self(longest)
+        assert not self(longest, receives=0), "rows that receive no messages"
+        assert not self(longest.repeat(1, 1, 2, 1)), "a longer map"
+        assert not self(longest[..., :32]), "another head size"
+        assert not self(longest.float())
+        ends = torch.tensor([0, 200, longest.shape[2]], dtype=torch.int32, device=longest.device)
+        assert not self(longest[:1], packed=ends), "packed"
+        assert not self(longest.repeat(1, 1, 1, 2)[..., 4:68]), "rows that begin elsewhere than at 16 bytes"
+        assert not self(longest, capability=100), "another GPU"

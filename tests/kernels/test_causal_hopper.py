@@ -11,22 +11,19 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from call_helpers import clear_plans, forward_and_saved, fused_operation, note_launches, spec_of
+from call_helpers import clear_plans, forward_and_saved, fused_operation, note_launches
 from gluon_on_cpu import OnCpu
 from hopper_calls import CALLS as HOPPER_CALLS
-from hopper_calls import DEVICE, DTYPE, GPU, skip_other_gpus, take_strengths_for_weak, use_on_cpu
+from hopper_calls import DEVICE, DTYPE, GPU, Taken, skip_other_gpus, take_strengths_for_weak, use_on_cpu
 from hopper_calls import states as hopper_states
-from torch import Tensor
 
 import saobp
 from saobp import Refinement
 from saobp.kernels import dispatch
 from saobp.kernels.causal.launch import saved_slices
-from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.hopper import causal_forward, causal_tiles, short_forward, whole_map
 from saobp.kernels.hopper import launch as hopper_launch
 from saobp.kernels.library.packed_bf16 import short_log2
-from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import collapsed_inputs
 
@@ -166,24 +163,13 @@ def test_a_sequence_of_padding_gives_zeros() -> None:
 
 
 def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def serves(one: Tensor, cu: Tensor | None = None, receives: int = 1, capability: int = 90) -> bool:
-        spec = spec_of(one, one, None, cu, one.shape[2], 1.0, 0.0, 1.0, receives, 0.0)
-        return select_kernels("causal", spec, aligned=is_aligned(one), capability=capability).hopper
-
-    good = torch.zeros(2, 2, 1024, 64, dtype=DTYPE, device=DEVICE)
-    assert serves(good)
-    assert serves(good[:, :, :129])
-    assert serves(good.to(torch.float16))
-    assert not serves(good, receives=0), "rows that receive nothing need no sums"
-    assert not serves(good[:, :, :128]), "short kernels do"
-    assert not serves(good.repeat(1, 1, 2, 1)), "a longer map"
-    assert not serves(good[..., :32]), "another head size"
-    assert not serves(good.float())
-    assert not serves(good[:1], torch.tensor([0, 200, 1024], dtype=torch.int32, device=DEVICE)), "packed"
-    assert not serves(good.repeat(1, 1, 1, 2)[..., 4:68]), "rows that begin elsewhere than at 16 bytes"
-    assert not serves(good, capability=100), "another GPU"
+    good, taken = torch.zeros(2, 2, 1024, 64, dtype=DTYPE, device=DEVICE), Taken("causal", "hopper")
+    taken.assert_not_for_others(good)
+    assert taken(good[:, :, :129])
+    assert taken(good.to(torch.float16))
+    assert not taken(good[:, :, :128]), "short kernels do"
     monkeypatch.setattr(dispatch, "CAUSAL_FROM", 5)
-    assert not serves(good), "too few heads"
+    assert not taken(good), "too few heads"
     monkeypatch.setattr(dispatch, "CAUSAL_FROM", 0)
     monkeypatch.setattr(dispatch, "CAUSAL_ENTRIES", 1 << 30)
-    assert not serves(good), "too little work"
+    assert not taken(good), "too little work"

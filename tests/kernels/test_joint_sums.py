@@ -21,18 +21,15 @@ from call_helpers import (
     spec_of,
 )
 from gluon_on_cpu import OnCpu
-from hopper_calls import DEVICE, DTYPE, GPU, STRENGTHS, skip_other_gpus, states, use_on_cpu
-from torch import Tensor
+from hopper_calls import DEVICE, DTYPE, GPU, STRENGTHS, Taken, skip_other_gpus, states, use_on_cpu
 
 import saobp
 from saobp import Refinement
 from saobp.kernels import dispatch
 from saobp.kernels.bidirectional.launch import run_sums, saved_slices
 from saobp.kernels.call_spec import WHOLE, CallSpec
-from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.hopper import joint_sums
 from saobp.kernels.hopper import launch as hopper_launch
-from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import collapsed_inputs
 
@@ -171,24 +168,13 @@ def test_programs_that_take_several_heads(launched: list[str], monkeypatch: pyte
 
 
 def test_what_it_cannot_take_is_left_to_the_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    def serves(one: Tensor, cu: Tensor | None = None, receives: int = 1, capability: int = 90) -> bool:
-        spec = spec_of(one, one, None, cu, one.shape[2], 1.0, 0.0, 1.0, receives, 0.0)
-        return select_kernels("long", spec, aligned=is_aligned(one), capability=capability).joint_sums
-
-    good = torch.zeros(2, 2, 512, 64, dtype=DTYPE, device=DEVICE)
-    assert serves(good)
-    assert serves(good[:, :, :257])
-    assert serves(good, receives=2)
-    assert not serves(good, receives=0), "rows that receive nothing need no key sums"
-    assert not serves(good[:, :, :256]), "whole_map does"
-    assert not serves(good.repeat(1, 1, 2, 1)), "a longer map"
-    assert not serves(good[..., :32]), "another head size"
-    assert not serves(good.float())
-    assert not serves(good[:1], torch.tensor([0, 300, 512], dtype=torch.int32, device=DEVICE)), "packed"
-    assert not serves(good.repeat(1, 1, 1, 2)[..., 4:68]), "rows that begin elsewhere than at 16 bytes"
-    assert not serves(good, capability=100), "another GPU"
+    good, taken = torch.zeros(2, 2, 512, 64, dtype=DTYPE, device=DEVICE), Taken("long", "joint_sums")
+    taken.assert_not_for_others(good)
+    assert taken(good[:, :, :257])
+    assert taken(good, receives=2)
+    assert not taken(good[:, :, :256]), "whole_map does"
     monkeypatch.setattr(dispatch, "SUMS_FROM", 5)
-    assert not serves(good), "too few heads"
+    assert not taken(good), "too few heads"
 
 
 def test_sums_alone(launched: list[str]) -> None:

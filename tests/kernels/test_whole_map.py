@@ -21,6 +21,7 @@ from hopper_calls import (
     GPU,
     STRENGTHS,
     WHOLE_MAP_CALLS,
+    Taken,
     skip_other_gpus,
     states,
     take_strengths_for_weak,
@@ -32,10 +33,8 @@ import saobp
 from saobp import Refinement
 from saobp.kernels import dispatch
 from saobp.kernels.bidirectional.launch import run_sums, saved_slices
-from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.fused import FAMILIES
 from saobp.kernels.hopper import whole_map
-from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import collapsed_inputs
 
@@ -158,24 +157,13 @@ def test_padding_of_the_whole_first_half(launched: list[str]) -> None:
 
 
 def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def serves(one: Tensor, cu: Tensor | None = None, receives: int = 1, capability: int = 90) -> bool:
-        spec = spec_of(one, one, None, cu, one.shape[2], 1.0, 0.0, 1.0, receives, 0.0)
-        return select_kernels("long", spec, aligned=is_aligned(one), capability=capability).hopper
-
-    good = torch.zeros(2, 2, 256, 64, dtype=DTYPE, device=DEVICE)
-    assert serves(good)
-    assert serves(good[:, :, :129])
-    assert serves(good, receives=2)
-    assert not serves(good, receives=0), "rows that receive nothing need no second pass"
-    assert not serves(good[:, :, :128]), "short kernels do"
-    assert not serves(good.repeat(1, 1, 2, 1)), "a longer map"
-    assert not serves(good[..., :32]), "another head size"
-    assert not serves(good.float())
-    assert not serves(good[:1], torch.tensor([0, 200, 256], dtype=torch.int32, device=DEVICE)), "packed"
-    assert not serves(good.repeat(1, 1, 1, 2)[..., 4:68]), "rows that begin elsewhere than at 16 bytes"
-    assert not serves(good, capability=100), "another GPU"
+    good, taken = torch.zeros(2, 2, 256, 64, dtype=DTYPE, device=DEVICE), Taken("long", "hopper")
+    taken.assert_not_for_others(good)
+    assert taken(good[:, :, :129])
+    assert taken(good, receives=2)
+    assert not taken(good[:, :, :128]), "short kernels do"
     monkeypatch.setattr(dispatch, "WHOLE_FROM", 5)
-    assert not serves(good), "too few heads"
+    assert not taken(good), "too few heads"
 
 
 def test_blocks_that_are_looked_at_together_do_not_matter(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import clear_plans, fused_operation, note_launches, spec_of
+from call_helpers import clear_plans, fused_operation, note_launches
 from gluon_on_cpu import OnCpu
 from hopper_calls import (
     DEVICE,
@@ -20,6 +20,7 @@ from hopper_calls import (
     GPU,
     STRENGTHS,
     WHOLE_MAP_CALLS,
+    Taken,
     skip_other_gpus,
     states,
     take_strengths_for_weak,
@@ -31,10 +32,8 @@ import saobp
 from saobp import Refinement
 from saobp.kernels import dispatch
 from saobp.kernels.call_spec import CallSpec
-from saobp.kernels.dispatch import select_kernels
 from saobp.kernels.fused import FAMILIES
 from saobp.kernels.hopper import entry_gradients, whole_map_backward
-from saobp.kernels.runtime.launcher import is_aligned
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import AttentionInputs, collapsed_inputs
 
@@ -166,21 +165,13 @@ def test_a_sequence_of_padding_gives_zeros() -> None:
 
 
 def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def serves(one: Tensor, receives: int = 1, capability: int = 90, dropout: float = 0.0) -> bool:
-        spec = spec_of(one, one, None, None, one.shape[2], 1.0, dropout, 1.0, receives, 0.0)
-        return select_kernels("long", spec, aligned=is_aligned(one), capability=capability).hopper_back
-
-    good = torch.zeros(2, 2, 256, 64, dtype=DTYPE, device=DEVICE)
-    assert serves(good)
-    assert serves(good[:, :, :129])
-    assert serves(good, receives=2)
-    assert not serves(good, receives=0), "rows that receive nothing need no message gradients"
-    assert not serves(good.repeat(1, 1, 2, 1)), "a longer map"
-    assert not serves(good.float())
-    assert not serves(good, capability=100), "another GPU"
-    assert not serves(good, dropout=0.1)
+    good, taken = torch.zeros(2, 2, 256, 64, dtype=DTYPE, device=DEVICE), Taken("long", "hopper_back")
+    taken.assert_not_for_others(good)
+    assert taken(good[:, :, :129])
+    assert taken(good, receives=2)
+    assert not taken(good, dropout=0.1)
     monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_FROM", 5)
-    assert not serves(good), "too few heads"
+    assert not taken(good), "too few heads"
 
 
 def test_a_gradient_that_is_not_aligned_takes_the_sweeps(launched: list[str]) -> None:
