@@ -111,11 +111,14 @@ def _number(name: str, argument: Any) -> Any:
 def compile_call(
     launched: list[Launched], factor: str, dtype: torch.dtype, length: int, *, heads: int = 2, **options: Any
 ) -> list[str]:
-    """Kernels that a forward and a backward pass launch; both run twice, through Triton and then directly."""
+    """Kernels that a forward pass and, unless ``backward`` is False, a backward pass launch.
+
+    Both run twice, through Triton and then directly.
+    """
     from saobp.kernels.fused import fused_attention
     from saobp.refinement import Refinement
 
-    learned = options.pop("learned", False)
+    learned, backward = options.pop("learned", False), options.pop("backward", True)
     several = {name: options.pop(name) for name in ("steps", "damping", "message_stride") if name in options}
     query, key, value = (
         torch.zeros(1, length, heads, 64, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
@@ -127,7 +130,8 @@ def compile_call(
         launched.clear()
         strongest = None if learned else 0.2
         out = fused_attention(query, key, value, refinement, strength, strongest=strongest, **options)
-        out.sum().backward()
+        if backward:
+            out.sum().backward()
         turns.append(list(launched))
     if turns[0] != turns[1]:
         names = [[one.name for one in turn] for turn in turns]
@@ -145,7 +149,6 @@ def _let_hopper_take_few_heads() -> None:
 
     dispatch.HOPPER_FROM = dispatch.WHOLE_FROM = dispatch.WHOLE_BACKWARD_FROM = 0
     dispatch.CAUSAL_FROM = dispatch.CAUSAL_ENTRIES = dispatch.SUMS_FROM = 0
-    dispatch.SUMS_ABOVE = 256
     launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
 
 
@@ -177,9 +180,9 @@ def compile_joint_sums(launched: list[Launched]) -> list[str]:
     """As "long", where the kernel for Hopper takes calls of any size."""
     _let_hopper_take_few_heads()
     return (
-        compile_call(launched, "high", torch.bfloat16, 512)
-        + compile_call(launched, "high-key-bias", torch.bfloat16, 300, learned=True)
-        + compile_call(launched, "low", torch.float16, 300, learned=True, **_padded(300))
+        compile_call(launched, "high", torch.bfloat16, 512, backward=False)
+        + compile_call(launched, "high-key-bias", torch.bfloat16, 500, learned=True, backward=False)
+        + compile_call(launched, "low", torch.bfloat16, 500, learned=True, backward=False, **_padded(500))
     )
 
 
