@@ -94,16 +94,15 @@ KERNELS = {
 }
 
 
+SLOW = ("statistics", "decoding", "masked", "steps", "short", "short steps", "short causal", "elemmul")
+"""Cases of kernels that have been the same for long; compiling one takes 7 seconds or more."""
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests compile the kernels for the GPU that is here")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=pytest.mark.slow)
-        if case in ("statistics", "decoding", "masked", "steps")
-        else case
-        for case in pretended_gpu.CASES
-    ],
+    [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in pretended_gpu.CASES],
 )
 def test_kernels_compile_for_hopper(case: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
