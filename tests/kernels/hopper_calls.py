@@ -9,6 +9,8 @@ import torch
 from call_helpers import spec_of
 from torch import Tensor
 
+import saobp
+from saobp import Refinement
 from saobp.kernels import dispatch
 from saobp.kernels.call_spec import CallSpec
 from saobp.kernels.calls import Family
@@ -58,6 +60,19 @@ def take_strengths_for_weak(monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
         monkeypatch.setattr(CallSpec, "precise", 0)
         monkeypatch.setattr(CallSpec, "may_underflow", False)
+
+
+def assert_padding_gives_zeros(inputs: AttentionInputs, refinement: Refinement, **options: Any) -> None:
+    """``inputs`` of two sequences, of which the second is taken for padding."""
+    mask = torch.ones(2, inputs.query.shape[2], dtype=torch.bool, device=DEVICE)
+    mask[1] = False
+    strength = inputs.strength if refinement.strength == "learned" else None
+    out = saobp.attention(
+        inputs.query, inputs.key, inputs.value, refinement, padding_mask=mask, strength=strength,
+        backend="fused", **options,
+    )  # fmt: skip
+    assert (out[1] == 0).all()
+    assert torch.isfinite(out).all()
 
 
 class Taken:

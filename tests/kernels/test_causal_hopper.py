@@ -1,6 +1,6 @@
 """The strict causal kernel for Hopper: what the sweeps give, and the specification.
 
-Without such a GPU it runs on a CPU in float16, as ``test_hopper`` has it.
+Without such a GPU it runs on a CPU in float16, as ``hopper_calls`` has it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,18 @@ import triton.language as tl
 from call_helpers import clear_plans, forward_and_saved, fused_operation, note_launches
 from gluon_on_cpu import OnCpu
 from hopper_calls import CALLS as HOPPER_CALLS
-from hopper_calls import DEVICE, DTYPE, GPU, Taken, skip_other_gpus, take_strengths_for_weak, use_on_cpu
+from hopper_calls import (
+    DEVICE,
+    DTYPE,
+    GPU,
+    Taken,
+    assert_padding_gives_zeros,
+    skip_other_gpus,
+    take_strengths_for_weak,
+    use_on_cpu,
+)
 from hopper_calls import states as hopper_states
 
-import saobp
 from saobp import Refinement
 from saobp.kernels import dispatch
 from saobp.kernels.causal.launch import saved_slices
@@ -151,15 +159,7 @@ def test_heads_with_rows_that_underflow(kind: Any, tokens: int, monkeypatch: pyt
 
 
 def test_a_sequence_of_padding_gives_zeros() -> None:
-    inputs = states(180, batch=2)
-    mask = torch.ones(2, 180, dtype=torch.bool, device=DEVICE)
-    mask[1] = False
-    out = saobp.attention(
-        inputs.query, inputs.key, inputs.value, Refinement("high", "learned"), is_causal=True,
-        padding_mask=mask, strength=inputs.strength, backend="fused",
-    )  # fmt: skip
-    assert (out[1] == 0).all()
-    assert torch.isfinite(out).all()
+    assert_padding_gives_zeros(states(180, batch=2), Refinement("high", "learned"), is_causal=True)
 
 
 def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,15 @@ import torch
 import triton.language as tl
 from call_helpers import clear_plans, fused_operation, note_launches, spec_of
 from gluon_on_cpu import Barrier, OnCpu
-from hopper_calls import DEVICE, DTYPE, GPU, skip_other_gpus, take_strengths_for_weak, use_on_cpu
+from hopper_calls import (
+    DEVICE,
+    DTYPE,
+    GPU,
+    assert_padding_gives_zeros,
+    skip_other_gpus,
+    take_strengths_for_weak,
+    use_on_cpu,
+)
 from hopper_calls import states as hopper_states
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -303,15 +311,7 @@ def test_gradients_where_the_square_of_an_inverse_normaliser_overflows(
 
 
 def test_a_sequence_of_padding_gives_zeros() -> None:
-    inputs = states(80, batch=2)
-    mask = torch.ones(2, 80, dtype=torch.bool, device=DEVICE)
-    mask[1] = False
-    out = saobp.attention(
-        inputs.query, inputs.key, inputs.value, Refinement("high", STRENGTH), padding_mask=mask,
-        backend="fused",
-    )  # fmt: skip
-    assert (out[1] == 0).all()
-    assert torch.isfinite(out).all()
+    assert_padding_gives_zeros(states(80, batch=2), Refinement("high", STRENGTH))
 
 
 def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,23 @@ from call_helpers import (
     spec_of,
 )
 from gluon_on_cpu import OnCpu
-from hopper_calls import DEVICE, DTYPE, GPU, STRENGTHS, Taken, skip_other_gpus, states, use_on_cpu
+from hopper_calls import (
+    DEVICE,
+    DTYPE,
+    GPU,
+    STRENGTHS,
+    Taken,
+    assert_padding_gives_zeros,
+    skip_other_gpus,
+    states,
+    take_strengths_for_weak,
+    use_on_cpu,
+)
 
-import saobp
 from saobp import Refinement
 from saobp.kernels import dispatch
 from saobp.kernels.bidirectional.launch import run_sums, saved_slices
-from saobp.kernels.call_spec import WHOLE, CallSpec
+from saobp.kernels.call_spec import WHOLE
 from saobp.kernels.hopper import joint_sums
 from saobp.kernels.hopper import launch as hopper_launch
 from saobp.testing.error_budget import assert_within_budget
@@ -112,9 +122,7 @@ def test_output_and_gradients_are_within_the_budget(factor: Any, kind: Any, laun
 def test_weak_strengths(factor: Any, kind: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The other sweeps for known weak strengths, by polynomials, from what this kernel saves."""
     strength = 0.2 if GPU else 0.05
-    if not GPU:
-        monkeypatch.setattr(CallSpec, "precise", 0)
-        monkeypatch.setattr(CallSpec, "may_underflow", False)
+    take_strengths_for_weak(monkeypatch)
     inputs = states(290, strength=strength, transposed=True)
     if kind in ("sink", "diagonal"):
         inputs = collapsed_inputs(inputs, 5.0, kind)
@@ -140,15 +148,7 @@ def test_scores_far_apart(launched: list[str]) -> None:
 
 
 def test_a_sequence_of_padding_gives_zeros(launched: list[str]) -> None:
-    inputs = states(300, batch=2)
-    mask = torch.ones(2, 300, dtype=torch.bool, device=DEVICE)
-    mask[1] = False
-    out = saobp.attention(
-        inputs.query, inputs.key, inputs.value, Refinement("high", "learned"), padding_mask=mask,
-        strength=inputs.strength, backend="fused",
-    )  # fmt: skip
-    assert (out[1] == 0).all()
-    assert torch.isfinite(out).all()
+    assert_padding_gives_zeros(states(300, batch=2), Refinement("high", "learned"))
     assert "joint_sums" in launched
 
 

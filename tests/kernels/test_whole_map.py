@@ -1,6 +1,6 @@
 """The kernel of 129 to 256 tokens for Hopper: what the three sweeps give, and the specification.
 
-Without such a GPU it runs on a CPU in float16, as ``test_hopper`` has it.
+Without such a GPU it runs on a CPU in float16, as ``hopper_calls`` has it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hopper_calls import (
     STRENGTHS,
     WHOLE_MAP_CALLS,
     Taken,
+    assert_padding_gives_zeros,
     skip_other_gpus,
     states,
     take_strengths_for_weak,
@@ -29,7 +30,6 @@ from hopper_calls import (
 )
 from torch import Tensor
 
-import saobp
 from saobp import Refinement
 from saobp.kernels import dispatch
 from saobp.kernels.bidirectional.launch import run_sums, saved_slices
@@ -133,15 +133,7 @@ def test_weak_strengths(factor: Any, kind: Any, launched: list[str], monkeypatch
 
 
 def test_a_sequence_of_padding_gives_zeros() -> None:
-    inputs = states(180, batch=2)
-    mask = torch.ones(2, 180, dtype=torch.bool, device=DEVICE)
-    mask[1] = False
-    out = saobp.attention(
-        inputs.query, inputs.key, inputs.value, Refinement("high", "learned"), padding_mask=mask,
-        strength=inputs.strength, backend="fused",
-    )  # fmt: skip
-    assert (out[1] == 0).all()
-    assert torch.isfinite(out).all()
+    assert_padding_gives_zeros(states(180, batch=2), Refinement("high", "learned"))
 
 
 def test_padding_of_the_whole_first_half(launched: list[str]) -> None:

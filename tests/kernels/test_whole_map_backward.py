@@ -1,6 +1,6 @@
 """The backward pass of 129 to 256 tokens for Hopper: what the three sweeps give, and the specification.
 
-Without such a GPU it runs on a CPU in float16, as ``test_hopper`` has it.
+Without such a GPU it runs on a CPU in float16, as ``hopper_calls`` has it.
 """
 
 from __future__ import annotations
