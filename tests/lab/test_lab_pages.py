@@ -260,6 +260,8 @@ def test_pages_say_where_runs_were_made_and_whether_texts_differ(runs: Path) -> 
     assert "not all trained on the same texts" not in made_on(same)
     other = {**same[0], "data": dict.fromkeys(same[0]["data"], "another")}
     assert "**Runs were not all trained on the same texts: bert, " in made_on([other, *same[1:]])
+    named = [{**same[0], "commit": commit} for commit in ("c850a56" + 33 * "0", "c850a56", "saobp 0.1.0")]
+    assert made_on(named).endswith("at commit c850a56 (2), saobp 0.1.0 (1).")
 
 
 @unsaved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -40,6 +41,7 @@ PARTIAL = (
     "Methods compare with each other there; the paper's scores are of another training set and "
     "are left out."
 )
+WHOLE_HASH = re.compile(r"\b[0-9a-f]{40}\b")
 LISTED = 12
 """Missing runs listed by name; the rest are counted."""
 
@@ -272,7 +274,7 @@ def verdict_in_words(gain: Gain | None, found: Spread | None) -> str:
 def made_on(records: Sequence[Mapping[str, Any]]) -> str:
     """Hardware and commits of the runs, and a warning where they were not trained on the same texts."""
     hardware = Counter(str(one.get("environment", {}).get("hardware", "unknown")) for one in records)
-    commits = Counter(str(one.get("commit", "unknown")) for one in records)
+    commits = Counter(_shortened(str(one.get("commit", "unknown"))) for one in records)
     texts: dict[str, set[str]] = {}
     for one in records:
         for name, checksum in one.get("data", {}).items() if one["kind"] == "pretrain" else ():
@@ -280,6 +282,11 @@ def made_on(records: Sequence[Mapping[str, Any]]) -> str:
     other = sorted(name for name, checksums in texts.items() if len(checksums) > 1)
     warning = f" **Runs were not all trained on the same texts: {'; '.join(other)}.**" if other else ""
     return f"Made on {_counted(hardware)}, at commit {_counted(commits)}.{warning}"
+
+
+def _shortened(commit: str) -> str:
+    """A commit with the first seven digits of its hash."""
+    return WHOLE_HASH.sub(lambda found: found[0][:7], commit)
 
 
 def _counted(found: Counter[str]) -> str:
