@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
@@ -26,8 +26,17 @@ TUNING: dict[str, dict[str, Any]] = {
 }
 """What settings of ModernBERT-small change in the recipe ``modern``; the first is the recipe itself."""
 TUNING_SEEDS = (42, 9)
-PAIR_SEEDS = (31, 32, 33, 34, 35, 36, 37, 38)
-"""Fresh seeds, for Original and learned strengths of small at the chosen setting."""
+PAIR_SEEDS = (31, 32, 33, 34, 35)
+"""Fresh seeds, for Original and learned strengths of small at the chosen setting and in OTHERS."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "512-tokens": {"length": 512, "batch_size": 64},
+    "wikipedia": {"corpus": "wikipedia_en"},
+    "books": {"corpus": "gutenberg_books"},
+}
+"""What further settings of ModernBERT-mini change in the tuned recipe ``modern``."""
+MEDIUM_SEEDS = PAIR_SEEDS[:2]
+MEDIUM_RATE = 5 / 7
+"""Medium's rate over small's, as in the recipe ``modern``."""
 RIVALS = (
     "gate",
     "sinkhorn",
@@ -45,15 +54,15 @@ RIVAL_SEEDS = (11, 12, 13, 14, 15, 16, 17, 18)
 
 @dataclass(frozen=True)
 class Run:
-    """A method, a seed and, of ModernBERT-small, a setting of TUNING. Without one it is ModernBERT-mini."""
+    """A method and a seed.
+
+    setting: one of TUNING for small and medium; one of OTHERS, or None for the tuned recipe, for mini
+    """
 
     form: str
     seed: int
+    size: str = "mini"
     setting: str | None = None
-
-    @property
-    def size(self) -> str:
-        return "mini" if self.setting is None else "small"
 
     @property
     def name(self) -> str:
@@ -62,21 +71,26 @@ class Run:
         return "-".join(["modernbert", *(part for part in parts if part is not None)])
 
     @property
+    def changes(self) -> dict[str, Any]:
+        """What the setting changes in the recipe ``modern`` of the size."""
+        if self.size == "mini":
+            return {} if self.setting is None else OTHERS[self.setting]
+        own = dict(TUNING[self.setting or ""])
+        return {**own, "learning_rate": MEDIUM_RATE * own["learning_rate"]} if self.size == "medium" else own
+
+    @property
     def recipe(self) -> PretrainRecipe:
         """The recipe ``modern`` for 98 million tokens, without evaluations during training."""
         usual = with_steps(named_recipe("modern", "modernbert", self.size), STEPS)
-        usual = replace(usual, **TUNING.get(self.setting or "", {}))
+        usual = replace(usual, **{"batch_size": ROWS, "length": LENGTH, "corpus": MIXTURE, **self.changes})
         return replace(
             usual,
-            batch_size=ROWS,
-            length=LENGTH,
             evaluation_steps=STEPS,
             checkpoint_steps=STEPS,
             health_texts=0,
             refinement=None if self.form == ORIGINAL else Refinement.of(self.form),
             strength_rate=STRENGTHS_RATE / usual.learning_rate,
             seed=self.seed,
-            corpus=MIXTURE,
         )
 
     @property
@@ -91,12 +105,12 @@ class Run:
         ):
             value = getattr(recipe, name)
             words += ["--set", f"{name}={'none' if value is None else value}"]
-        return [*words, "--corpus", MIXTURE, "--tokens", "tokens", "--out", f"runs/{self.name}"]
+        return [*words, "--corpus", recipe.corpus, "--tokens", "tokens", "--out", f"runs/{self.name}"]
 
 
 def tuning_runs() -> Iterator[Run]:
     """Original of small, one seed after the other."""
-    return (Run(ORIGINAL, seed, setting) for seed in TUNING_SEEDS for setting in TUNING)
+    return (Run(ORIGINAL, seed, "small", setting) for seed in TUNING_SEEDS for setting in TUNING)
 
 
 def chosen_setting(losses: Mapping[Run, float | None]) -> str | None:
@@ -109,7 +123,7 @@ def chosen_setting(losses: Mapping[Run, float | None]) -> str | None:
         return None
     means = {}
     for setting in TUNING:
-        own = [losses[Run(ORIGINAL, seed, setting)] for seed in TUNING_SEEDS]
+        own = [losses[Run(ORIGINAL, seed, "small", setting)] for seed in TUNING_SEEDS]
         finite = [loss for loss in own if loss is not None and math.isfinite(loss)]
         if len(finite) == len(own):
             means[setting] = mean(finite)
@@ -117,8 +131,19 @@ def chosen_setting(losses: Mapping[Run, float | None]) -> str | None:
 
 
 def planned_runs(chosen: str | None = None) -> Iterator[Run]:
-    """Tuning of small, its pairs at the chosen setting once there is one, then rivals, seed after seed."""
+    """Tuning of small, its pairs, pairs of other settings and of medium, then rivals.
+
+    chosen: the setting of small and medium; without it their pairs are left out
+    """
     yield from tuning_runs()
     if chosen is not None:
-        yield from (Run(form, seed, chosen) for seed in PAIR_SEEDS for form in (ORIGINAL, LEARNED))
+        yield from _pairs(PAIR_SEEDS, "small", chosen)
+    for setting in OTHERS:
+        yield from _pairs(PAIR_SEEDS, "mini", setting)
+    if chosen is not None:
+        yield from _pairs(MEDIUM_SEEDS, "medium", chosen)
     yield from (Run(rival, seed) for seed in RIVAL_SEEDS for rival in RIVALS)
+
+
+def _pairs(seeds: Iterable[int], size: str, setting: str) -> Iterator[Run]:
+    return (Run(form, seed, size, setting) for seed in seeds for form in (ORIGINAL, LEARNED))

@@ -5,10 +5,10 @@
 
 Each of the processes claims one run after another, in the order of ``arena_plan.py``. ``log.txt`` gets a line
 for each run. Once all runs of tuning have ended, the setting of small is chosen by the rule there, and its
-pairs come next; until then processes make the runs of rivals. A second call continues after a kill. TOKENS
-holds the stores of BERT's tokens. ``--pack`` puts all records, without models, into one file, also while runs
-are made. Unpacked, ``saobp arena runs --fresh 6,7,8,9,10 --fresh 11,12,13,14,15,16,17,18 --fresh
-21,22,23,24,25,26,27,28 --fresh 31,32,33,34,35,36,37,38`` writes the page.
+pairs come next; until then processes make later runs. A second call continues after a kill. TOKENS holds the
+stores of BERT's tokens. ``--pack`` puts all records, without models, into one file, also while runs are made.
+Unpacked in an empty OUT, on any machine, they count as made. ``saobp arena runs --fresh 6,7,8,9,10 --fresh
+11,12,13,14,15,16,17,18 --fresh 21,22,23,24,25,26,27,28 --fresh 31,32,33,34,35`` writes the page.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ class Queue:
     def is_done(self, run: Run) -> bool:
         return (self.folder(run) / RESULT).exists() or (self.claim_of(run) / "failed").exists()
 
+    def is_taken(self, run: Run) -> bool:
+        return self.claim_of(run).exists() or self.is_done(run)
+
     def is_running(self, run: Run) -> bool:
         return self.claim_of(run).exists() and not self.is_done(run) and not self.is_dead(run)
 
@@ -101,7 +104,7 @@ class Queue:
         if time.time() + self.least_seconds(running) > self.ends:
             return None
         for run in planned:
-            if self.claim_of(run).exists():
+            if self.is_taken(run):
                 continue
             with contextlib.suppress(FileExistsError):
                 self.claim_of(run).mkdir(parents=True)
@@ -114,7 +117,7 @@ class Queue:
     def is_empty(self) -> bool:
         """Whether nothing is left to start."""
         tuned = all(self.is_done(run) for run in tuning_runs())
-        return tuned and all(self.claim_of(run).exists() for run in self.planned())
+        return tuned and all(self.is_taken(run) for run in self.planned())
 
     def least_seconds(self, running: int = 0) -> float:
         """Seconds of one more run if no other follows: faster than typical where fewer share the GPU."""

@@ -21,6 +21,7 @@ runs = load_script("benchmarks/arena_runs.py")
 plan = runs.sys.modules["arena_plan"]
 RECORDS: list[dict[str, Any]] = json.loads((ROOT / "results" / "arena" / "runs.json").read_text())
 LATER = time.time() + 100_000
+FORMS = ("original", "learned")
 
 
 def test_rivals_are_compared_with_recorded_runs_of_the_same_recipe() -> None:
@@ -34,7 +35,7 @@ def test_rivals_are_compared_with_recorded_runs_of_the_same_recipe() -> None:
 
 def test_the_plan_names_settings_methods_and_seeds() -> None:
     page = (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round five")[1]
-    for setting in plan.TUNING:
+    for setting in (*plan.TUNING, *plan.OTHERS):
         assert f"| `{setting}` |" in page
     for form in plan.RIVALS:
         assert f"`{form}`" in page
@@ -47,9 +48,10 @@ RUNS = {run.name: run for run in plan.planned_runs("rate-2e-3")}
 
 
 def test_runs_have_names_of_their_own_and_pairs_have_seeds_that_no_run_has_used() -> None:
-    assert len(RUNS) == len(list(plan.planned_runs("rate-2e-3"))) == 2 * 5 + 2 * 8 + 8 * 8
+    assert len(RUNS) == len(list(plan.planned_runs("rate-2e-3"))) == 2 * 5 + 4 * 5 * 2 + 2 * 2 + 8 * 8
     assert next(iter(RUNS)) == "modernbert-small-rate-2.8e-3-original-42"
-    assert list(RUNS)[10:12] == [f"modernbert-small-rate-2e-3-{form}-31" for form in ("original", "learned")]
+    assert list(RUNS)[10:12] == [f"modernbert-small-rate-2e-3-{form}-31" for form in FORMS]
+    assert list(RUNS)[50] == "modernbert-medium-rate-2e-3-original-31"
     assert not set(plan.PAIR_SEEDS) & {one["recipe"]["seed"] for one in RECORDS}
     assert not set(RUNS) & {one["run"] for one in RECORDS}
 
@@ -66,12 +68,24 @@ def test_every_run_has_as_many_tokens_and_numbers_per_head_learn_at_one_rate(nam
     recipe = RUNS[name].recipe
     assert recipe.tokens == 98_304_000
     assert recipe.learning_rate * recipe.strength_rate == pytest.approx(0.01)
-    assert recipe.size == ("small" if "small" in name else "mini")
+    assert recipe.size == name.split("-")[1]
+
+
+def test_other_settings_differ_from_the_tuned_recipe_in_one_thing() -> None:
+    def fields(run: Any) -> dict[str, Any]:
+        return run.recipe.to_dict()
+
+    usual = fields(plan.Run("none", 31))
+    for setting, changes in plan.OTHERS.items():
+        assert fields(plan.Run("none", 31, "mini", setting)) == {**usual, **changes}
+    medium, small = (plan.Run("none", 31, size, "rate-2.8e-3").recipe for size in ("medium", "small"))
+    assert medium.learning_rate == pytest.approx(2e-3)  # that of the recipe modern, as small's
+    assert small.learning_rate == 2.8e-3
 
 
 def test_the_first_setting_is_the_recipe_of_round_four() -> None:
     recorded = next(one for one in RECORDS if one["run"] == "modernbert-small-original-24")
-    recipe = {"kind": "pretrain", **plan.Run("none", 24, "rate-2.8e-3").recipe.to_dict()}
+    recipe = {"kind": "pretrain", **plan.Run("none", 24, "small", "rate-2.8e-3").recipe.to_dict()}
     assert len(settings_of([recorded, {**recorded, "recipe": recipe}])) == 1
 
 
@@ -80,13 +94,13 @@ def test_the_setting_with_the_lowest_mean_is_chosen_once_all_have_ended() -> Non
         run: {"rate-2e-3": 3.1, "rate-1e-3": 3.0}.get(run.setting, 3.2) for run in plan.tuning_runs()
     }
     assert plan.chosen_setting(losses) == "rate-1e-3"
-    losses[plan.Run("none", 9, "rate-1e-3")] = 3.3
+    losses[plan.Run("none", 9, "small", "rate-1e-3")] = 3.3
     assert plan.chosen_setting(losses) == "rate-2e-3"
-    losses[plan.Run("none", 9, "rate-2e-3")] = None  # it failed
+    losses[plan.Run("none", 9, "small", "rate-2e-3")] = None  # it failed
     assert plan.chosen_setting(losses) == "rate-1e-3"
-    losses[plan.Run("none", 42, "rate-1e-3")] = float("nan")
+    losses[plan.Run("none", 42, "small", "rate-1e-3")] = float("nan")
     assert plan.chosen_setting(losses) == "rate-2.8e-3"
-    del losses[plan.Run("none", 42, "warmup-600")]
+    del losses[plan.Run("none", 42, "small", "warmup-600")]
     assert plan.chosen_setting(losses) is None
 
 
@@ -106,12 +120,12 @@ def test_processes_share_the_runs_and_pairs_follow_the_choice(tmp_path: Path) ->
     queue, other = (runs.Queue(tmp_path, LATER) for _ in range(2))
     tuning = [(queue, other)[number % 2].claim() for number in range(10)]
     assert tuning == list(plan.tuning_runs())
-    assert other.claim() == plan.Run("gate", 11)  # nothing waits for the choice
+    assert other.claim() == plan.Run("none", 31, "mini", "512-tokens")  # nothing waits for the choice
     for run in tuning:
         assert queue.chosen() is None
         finish(queue, run, 3.0 if run.setting == "rate-1.4e-3" else 3.1)
     assert queue.chosen() == "rate-1.4e-3"
-    assert other.claim() == plan.Run("none", 31, "rate-1.4e-3")
+    assert other.claim() == plan.Run("none", 31, "small", "rate-1.4e-3")
     while queue.claim() is not None:
         pass
     assert queue.is_empty()
@@ -130,6 +144,12 @@ def test_a_second_call_goes_on_where_a_killed_one_was(tmp_path: Path) -> None:
     again.clear_unfinished()
     assert not again.folder(second).exists()
     assert again.claim() == second
+
+
+def test_records_from_elsewhere_count_as_runs_that_are_made(tmp_path: Path) -> None:
+    queue, (first, second, *_) = runs.Queue(tmp_path, LATER), plan.tuning_runs()
+    finish(queue, first, 3.1)  # unpacked, without the claim
+    assert queue.claim() == second
 
 
 def test_no_run_starts_that_would_end_too_late(tmp_path: Path) -> None:
@@ -167,6 +187,8 @@ def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pa
     monkeypatch.setattr(plan, "TUNING", {"slow": {"learning_rate": 1e-4}, "fast": {"learning_rate": 1e-2}})
     monkeypatch.setattr(plan, "TUNING_SEEDS", (42,))
     monkeypatch.setattr(plan, "PAIR_SEEDS", (31,))
+    monkeypatch.setattr(plan, "MEDIUM_SEEDS", ())
+    monkeypatch.setattr(plan, "OTHERS", {"books": {}})
     monkeypatch.setattr(plan, "RIVALS", ("gate", "sinkhorn-3"))
     monkeypatch.setattr(plan, "RIVAL_SEEDS", (31,))
     return tokens, tmp_path / "out"
@@ -178,8 +200,8 @@ def test_the_whole_queue_in_miniature(miniature: tuple[Path, Path], tmp_path: Pa
         (out / name).mkdir(parents=True)
     runs.work(runs.Queue(out, LATER), str(tokens))
     lines = (out / "log.txt").read_text().splitlines()
-    assert len(lines) == sum(", loss " in line for line in lines) == 6
-    names = [f"modernbert-small-fast-{form}-31" for form in ("original", "learned")]
+    assert len(lines) == sum(", loss " in line for line in lines) == 8
+    names = [f"modernbert-{one}-{form}-31" for one in ("small-fast", "mini-books") for form in FORMS]
     names += [f"modernbert-mini-{form}-31" for form in ("gate", "sinkhorn-3")]
     assert all((out / "runs" / name / "model").is_dir() for name in names)
     runs.pack(out, tmp_path / "records.tar.xz")
