@@ -281,7 +281,7 @@ def test_what_was_not_run_is_listed(runs: Path, tmp_path: Path) -> None:
     page, outcome = _written(runs, tmp_path / "results", "tasks")
     assert any(line.startswith("| hellaswag ↑ | Low |") and "not run" in line for line in page.splitlines())
     assert "bert-mini-low-0.2-seed42-cola" in outcome["missing"]
-    assert "Not run: " in page
+    assert "Without a finished record: " in page
 
 
 @unsaved
@@ -376,7 +376,7 @@ def test_the_page_of_the_leak_opens_with_its_numbers(tmp_path: Path) -> None:
         "WikiText-2 perplexity: 300 (Original), 45.0 (High, paper form (leaks)), 303 (High, strict);" in page
     )
     assert "first half moved by the second: 0 (Original), 0.156 (High, paper form (leaks)), 0 (High" in page
-    assert page.index("In short") < page.index("Ours is trained on other texts")
+    assert page.index("In short") < page.index("Our texts and fine-tuning")
     assert {claim["status"] for claim in outcome["claims"]} == {"could not be decided"}
 
 

@@ -76,7 +76,7 @@ def test_one_method_alone_has_scores_and_no_gap(tmp_path: Path) -> None:
     page = (out / "one-model-many-seeds" / "mini-paper.md").read_text()
     assert "| larger |" not in page
     assert "| qqp | Original | 64.00 ± 3.16 (5) |" in page
-    assert "\n\nWritten by hand.\n\nNot run: " in page, "notes stand after the results"
+    assert "\n\nWritten by hand.\n\nWithout a finished record: " in page, "notes stand after the results"
 
 
 def test_a_row_of_the_figure_has_chance_pairs_and_the_papers_difference() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,7 @@ import pytest
 
 from saobp.lab import choose_experiments, get_scale
 from saobp.lab.experiment_plan import ExperimentPlan, PretrainRun
-from saobp.lab.figures import LoggedRun
-from saobp.lab.figures import plateau as plateau_figure
+from saobp.lab.plateau_figures import LoggedRun, differences, perplexities
 from saobp.lab.tabulate import tabulate
 from saobp.runs.folder import RunError
 from saobp.testing.fake_runs import record, write_json
@@ -73,12 +73,16 @@ def test_the_page_says_who_left_and_what_was_not_run(runs: Path, tmp_path: Path)
     )
     assert "| 128 x 128 tokens | Original, seed 42 | 30,000 (stopped) | 492 | 100.0 | step 21,000" in page
     assert "| 256 x 128 tokens | High, seed 2 | 20,000 (stopped) |" in page
-    assert "32 x 128 tokens: High's perplexity is +0.0" in page
+    assert "32 x 128 tokens: High's perplexity is +0.0 [+0.0, +0.0] from Original's, +0.00 % [" in page
     outcome = json.loads((folder / "mini-paper.json").read_text())
-    claims = {claim["words"].split(":")[0]: claim for claim in outcome["claims"]}
-    assert "32 x 128 tokens" not in claims, "nobody left"
-    assert claims["64 x 128 tokens"]["detail"].endswith("(2 pairs)")
-    assert claims["256 x 128 tokens"]["status"] == "does not reproduce", "High leaves later in three pairs"
+    claims = {claim["words"]: claim for claim in outcome["claims"]}
+    left = "{} x 128 tokens: High leaves the plateau after fewer steps than Original"
+    ends = "{} x 128 tokens: High ends at a lower perplexity than Original, per cent"
+    assert left.format(32) not in claims, "nobody left"
+    assert claims[left.format(64)]["detail"].endswith("(2 pairs)")
+    assert claims[left.format(256)]["status"] == "does not reproduce", "High leaves later in three pairs"
+    assert claims[ends.format(32)]["status"] == "not shown"
+    assert ends.format(256) not in claims, "none of these runs was whole"
     assert [name for name in outcome["missing"] if "-128-" in name] == outcome["missing"]
     assert len(outcome["missing"]) == 4
     assert outcome["runs"] == 20
@@ -94,7 +98,7 @@ def test_every_batch_has_a_column_over_steps_and_over_tokens() -> None:
     run = LoggedRun("original", 42, 4096, [(1000, 500.0), (2000, 450.0)], True)
     stopped = run._replace(method="high", is_whole=False)
     longer = run._replace(tokens_per_step=8192, points=[(1000, 500.0), (9000, 450.0)])
-    figure = plateau_figure({"32": [run, stopped], "64": [longer]}, 245.0)
+    figure = perplexities({"32": [run, stopped], "64": [longer]}, 245.0)
     assert len(figure.axes) == 4
     over_steps, _, over_tokens, _ = figure.axes
     assert list(over_steps.lines[0].get_xdata()) == [1.0, 2.0]
@@ -105,10 +109,28 @@ def test_every_batch_has_a_column_over_steps_and_over_tokens() -> None:
 
 def test_a_single_batch_has_one_panel_with_what_counting_gives() -> None:
     run = LoggedRun("original", 42, 4096, [(1000, 500.0), (2000, 450.0)], True)
-    figure = plateau_figure({"32 x 128 tokens": [run]}, 245.0, {"counting": 612.0})
+    figure = perplexities({"32 x 128 tokens": [run]}, 245.0, {"counting": 612.0})
     (axis,) = figure.axes
     assert [text.get_text() for text in axis.texts] == [
         "counting: 612",
         "below 245 a run has left the plateau",
     ]
     assert [list(line.get_ydata()) for line in axis.lines[1:]] == [[612.0] * 2, [245.0] * 2]
+
+
+def test_differences_are_of_pairs_and_broken_where_evaluations_are_missing() -> None:
+    steps = [*range(1000, 11_000, 1000), 20_000]
+    base = LoggedRun("original", 42, 4096, [(step, 100.0) for step in steps], True)
+    high = base._replace(method="high", points=[(step, 102.0) for step in steps])
+    lone = high._replace(seed=1)
+    figure = differences({"32 x 128 tokens": [base, high, lone], "64 x 128 tokens": [base]})
+    assert figure is not None
+    (axis,) = figure.axes
+    _, line, end = axis.lines
+    assert list(line.get_xdata()) == [*range(1, 11), 20, 20]
+    drawn = list(line.get_ydata())
+    assert drawn[:10] + drawn[11:] == pytest.approx([2.0] * 11)
+    assert math.isnan(drawn[10])
+    assert list(end.get_xdata()) == [20.0]
+    assert [text.get_text() for text in axis.texts] == ["seed 42: +2.0 %"]
+    assert differences({"32 x 128 tokens": [base, lone]}) is None

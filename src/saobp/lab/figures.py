@@ -27,16 +27,6 @@ PLAIN: dict[Any, Any] = {"svg.hashsalt": "saobp", "svg.fonttype": "none"}
 Points = Sequence[tuple[float, float]]
 
 
-class LoggedRun(NamedTuple):
-    """The log of a run: perplexity at its steps, and whether it reached the end of its schedule."""
-
-    method: str
-    seed: int
-    tokens_per_step: int
-    points: Points
-    is_whole: bool
-
-
 class Gap(NamedTuple):
     """A difference between two models, by seed and on the mean, beside chance and the paper's."""
 
@@ -155,13 +145,16 @@ def progress(methods: Mapping[str, Mapping[int, Points]]) -> Figure:
         if key != left_out:
             colour, marker = STYLES[key]
             end.plot(*zip(*points, strict=True), f"{marker}-", color=colour, lw=1.2, ms=4)
+            for pair in _paired_differences(methods[key], base_runs) if len(apart) == 1 else ():
+                end.plot(*zip(*pair, strict=True), color=colour, lw=0.8, alpha=0.6)
     end.axhline(0, color=STYLES[base].colour, lw=1.2)
     note = (
         ""
         if left_out is None
         else f"\n{METHODS[left_out].title} is beyond: {apart[left_out][-1][1]:+.1f} at the end"
     )
-    end.set_title(f"less {METHODS[base].title} of the same seed, mean of pairs{note}", fontsize=9)
+    shown = "mean and single pairs" if len(apart) == 1 else "mean of pairs"
+    end.set_title(f"less {METHODS[base].title} of the same seed, {shown}{note}", fontsize=9)
     end.set_ylabel("difference in perplexity", fontsize=8)
     for axis in (whole, end):
         axis.set_xlabel("million tokens", fontsize=8)
@@ -205,69 +198,18 @@ def gaps_beside_chance(gaps: Mapping[str, Gap]) -> Figure:
     return figure
 
 
-def plateau(
-    panels_of: Mapping[str, Sequence[LoggedRun]], level: float, counted: Mapping[str, float] | None = None
-) -> Figure:
-    """A column per batch size, a line per run: perplexity over steps, and over tokens if there are several.
-
-    A cross ends the line of a run that stopped before the end of its schedule.
-    level: below it a run has left the plateau; dotted
-    counted: perplexities that counting words gives, by what is counted; thin lines
-    """
-    columns = len(panels_of)
-    units = (("thousand steps", 1e3), ("million tokens", 1e6))[: 2 if columns > 1 else 1]
-    size = (3.1 * columns + 0.6, 5.4) if columns > 1 else (6.4, 3.7)
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(len(units), columns, squeeze=False, sharex="row", sharey=True)
-    marks = [(f"{name}: {value:.0f}", value, "-", -8) for name, value in (counted or {}).items()]
-    marks.append((f"below {level:.0f} a run has left the plateau", level, ":", 3))
-    for column, (title, runs) in enumerate(panels_of.items()):
-        for place, (label, unit) in enumerate(units):
-            axis = grid[place][column]
-            for run in runs:
-                per_step = run.tokens_per_step if place else 1
-                points = [(step * per_step / unit, value) for step, value in run.points]
-                colour = STYLES[run.method].colour
-                axis.plot(*zip(*points, strict=True), color=colour, lw=1.6, ls=_dash(run.method))
-                if not run.is_whole:
-                    axis.plot(*points[-1], "x", color=colour, ms=6)
-            for name, value, dash, above in marks:
-                axis.axhline(value, color="#777777", lw=0.8, ls=dash, zorder=0)
-                if column == columns - 1:
-                    axis.annotate(
-                        *(name, (0.99, value), (0, above)),
-                        xycoords=axis.get_yaxis_transform(),
-                        textcoords="offset points",
-                        ha="right",
-                        fontsize=6.5,
-                        color="#555555",
-                    )
-            logarithmic(axis, "y")
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.set_xlabel(label, fontsize=8)
-            axis.tick_params(labelsize=8)
-        grid[0][column].set_title(f"batches of {_safe(title)}", fontsize=9)
-    for row in grid:
-        row[0].set_xlim(left=0)
-        row[0].set_ylabel("held-out perplexity", fontsize=8)
-    methods = list(dict.fromkeys(run.method for runs in panels_of.values() for run in runs))
-    handles = [Line2D([], [], color=STYLES[key].colour, lw=1.6, ls=_dash(key)) for key in methods]
-    titles = [METHODS[key].title for key in methods]
-    figure.legend(handles, titles, loc="outside lower center", ncols=len(titles), fontsize=8, frameon=False)
-    return figure
-
-
-def _dash(method: str) -> str:
-    """Lines that coincide show as dashes of both colours."""
-    return "-" if method == "original" else "--"
-
-
 def _mean_paired_difference(runs: Mapping[int, Points], base: Mapping[int, Points]) -> Points:
     """Mean paired difference by seed, where all runs have a value, in the later half."""
+    pairs = _paired_differences(runs, base)
+    return [(own[0][0], float(np.mean([value for _, value in own]))) for own in zip(*pairs, strict=True)]
+
+
+def _paired_differences(runs: Mapping[int, Points], base: Mapping[int, Points]) -> list[Points]:
+    """Differences of each seed, where all runs have a value, in the later half."""
     pairs = [(dict(points), dict(base[seed])) for seed, points in runs.items() if seed in base]
     shared = set.intersection(*(own.keys() & other.keys() for own, other in pairs)) if pairs else set()
     late = sorted(x for x in shared if x >= max(shared) / 2)
-    return [(x, float(np.mean([own[x] - other[x] for own, other in pairs]))) for x in late]
+    return [[(x, own[x] - other[x]) for x in late] for own, other in pairs]
 
 
 def _all_of(parts: Mapping[str, Mapping[str, object]]) -> list[str]:

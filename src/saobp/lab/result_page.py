@@ -295,4 +295,4 @@ def _counted(found: Counter[str]) -> str:
 
 def _missing(names: Sequence[str]) -> str:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return f"Not run: {', '.join(names[:LISTED])}{more}."
+    return f"Without a finished record: {', '.join(names[:LISTED])}{more}."

@@ -23,8 +23,8 @@ SPREAD = (
     "clear their interval."
 )
 BUDGET = (
-    "Ours is trained on other texts and another number of tokens than the paper's, so absolute numbers of "
-    "the two differ for that reason alone; differences from Original are what compares. The paper's numbers "
+    "Our texts and fine-tuning are not the paper's, and its number of tokens is not known, so absolute "
+    "numbers compare only roughly; differences from Original are what compares. The paper's numbers "
     f"are of a single seed, so how far its own would vary is not known. {SPREAD}"
 )
 

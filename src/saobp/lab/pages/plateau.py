@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from saobp.lab.figures import LoggedRun
-from saobp.lab.figures import plateau as plateau_figure
+from saobp.lab.arena_records import in_per_cent, per_cent
 from saobp.lab.methods import METHODS
+from saobp.lab.plateau_figures import LoggedRun, differences, perplexities
 from saobp.lab.result_page import Page, gain_in_words
 from saobp.lab.results import Results
 from saobp.lab.statistics import Gain, paired_gain
@@ -30,22 +30,29 @@ def plateau(results: Results, page: Page) -> None:
     page.text(
         "Every run first learns what needs no word order: word frequencies, and which words occur in the "
         "same row ([what counting gives](without-order.md), a perplexity of 427 ± 10). A run counts as "
-        "having left this plateau, because attention uses word order, from its first evaluation with a "
-        f"held-out loss below {PLATEAU_END} (perplexity {level:.0f}) on. Rate, warm-up, schedule and steps "
-        "are the paper's; its batch size is not printed, and its texts are not available: Wikipedia, books "
-        "and reviews stand in."
+        "having left this plateau, which is taken to mean that attention uses word order, from its first "
+        f"evaluation with a held-out loss below {PLATEAU_END} (perplexity {level:.0f}) on. Rate, warm-up, "
+        "schedule and steps are the paper's; its batch size and the length of its rows are not printed, and "
+        "its texts are not available: Wikipedia, books and reviews stand in."
     )
     page.figure(
         "plateau",
-        plateau_figure(
+        perplexities(
             {title: [run._replace(points=_drawn(run.points)) for run in own] for title, own in runs.items()},
             level,
             COUNTED if results.plan.scale.recipe == "paper" else None,
         ),
-        "Held-out perplexity, a line per run, a column per batch size; lines that coincide show as dashes of "
-        "both colours. Thin lines: what counting gives, without any order of words. Dotted: perplexity "
-        f"{level:.0f}. A cross: the run stopped before the end of its schedule.",
+        _caption(runs, level),
     )
+    apart = differences(runs)
+    if apart is not None:
+        page.figure(
+            "differences",
+            apart,
+            "Perplexity less Original's of the same seed in per cent, a line per pair, broken where "
+            "evaluations are missing. Larger differences, while one run of a pair has left the plateau and "
+            "the other has not, are beyond the scale.",
+        )
     page.table(
         ("batch", "run", "steps", "million tokens", "perplexity there", "left the plateau at"),
         [row for title, own in runs.items() for row in _rows(title, own)],
@@ -56,6 +63,16 @@ def plateau(results: Results, page: Page) -> None:
         "Differences are between runs of the same seed and the same order of texts, with a 95 % t interval "
         "over pairs. Fewer than three pairs decide nothing. Steps until a run leaves are compared where both "
         "runs of a pair did; perplexities at the last step that both have."
+    )
+
+
+def _caption(runs: Mapping[str, Sequence[LoggedRun]], level: float) -> str:
+    """Of what the figure of perplexities shows, and of nothing else."""
+    stopped = any(not run.is_whole for own in runs.values() for run in own)
+    return (
+        f"Held-out perplexity, a line per run{', a column per batch size' if len(runs) > 1 else ''}. Thin "
+        f"lines: what counting gives, without any order of words. Dotted: perplexity {level:.0f}."
+        f"{' A cross: the run stopped before the end of its schedule.' if stopped else ''}"
     )
 
 
@@ -108,14 +125,20 @@ def _compare(page: Page, title: str, runs: Sequence[LoggedRun]) -> None:
         gain = paired_gain(waits[method], waits.get(base, {}), higher_is_better=False)
         if gain is not None:
             page.answer(f"{title}: {name} leaves the plateau after fewer steps than {other}", gain, 0)
-        apart = _perplexity_difference(runs, method, base)
-        if apart is not None:
-            pairs = f"{apart.pairs} pair{'s' if apart.pairs > 1 else ''}"
-            page.text(f"{title}: {name}'s perplexity is {gain_in_words(apart, 1)} from {other}'s ({pairs}).")
+        ends, ratios = _end_differences(runs, method, base)
+        if ends is None or ratios is None:
+            continue
+        in_words, pairs = per_cent(ratios), f"{ends.pairs} pair{'s' if ends.pairs > 1 else ''}"
+        page.text(
+            f"{title}: {name}'s perplexity is {gain_in_words(ends, 1)} from {other}'s, {in_words} ({pairs})."
+        )
+        _, whole = _end_differences([run for run in runs if run.is_whole], method, base)
+        if whole is not None:
+            page.answer(f"{title}: {name} ends at a lower perplexity than {other}, per cent", whole, 1)
 
 
-def _perplexity_difference(runs: Sequence[LoggedRun], method: str, base: str) -> Gain | None:
-    """Perplexity of a method less that of the base, at the last step that both runs of a seed have."""
+def _end_differences(runs: Sequence[LoggedRun], method: str, base: str) -> tuple[Gain | None, Gain | None]:
+    """Perplexity less that of the base, also in per cent, at the last step that both runs of a seed have."""
     own = {run.seed: dict(run.points) for run in runs if run.method == method}
     other = {run.seed: dict(run.points) for run in runs if run.method == base}
     shared = {
@@ -123,8 +146,7 @@ def _perplexity_difference(runs: Sequence[LoggedRun], method: str, base: str) ->
         for seed in own.keys() & other.keys()
         if (steps := own[seed].keys() & other[seed].keys())
     }
-    return paired_gain(
-        {seed: own[seed][step] for seed, step in shared.items()},
-        {seed: other[seed][step] for seed, step in shared.items()},
-        higher_is_better=False,
-    )
+    ends = [{seed: one[seed][step] for seed, step in shared.items()} for one in (own, other)]
+    losses = [{seed: math.log(value) for seed, value in one.items()} for one in ends]
+    ratios = paired_gain(*losses, higher_is_better=False)
+    return paired_gain(*ends, higher_is_better=False), None if ratios is None else in_per_cent(ratios)
