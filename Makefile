@@ -17,8 +17,9 @@ $(READY): $(wildcard requirements*.lock) pyproject.toml
 	  { echo "saobp needs Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
 	@echo "setting up $(VENV): a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --no-deps --require-hashes -r requirements-cpu.lock >/dev/null 2>&1 || true  # where pip finds it
-	@$(PIP) install --no-deps --require-hashes -r requirements.lock  # complete; lm_eval asks for more, for metrics not called here
+	@$(PIP) install --no-compile --no-deps --require-hashes -r requirements-cpu.lock >/dev/null 2>&1 || true  # where pip finds it
+	@$(PIP) install --no-compile --no-deps --require-hashes -r requirements.lock  # complete; lm_eval asks for more, for metrics not called here
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib src || true  # pip takes one core; some templates are not Python
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install --no-deps --require-hashes -r requirements-cuda.lock
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $(READY)
