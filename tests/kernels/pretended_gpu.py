@@ -3,13 +3,18 @@
 Triton's interpreter runs kernels on a CPU but accepts what the compiler does not. Here every kernel of a
 call is compiled, down to machine code, with the arguments that the call passes:
 ``python tests/kernels/pretended_gpu.py CASE``, in a process of its own: Triton chooses its driver once.
+Without CASE, cases are read from standard input; each gets a copy of a process that has imported everything.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import re
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -341,7 +346,33 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
 }
 
 
+def serve_cases() -> None:
+    """For each line of standard input one of JSON: the kernels that the case launched and what went wrong."""
+    import torch._dynamo  # noqa: F401
+
+    import saobp.kernels.fused  # noqa: F401
+
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(600)
+            names, error = [], ""
+            try:
+                names = CASES[line.strip()](pretend_gpu())
+            except BaseException:
+                error = traceback.format_exc()
+            print(json.dumps([names, error]), flush=True)
+            os._exit(0)
+        if status := os.waitpid(child, 0)[1]:
+            print(
+                json.dumps([[], f"the compiler ended with {os.waitstatus_to_exitcode(status)}"]), flush=True
+            )
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in CASES:
+    if len(sys.argv) == 1:
+        serve_cases()
+    elif len(sys.argv) == 2 and sys.argv[1] in CASES:
+        print(" ".join(CASES[sys.argv[1]](pretend_gpu())))
+    else:
         sys.exit(f"name one family of kernels: {', '.join(CASES)}")
-    print(" ".join(CASES[sys.argv[1]](pretend_gpu())))
