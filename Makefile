@@ -30,7 +30,7 @@ quickstart: $(READY)
 test: $(READY) chromium
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy -n 2
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/oxlint --deny-warnings src/saobp/report/page
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
