@@ -24,8 +24,6 @@ from saobp.lab.arena_records import (
     Setting,
     combinations,
     in_fields,
-    in_per_cent,
-    per_cent,
     recorded,
     settings_of,
     title_of,
@@ -33,8 +31,15 @@ from saobp.lab.arena_records import (
 )
 from saobp.lab.figures import save_figure
 from saobp.lab.forest import forest
-from saobp.lab.result_page import gain_in_words, in_words, made_on, markdown_table, verdict_in_words
-from saobp.lab.statistics import LEAST_PAIRS, paired_gain, pairs_needed, spread
+from saobp.lab.result_page import (
+    gain_in_words,
+    in_words,
+    made_on,
+    markdown_table,
+    per_cent,
+    verdict_in_words,
+)
+from saobp.lab.statistics import LEAST_PAIRS, in_per_cent, paired_gain, pairs_needed, spread
 from saobp.lab.tuning import tuning_tables
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_json, read_object, write_json

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from saobp.lab.methods import METHODS
-from saobp.lab.statistics import LEAST_PAIRS, Gain, paired_gain, spread
+from saobp.lab.statistics import LEAST_PAIRS, Gain, in_per_cent, paired_gain, spread
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
 from saobp.runs.layout import RESULT, run_folders
@@ -124,20 +124,6 @@ class Setting:
         """``5 of 5``: pairs in which the method's loss is the lower one."""
         pairs = self.differences(method).values()
         return f"{sum(difference < 0 for difference in pairs)} of {len(pairs)}"
-
-
-def in_per_cent(gain: Gain) -> Gain:
-    """Differences of losses in nats as per cent of perplexity."""
-    low, high = (None if end is None else 100 * math.expm1(end) for end in (gain.low, gain.high))
-    return Gain(100 * math.expm1(gain.difference), low, high, gain.pairs, gain.verdict)
-
-
-def per_cent(gain: Gain) -> str:
-    """``-1.4 % [-2.3, -0.5]``, with another digit where an end would be printed as zero."""
-    if gain.low is None or gain.high is None:
-        return f"{gain.difference:+.1f} %"
-    digits = 2 if min(abs(gain.low), abs(gain.high)) < 0.05 else 1
-    return f"{gain.difference:+.{digits}f} % [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}]"
 
 
 def method_of(recipe: Mapping[str, Any]) -> str:

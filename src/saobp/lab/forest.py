@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
 
-from saobp.lab.arena_records import Setting, per_cent, title_of
+from saobp.lab.arena_records import Setting, title_of
+from saobp.lab.result_page import per_cent
 from saobp.lab.statistics import Gain
 
 COLOURS = {"gain": "#009e73", "loss": "#d55e00"}

@@ -86,7 +86,7 @@ def perplexities(
 
 def _dash(method: str) -> str:
     """Lines that coincide show as dashes of both colours."""
-    return "-" if method == "original" else "--"
+    return "-" if method == BASE else "--"
 
 
 def differences(panels_of: Mapping[str, Sequence[LoggedRun]]) -> Figure | None:

@@ -263,6 +263,14 @@ def gain_in_words(gain: Gain | None, digits: int) -> str:
     return f"{gain.difference:+.{digits}f} [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}]"
 
 
+def per_cent(gain: Gain) -> str:
+    """``-1.4 % [-2.3, -0.5]``, with another digit where an end would be printed as zero."""
+    if gain.low is None or gain.high is None:
+        return f"{gain.difference:+.1f} %"
+    digits = 2 if min(abs(gain.low), abs(gain.high)) < 0.05 else 1
+    return f"{gain.difference:+.{digits}f} % [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}]"
+
+
 def verdict_in_words(gain: Gain | None, found: Spread | None) -> str:
     if gain is None:
         return "not run" if found is None else "no pair"

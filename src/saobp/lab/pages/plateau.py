@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from saobp.lab.arena_records import in_per_cent, per_cent
 from saobp.lab.methods import METHODS
-from saobp.lab.plateau_figures import LoggedRun, differences, perplexities
-from saobp.lab.result_page import Page, gain_in_words
+from saobp.lab.plateau_figures import BASE, LoggedRun, differences, perplexities
+from saobp.lab.result_page import Page, gain_in_words, per_cent
 from saobp.lab.results import Results
-from saobp.lab.statistics import Gain, paired_gain
+from saobp.lab.statistics import Gain, in_per_cent, paired_gain
 
 PLATEAU_END = 5.5
 """Held-out loss in nats below which a run has left the plateau, as in the page of pretraining."""
@@ -114,33 +113,32 @@ def _rows(title: str, runs: Sequence[LoggedRun]) -> list[list[str]]:
 
 def _compare(page: Page, title: str, runs: Sequence[LoggedRun]) -> None:
     """Each method against Original, in pairs of one seed: steps on the plateau, and perplexities."""
-    base = "original"
     waits: dict[str, dict[int, float]] = {run.method: {} for run in runs}
     for run in runs:
         left = left_at(run)
         if left is not None:
             waits[run.method][run.seed] = left
-    for method in (method for method in waits if method != base):
-        name, other = METHODS[method].title, METHODS[base].title
-        gain = paired_gain(waits[method], waits.get(base, {}), higher_is_better=False)
+    for method in (method for method in waits if method != BASE):
+        name, other = METHODS[method].title, METHODS[BASE].title
+        gain = paired_gain(waits[method], waits.get(BASE, {}), higher_is_better=False)
         if gain is not None:
             page.answer(f"{title}: {name} leaves the plateau after fewer steps than {other}", gain, 0)
-        ends, ratios = _end_differences(runs, method, base)
+        ends, ratios = _end_differences(runs, method)
         if ends is None or ratios is None:
             continue
         in_words, pairs = per_cent(ratios), f"{ends.pairs} pair{'s' if ends.pairs > 1 else ''}"
         page.text(
             f"{title}: {name}'s perplexity is {gain_in_words(ends, 1)} from {other}'s, {in_words} ({pairs})."
         )
-        _, whole = _end_differences([run for run in runs if run.is_whole], method, base)
+        _, whole = _end_differences([run for run in runs if run.is_whole], method)
         if whole is not None:
             page.answer(f"{title}: {name} ends at a lower perplexity than {other}, per cent", whole, 1)
 
 
-def _end_differences(runs: Sequence[LoggedRun], method: str, base: str) -> tuple[Gain | None, Gain | None]:
-    """Perplexity less that of the base, also in per cent, at the last step that both runs of a seed have."""
+def _end_differences(runs: Sequence[LoggedRun], method: str) -> tuple[Gain | None, Gain | None]:
+    """Perplexity less Original's, also in per cent, at the last step that both runs of a seed have."""
     own = {run.seed: dict(run.points) for run in runs if run.method == method}
-    other = {run.seed: dict(run.points) for run in runs if run.method == base}
+    other = {run.seed: dict(run.points) for run in runs if run.method == BASE}
     shared = {
         seed: max(steps)
         for seed in own.keys() & other.keys()
