@@ -145,9 +145,9 @@ def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
     (axis,) = forest(settings).axes  # of the fresh seeds alone
     numbers, title = (text.get_text() for text in axis.texts)
     assert numbers == "-1.0 % [-1.0, -1.0], 5 of 5"
-    assert title.endswith("fresh seeds 6, 7, 8, 9, 10")
+    assert title.endswith("fresh seeds 6 to 10")
     first, second = page.split("\n## ")[1:]
-    assert first.splitlines()[0].endswith("fresh seeds 6, 7, 8, 9, 10")
+    assert first.splitlines()[0].endswith("fresh seeds 6 to 10")
     assert "| -1.0 % [-1.0, -1.0] | 5 of 5 |" in first
     assert "| -3.0 % [-3.0, -3.0] | 3 of 3 |" in second
     wrong = CliRunner().invoke(app, [*options, "six"])
@@ -179,6 +179,23 @@ def test_small_models_come_first_and_titles_name_seeds_with_pairs(tmp_path: Path
     ]
 
 
+def test_titles_name_corpora_and_the_setting_with_most_runs_comes_first(tmp_path: Path) -> None:
+    for corpus, seeds in (
+        ("wikipedia_en", (31, 32, 33, 34, 36)),
+        ("wikipedia_en,gutenberg_books", range(11, 17)),
+    ):
+        for seed in seeds:
+            for method, loss in (("none", 3.0), ("sink", 2.99 + seed / 1e4)):
+                made_up_run(tmp_path / corpus, "modernbert", method, seed, loss, corpus=corpus)
+    records = [record for folder in tmp_path.iterdir() for record in recorded([folder]).values()]
+    settings = settings_of(records, [range(11, 17), (31, 32, 33, 34, 36)])
+    base = "ModernBERT-mini, length 128, 262 M tokens"
+    assert [setting.title for setting in settings] == [
+        f"{base}, 2 corpora, fresh seeds 11 to 16",
+        f"{base}, wikipedia_en alone, fresh seeds 31, 32, 33, 34, 36",
+    ]
+
+
 def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_path: Path) -> None:
     muon = {"optimizer": "muon", "muon_rate": 2.0}
     for seed in (42, 1, 9):
@@ -205,7 +222,7 @@ def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_pat
     titles = [part.splitlines()[0] for part in page.split("\n## ")[1:]]
     base = "ModernBERT-mini, length 128, 262 M tokens, optimizer="
     assert titles == [
-        f"{base}muon, muon_rate=2.0, fresh seeds 11, 12, 13",
+        f"{base}muon, muon_rate=2.0, fresh seeds 11 to 13",
         f"{base}adamw, muon_rate=1.0, fresh seeds 9",
         f"{base}adamw, muon_rate=1.0",
         "Which recipe is best for Original?",
@@ -250,8 +267,8 @@ def test_the_forest_begins_with_what_is_decided_and_sets_parts_beside_each_other
         "High, learned strengths + Gated heads",
         "Gated heads",
     ]
-    assert first.texts[-1].get_text().endswith("30 to 15 % masked, fresh seeds 11, 12, 13, 14, 15")
-    assert second.texts[-1].get_text().endswith(", 15 % masked, fresh seeds 11, 12, 13, 14, 15")
+    assert first.texts[-1].get_text().endswith("30 to 15 % masked, fresh seeds 11 to 15")
+    assert second.texts[-1].get_text().endswith(", 15 % masked, fresh seeds 11 to 15")
     plot.draw_without_rendering()
     for axis in plot.axes:  # nothing is written over the edge, and labels do not meet the numbers
         assert all(text.get_window_extent().x1 <= plot.bbox.x1 for text in axis.texts)

@@ -84,7 +84,7 @@ class Setting:
         family = FAMILY_NAMES.get(self.recipe["family"], self.recipe["family"])
         size, length = self.recipe["size"], self.recipe["length"]
         recipe = "".join(f", {change}" for change in _in_words(self.distinct))
-        seeds = f", fresh seeds {', '.join(map(str, self.compared_seeds()))}" if self.fresh else ""
+        seeds = f", fresh seeds {_seeds_in_words(self.compared_seeds())}" if self.fresh else ""
         return f"{family}-{size}, length {length}, {tokens / 1e6:,.0f} M tokens{recipe}{seeds}"
 
     def compared_seeds(self) -> list[int]:
@@ -202,30 +202,29 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[i
     A repeated seed counts once. Each sequence of ``fresh`` seeds makes groups of its own: a choice made on
     others is confirmed on them alone.
     """
-    found: dict[str, tuple[int, Setting]] = {}
+    found: dict[str, Setting] = {}
     for record in records:
         recipe, result = record["recipe"], record["result"]
         shared = {name: value for name, value in {**recipe, **_absent(recipe)}.items() if name not in FREE}
         turn = next((number for number, seeds in enumerate(fresh, 1) if recipe["seed"] in seeds), 0)
         key = json.dumps([shared, record.get("data"), turn], sort_keys=True)
-        _, setting = found.setdefault(key, (turn, Setting(shared, fresh=turn > 0)))
+        setting = found.setdefault(key, Setting(shared, fresh=turn > 0))
         method = method_of(recipe)
         if result.get("eval_loss") is not None:
             setting.losses.setdefault(method, {})[recipe["seed"]] = result["eval_loss"]
             setting.results.setdefault(method, []).append(result)
         for measure, score in scores_of(record).items():
             setting.scores.setdefault(measure, {}).setdefault(method, {})[recipe["seed"]] = score
-    ordered = sorted(
+    settings = sorted(
         found.values(),
         key=lambda one: (
-            one[1].is_decoder,
-            list(SIZES).index(one[1].recipe["size"]),
-            all(gain.verdict == "undecided" for gain in one[1].gains().values()),
-            -one[0],
-            -sum(map(len, one[1].losses.values())),
+            one.is_decoder,
+            list(SIZES).index(one.recipe["size"]),
+            all(gain.verdict == "undecided" for gain in one.gains().values()),
+            not one.fresh,
+            -sum(map(len, one.losses.values())),
         ),
     )
-    settings = [setting for _, setting in ordered]
     for setting in settings:
         alike = [one.recipe for one in settings if one.budget == setting.budget and one.gains()]
         setting.distinct = {
@@ -237,13 +236,24 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[i
 
 
 def _in_words(values: Mapping[str, Any]) -> list[str]:
-    """As ``in_fields``, with masked shares as ``30 to 15 % masked``."""
-    rest = {name: value for name, value in values.items() if not name.startswith("masked_share")}
-    if "masked_share" not in values:
-        return in_fields(values)
-    first, end = values["masked_share"], values.get("masked_share_end")
-    masked = f"{100 * first:g} %" if end is None else f"{100 * first:g} to {100 * end:g} %"
-    return [f"{masked} masked", *in_fields(rest)]
+    """As ``in_fields``, with masked shares as ``30 to 15 % masked`` and corpora as ``3 corpora``."""
+    found = []
+    if "masked_share" in values:
+        first, end = values["masked_share"], values.get("masked_share_end")
+        shares = f"{100 * first:g}" if end is None else f"{100 * first:g} to {100 * end:g}"
+        found.append(f"{shares} % masked")
+    if "corpus" in values:
+        corpora = values["corpus"].split(",")
+        found.append(f"{len(corpora)} corpora" if len(corpora) > 1 else f"{corpora[0]} alone")
+    named = ("masked_share", "masked_share_end", "corpus")
+    return found + in_fields({name: value for name, value in values.items() if name not in named})
+
+
+def _seeds_in_words(seeds: Sequence[int]) -> str:
+    """``11 to 18`` or ``6, 8, 9``."""
+    if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
+        return f"{seeds[0]} to {seeds[-1]}"
+    return ", ".join(map(str, seeds))
 
 
 def in_fields(values: Mapping[str, Any]) -> list[str]:
