@@ -86,7 +86,7 @@ class Run:
         return replace(
             usual,
             evaluation_steps=STEPS,
-            checkpoint_steps=STEPS,
+            checkpoint_steps=STEPS // 5,
             health_texts=0,
             refinement=None if self.form == ORIGINAL else Refinement.of(self.form),
             strength_rate=STRENGTHS_RATE / usual.learning_rate,

@@ -5,18 +5,19 @@
 
 Each of the processes claims one run after another, in the order of ``arena_plan.py``. ``log.txt`` gets a line
 for each run. Once all runs of tuning have ended, the setting of small is chosen by the rule there, and its
-pairs come next; until then processes make later runs. A second call continues after a kill. TOKENS holds the
-stores of BERT's tokens. ``--pack`` puts all records, without models, into one file, also while runs are made.
-Unpacked in an empty OUT, on any machine, they count as made. ``saobp arena runs --fresh 6,7,8,9,10 --fresh
-11,12,13,14,15,16,17,18 --fresh 21,22,23,24,25,26,27,28 --fresh 31,32,33,34,35`` writes the page.
+pairs come next; until then processes make later runs. A second call continues after a kill, and a run that an
+error of CUDA has ended goes on once from its last checkpoint: another process on the GPU may have caused it.
+TOKENS holds the stores of BERT's tokens. ``--pack`` puts all records, without models, into one file, also
+while runs are made. Unpacked in an empty OUT, on any machine, they count as made. ``saobp arena``
+writes the page, with the options that the plan names.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -30,12 +31,15 @@ from filelock import BaseFileLock
 
 from saobp.runs.layout import CHECKPOINTS, MODEL, RESULT
 from saobp.runs.layout import LOCK as LOCK_OF_RUN
+from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import append_line, read_object
 from saobp.storage.locks import try_lock
 
 LOCK = "lock"
 LEAST_SHARE = 0.4
 """A run that has the GPU for itself takes at least this share of a typical run's time."""
+LOST, FAILED = "lost", "failed"
+"""In a claim: an error of CUDA has ended the run once; it has failed for good."""
 BLIMP_ITEMS = "blimp.csv"
 """Likelihoods of all sentences, several megabytes a run, where ``arena_tasks.py`` has evaluated BLiMP."""
 
@@ -43,8 +47,8 @@ BLIMP_ITEMS = "blimp.csv"
 class Queue:
     """Runs of the plan, which several processes share.
 
-    Run folders are in ``out/runs``. A process that creates ``out/claims/NAME`` makes that run, and holds a
-    lock in it while it lives.
+    Run folders are in ``out/runs``. A process that holds the lock in ``out/claims/NAME`` makes that run; if
+    it dies, another one continues.
     ends: seconds since 1970
     typical: seconds of a run beside ``jobs - 1`` others, with which it shares the GPU
     """
@@ -73,29 +77,16 @@ class Queue:
         return self.out / "claims" / run.name
 
     def is_done(self, run: Run) -> bool:
-        return (self.folder(run) / RESULT).exists() or (self.claim_of(run) / "failed").exists()
-
-    def is_taken(self, run: Run) -> bool:
-        return self.claim_of(run).exists() or self.is_done(run)
+        return (self.folder(run) / RESULT).exists() or (self.claim_of(run) / FAILED).exists()
 
     def is_running(self, run: Run) -> bool:
-        return self.claim_of(run).exists() and not self.is_done(run) and not self.is_dead(run)
-
-    def is_dead(self, run: Run) -> bool:
-        """Whether the process that claimed a run is gone and has left it unfinished."""
+        """Whether a living process makes the run."""
         if not self.claim_of(run).exists() or self.is_done(run):
             return False
         lock = try_lock(self.claim_of(run) / LOCK)
         if lock is not None:
             lock.release()
-        return lock is not None
-
-    def clear_unfinished(self) -> None:
-        """Let runs that a killed process had claimed be claimed again."""
-        for run in self.planned():
-            if self.is_dead(run):
-                shutil.rmtree(self.folder(run), ignore_errors=True)
-                shutil.rmtree(self.claim_of(run))
+        return lock is None
 
     def claim(self) -> Run | None:
         """The next run that nobody has and that will be done in time."""
@@ -104,12 +95,11 @@ class Queue:
         if time.time() + self.least_seconds(running) > self.ends:
             return None
         for run in planned:
-            if self.is_taken(run):
+            if self.is_done(run):
                 continue
-            with contextlib.suppress(FileExistsError):
-                self.claim_of(run).mkdir(parents=True)
-                while (lock := try_lock(self.claim_of(run) / LOCK)) is None:
-                    time.sleep(0.01)  # another process looks whether this one lives
+            self.claim_of(run).mkdir(parents=True, exist_ok=True)
+            lock = try_lock(self.claim_of(run) / LOCK)
+            if lock is not None and not self.is_done(run):  # nobody has ended it meanwhile
                 self.held[run.name] = lock
                 return run
         return None
@@ -117,7 +107,7 @@ class Queue:
     def is_empty(self) -> bool:
         """Whether nothing is left to start."""
         tuned = all(self.is_done(run) for run in tuning_runs())
-        return tuned and all(self.is_taken(run) for run in self.planned())
+        return tuned and all(self.is_done(run) or self.is_running(run) for run in self.planned())
 
     def least_seconds(self, running: int = 0) -> float:
         """Seconds of one more run if no other follows: faster than typical where fewer share the GPU."""
@@ -146,7 +136,6 @@ def main() -> None:
         return
     for name in ("runs", "claims"):
         (given.out / name).mkdir(parents=True, exist_ok=True)
-    queue.clear_unfinished()
     environment = {"ARENA_ENDS": str(ends), "SAOBP_JOBS": str(given.jobs)}
     with contextlib.ExitStack() as stack:
         workers = [
@@ -196,9 +185,12 @@ def work(queue: Queue, tokens: str) -> None:
             note(queue.out, f"done {run.name}, loss {loss:.4f}, {queue.typical:.0f} s")
         except Exception as problem:
             traceback.print_exc()
-            (queue.claim_of(run) / "failed").write_text(repr(problem)[:500])
-            note(queue.out, f"failed {run.name}: {problem!r}"[:300])
-            if torch.cuda.is_available():  # an error of CUDA stays with its process
+            by_cuda = isinstance(problem, RuntimeError) and "CUDA error" in str(problem)
+            is_first = not (queue.claim_of(run) / LOST).exists()
+            outcome = LOST if by_cuda and is_first else FAILED
+            (queue.claim_of(run) / outcome).write_text(repr(problem)[:500])
+            note(queue.out, f"{outcome} {run.name}: {problem!r}"[:300])
+            if by_cuda:  # which stays with the process, and with it the lock
                 os.execv(sys.executable, [sys.executable, *sys.argv])
         gc.collect()
         torch._dynamo.reset()
@@ -208,7 +200,7 @@ def work(queue: Queue, tokens: str) -> None:
 
 
 def train(run: Run, queue: Queue, tokens: str) -> float:
-    """Make a run and return its held-out loss."""
+    """Make a run, or continue it, and return its held-out loss."""
     from transformers import TrainerCallback
 
     from saobp.training.dataset import find_pretraining_data
@@ -246,11 +238,15 @@ def train(run: Run, queue: Queue, tokens: str) -> float:
             progress=False,
             callbacks=[Numbers()],
             notify=say,
+            resume=queue.folder(run).exists(),
         )
     finally:
         sys.argv = before
-    if numbers.exists():
-        shutil.move(numbers, queue.folder(run) / numbers.name)
+    if numbers.exists():  # steps after the last checkpoint were made twice in a run that was continued
+        lines = {json.loads(line)["step"]: line for line in numbers.read_text().splitlines()}
+        write_atomically(
+            queue.folder(run) / numbers.name, "".join(f"{lines[step]}\n" for step in sorted(lines))
+        )
     assert result.eval_loss is not None
     return result.eval_loss
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.trainer_callback import CallbackHandler
 from typer.testing import CliRunner
 
 from saobp.cli import app
@@ -138,13 +139,41 @@ def test_a_second_call_goes_on_where_a_killed_one_was(tmp_path: Path) -> None:
     finish(queue, first, 3.1)
     queue.folder(second).mkdir(parents=True)
     again = runs.Queue(tmp_path, LATER)
-    again.clear_unfinished()
     assert again.is_running(second)
     queue.held.clear()  # killed while it ran
     assert not again.is_running(second)
-    again.clear_unfinished()
-    assert not again.folder(second).exists()
     assert again.claim() == second
+
+
+def test_an_error_of_cuda_ends_a_run_once_and_it_goes_on_from_its_checkpoint(
+    miniature: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, out = miniature
+    first = next(plan.tuning_runs())
+    whole = runs.train(first, runs.Queue(out.with_name("whole"), LATER), str(tokens))
+    step = CallbackHandler.on_step_end
+
+    def fault(self: Any, args: Any, state: Any, control: Any) -> Any:
+        if state.global_step == 3:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return step(self, args, state, control)
+
+    def new_process(*_: Any) -> None:
+        raise InterruptedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runs.os, "execv", new_process)
+        patched.setattr(CallbackHandler, "on_step_end", fault)
+        with pytest.raises(InterruptedError):
+            runs.work(runs.Queue(out, LATER), str(tokens))
+    assert (
+        (out / "log.txt").read_text().splitlines()[0].split(" ", 1)[1].startswith(f"lost {first.name}: Run")
+    )
+    queue = runs.Queue(out, LATER)
+    assert queue.claim() == first
+    assert runs.train(first, queue, str(tokens)) == whole
+    steps = [json.loads(line) for line in (queue.folder(first) / "metrics.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in steps if "loss" in one] == [1, 2, 3, 4]
 
 
 def test_records_from_elsewhere_count_as_runs_that_are_made(tmp_path: Path) -> None:
