@@ -13,6 +13,7 @@ from torch import Tensor
 
 from saobp.arguments import (
     BoundedStrength,
+    check_no_variants,
     check_numbers,
     check_states,
     one_of,
@@ -90,6 +91,7 @@ def attention_packed(
     cumulative_lengths and max_length are older names of cu_seqlens and max_seqlen.
     """
     refinement = Refinement.of(refinement)
+    check_no_variants(refinement)
     cu_seqlens = one_of("cu_seqlens", cu_seqlens, "cumulative_lengths", cumulative_lengths)
     max_seqlen = one_of("max_seqlen", max_seqlen, "max_length", max_length)
     require_tensors(query=query, key=key, value=value, cu_seqlens=cu_seqlens)

@@ -276,6 +276,9 @@ def test_bad_calls_are_named() -> None:
     refused("scale must be a finite number, not nan", *same, scale=float("nan"))
     refused("older name of cu_seqlens: give one of the two", *same, cumulative_lengths=whole)
     refused("older name of max_seqlen: give one of the two", *same, max_seqlen=6, max_length=6)
+    for backend in ("fused", "reference"):
+        with pytest.raises(ValueError, match="qk-norm"):
+            saobp.attention_packed(*same, "high:0.2+qk-norm", whole, backend=backend)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"cu_seqlens must be a torch\.Tensor, not NoneType"):
         saobp.attention_packed(*same, refinement)
     with pytest.raises(TypeError, match=r"query must be a torch\.Tensor, not ndarray: torch\.from_numpy"):
