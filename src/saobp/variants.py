@@ -38,11 +38,14 @@ class Variant(nn.Module):
         """For so many heads of size ``dim`` on inputs of a width; parameters have the type of ``like``."""
         super().__init__()
 
-    def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:  # noqa: ARG002
-        """Changed states ``[batch, heads, length, dim]``.
+    def update(self, weights: Weights) -> None:
+        """Adapt buffers to the projections; called once per training step, before ``states``.
 
         weights returns the projection matrices ``[outputs, width]`` of query, key and value.
         """
+
+    def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:  # noqa: ARG002
+        """Changed states ``[batch, heads, length, dim]``; weights as for ``update``."""
         return query, key, value
 
     def strength(self, strength: Tensor, lengths: tuple[int, int], inputs: Tensor | None) -> Tensor:  # noqa: ARG002
@@ -87,15 +90,17 @@ class SigmaReparam(Variant):
         with torch.no_grad():
             self.directions.copy_(functional.normalize(start, dim=0))
 
+    @torch.no_grad()
+    def update(self, weights: Weights) -> None:
+        for role, weight in enumerate(weights()):
+            matrix = weight.to(self.directions.dtype)
+            product = matrix.mT @ (matrix @ self.directions[role])
+            self.directions[role] = functional.normalize(product, dim=0)
+
     def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:
         scaled = []
         for role, (states, weight) in enumerate(zip((query, key, value), weights(), strict=True)):
             matrix = weight.to(self.directions.dtype)
-            if self.training:
-                with torch.no_grad():
-                    self.directions[role] = functional.normalize(
-                        matrix.mT @ (matrix @ self.directions[role]), dim=0
-                    )
             sigma = (matrix @ self.directions[role].clone()).norm()
             scaled.append(states * (self.gain_bias[role] / sigma).to(states.dtype))
         return scaled[0], scaled[1], scaled[2]

@@ -16,6 +16,7 @@ from transformers import MPNetConfig, MPNetForMaskedLM, MPNetForSequenceClassifi
 import saobp
 from saobp.transformers import mpnet as mpnet_attention
 from saobp.transformers.apply import attention_modules
+from saobp.transformers.capture import watch
 from saobp.transformers.layer_refinement import strength_parameters
 from saobp.transformers.projections import HeadParts
 
@@ -57,6 +58,29 @@ def test_strength_zero_is_the_model_as_it_was() -> None:
     torch.testing.assert_close(refined[0][0], rows[0][0])
     logits, _ = run(saobp.remove(model))
     torch.testing.assert_close(logits, expected)
+
+
+def test_a_model_that_was_measured_or_refined_is_as_before() -> None:
+    model = mpnet()
+    own = type(model.mpnet.encoder.layer[0].attention.attn)
+
+    def kinds() -> set[type]:
+        return {type(layer.attention.attn) for layer in model.mpnet.encoder.layer}
+
+    attention_modules(model)
+    assert kinds() == {own}
+    with saobp.probe(model) as health:
+        model(**batch())
+    assert len(health.heads()) == 2 * HEADS
+    assert kinds() == {own}
+    with watch(model, lambda _: None):
+        assert own not in kinds()
+        saobp.apply(model, "high:0.2")
+    assert own not in kinds()
+    assert len(run(model)[1]) == 2
+    saobp.remove(model)
+    assert kinds() == {own}
+    assert not hasattr(model.mpnet.encoder.layer[0].attention.attn, "config")
 
 
 @pytest.mark.parametrize("refinement", ["high:0.7", "low:0.4", "elemmul", "high:0.5,steps=2,damping=0.3"])

@@ -363,6 +363,24 @@ def test_sigma_reparam_divides_projections_by_their_largest_singular_value(famil
     )
 
 
+@pytest.mark.parametrize("by", ["watch", "checkpointing"])
+def test_sigma_reparam_makes_one_iteration_per_training_step(by: str) -> None:
+    def directions(model: Any) -> list[Tensor]:
+        return [own.variants["sigma-reparam"].directions for _, own in attached(model)]
+
+    plain, other = (saobp.apply(tiny("llama"), "sigma-reparam").train() for _ in range(2))
+    plain(**batch()).logits.sum().backward()
+    if by == "watch":
+        with saobp.watch(other):
+            other(**batch()).logits.sum().backward()
+    else:
+        other.gradient_checkpointing_enable({"use_reentrant": False})
+        other(**batch()).logits.sum().backward()
+    torch.testing.assert_close(directions(other), directions(plain))
+    gradients = [parameter.grad for parameter in plain.parameters()]
+    torch.testing.assert_close([parameter.grad for parameter in other.parameters()], gradients)
+
+
 def test_sigma_reparam_refuses_projections_with_biases() -> None:
     with pytest.raises(ValueError, match="without biases"):
         saobp.apply(tiny("bert"), "sigma-reparam")(**batch())

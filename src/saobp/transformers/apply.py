@@ -6,7 +6,8 @@ import copy
 import inspect
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from types import FunctionType
@@ -50,6 +51,7 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
     """
     refinement = Refinement.of(refinement)
     check_model(model)
+    put_through_registry(model)
     modules = attention_modules(model)
     if refinement.message_stride > 1 and any(is_causal_call(module) for _, module in modules):
         raise ValueError(f"{NO_CAUSAL_STRIDE}: {type(model).__name__} is causal")
@@ -59,6 +61,7 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
         warn_of_strength(refinement, parameters)
     owns = build(modules, refinement)
     remove(model)
+    put_through_registry(model)
     separate_configs(model)
     attach(modules, owns)
     switch_on(model, modules, refinement)
@@ -102,6 +105,7 @@ def remove(model: Model) -> Model:
         vars(config).pop(WRITTEN, None)
     if model.__dict__.get("generate") is refuse_to_generate:
         del model.__dict__["generate"]
+    _restore(model.modules())
     return model
 
 
@@ -131,8 +135,6 @@ def attention_modules(model: nn.Module) -> Modules:
     """The attention modules of a model that use the attention registry, with names, first layer first."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a Transformers model is needed, not {type(model).__name__}")
-    if _MPNET in sys.modules:
-        import_module("saobp.transformers.mpnet").use_registry(model)
     found = [(name, module) for name, module in model.named_modules() if uses_registry(type(module))]
     others = _other_attention(model, [name for name, _ in found])
     if not found:
@@ -149,10 +151,36 @@ def attention_modules(model: nn.Module) -> Modules:
     return found
 
 
+def put_through_registry(model: nn.Module) -> list[nn.Module]:
+    """Give modules whose own code bypasses the registry (MPNet's) a class that uses it; returns those."""
+    if _MPNET not in sys.modules:
+        return []
+    changed: list[nn.Module] = import_module("saobp.transformers.mpnet").use_registry(model)
+    return changed
+
+
+def _restore(modules: Iterable[nn.Module]) -> None:
+    """Undo ``put_through_registry``."""
+    if _MPNET in sys.modules:
+        import_module("saobp.transformers.mpnet").restore(modules)
+
+
+@contextmanager
+def through_registry(model: nn.Module) -> Iterator[None]:
+    """All attention modules use the registry inside; after it, those without a refinement are as before."""
+    changed = put_through_registry(model)
+    try:
+        yield
+    finally:
+        _restore(module for module in changed if not hasattr(module, ATTACHED))
+
+
 def uses_registry(kind: type) -> bool:
-    """Whether a module's own code looks its attention function up in the registry."""
+    """Whether a module's own code looks its attention function up in the registry, or can be made to."""
     if issubclass(kind, PreTrainedModel):
         return False
+    if (kind.__module__, kind.__name__) == (_MPNET, "MPNetSelfAttention"):
+        return True
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for member in vars(base).values():
             function = inspect.unwrap(member) if isinstance(member, FunctionType) else None

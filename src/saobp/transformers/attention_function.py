@@ -67,6 +67,9 @@ def saobp_attention(
     own, sink = own_layer(module), None
     variants = variants_of(own)
     if variants:
+        if module.training and not is_recomputation():
+            for variant in variants:
+                variant.update(partial(projection_weights, module))
         query, key, value = varied_states(module, query, key, value)
         sink = sink_of(variants)
     refinement, strength, messages = own_refinement(module, own, query, key.shape[-2])
@@ -121,6 +124,11 @@ def saobp_attention(
             output = variant.output(output, own.inputs)
         own.inputs = None
     return output.transpose(1, 2).contiguous(), rows if wants_rows else None
+
+
+def is_recomputation() -> bool:
+    """Whether gradient checkpointing runs a forward pass again, inside the backward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def varied_states(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> States:

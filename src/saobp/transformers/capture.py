@@ -16,8 +16,9 @@ from saobp.kernels.calls import Path
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
-from saobp.transformers.apply import attention_modules
+from saobp.transformers.apply import attention_modules, through_registry
 from saobp.transformers.attention_function import (
+    is_recomputation,
     own_refinement,
     reject,
     route_of,
@@ -175,6 +176,17 @@ class Watcher:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        with through_registry(self.model):
+            self._check()
+            _captures.append(self)
+            _install()
+            try:
+                yield
+            finally:
+                _captures.remove(self)
+                _uninstall()
+
+    def _check(self) -> None:
         for module in self.places:
             config: Any = module.config
             if getattr(module, "reorder_and_upcast_attn", False) and config._attn_implementation == "eager":
@@ -183,13 +195,6 @@ class Watcher:
                     "path of its own, which cannot be watched: set it to False or use another attention "
                     "implementation"
                 )
-        _captures.append(self)
-        _install()
-        try:
-            yield
-        finally:
-            _captures.remove(self)
-            _uninstall()
 
 
 @contextmanager
@@ -240,7 +245,7 @@ def _observed_interface(self: AttentionInterface, attn_implementation: str, defa
     function = _original[0](self, attn_implementation, default)
 
     def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        if not is_recomputation():
             _report(module, attn_implementation, dict(zip(_ARGUMENTS, args, strict=False)) | kwargs)
         return function(module, *args, **kwargs)
 

@@ -27,6 +27,7 @@ from saobp.transformers.apply import (
     attention_modules,
     build,
     check_model,
+    put_through_registry,
     switch_on,
 )
 from saobp.transformers.layer_refinement import ATTACHED, IMPLEMENTATION, attached
@@ -122,6 +123,7 @@ def asks_for_refinement(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def attach_saved(model: PreTrainedModel) -> None:
     """Attach the refinement that a model's config describes; classes of portable folders call this."""
     check_model(model)
+    put_through_registry(model)
     modules = attention_modules(model)
     refinement = _saved_refinement(model.config).resolved(model.num_parameters())
     attach(modules, build(modules, refinement))

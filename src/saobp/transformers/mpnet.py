@@ -6,6 +6,7 @@ weights and rows, but computed by the registry's function, to which the bias goe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ class RegistryMPNetAttention(MPNetSelfAttention):
 
     config: Any
     is_causal = False
-    has_position_bias = True
 
     def forward(
         self,
@@ -103,8 +103,9 @@ def _added(mask: Tensor, bias: Tensor) -> Tensor:
     return bias + seen
 
 
-def use_registry(model: nn.Module) -> None:
-    """Give MPNet's attention modules of a model the class above, in place."""
+def use_registry(model: nn.Module) -> list[nn.Module]:
+    """Give MPNet's attention modules of a model the class above, in place; returns those that it changed."""
+    changed: list[nn.Module] = []
     for owner in model.modules():
         if not isinstance(owner, PreTrainedModel):
             continue
@@ -112,3 +113,13 @@ def use_registry(model: nn.Module) -> None:
             if type(module) is MPNetSelfAttention:
                 module.__class__ = RegistryMPNetAttention
                 module.config = owner.config  # type: ignore[assignment]
+                changed.append(module)
+    return changed
+
+
+def restore(modules: Iterable[nn.Module]) -> None:
+    """Undo ``use_registry`` for those of the modules that it has changed."""
+    for module in modules:
+        if type(module) is RegistryMPNetAttention:
+            module.__class__ = MPNetSelfAttention  # type: ignore[assignment]
+            del module.config

@@ -112,7 +112,7 @@ class HeadParts:
                 f"{type(module).__name__} normalises its queries and keys ({', '.join(norms)}), so their "
                 "size does not follow from its weights and cannot be clipped there"
             )
-        if getattr(module, "has_position_bias", False):
+        if any(base.__name__ == "MPNetSelfAttention" for base in type(module).__mro__):
             raise ValueError(
                 f"{type(module).__name__} adds a bias of positions to its logits, which does not follow from "
                 "its query and key weights, so they cannot be clipped there"
