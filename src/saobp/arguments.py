@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from saobp.propagation.factors import Similarity, get_factor
+from saobp.propagation.factors import Similarity, get_factor, has_strength
 from saobp.propagation.graph import FactorGraph
 from saobp.refinement import NO_CAUSAL_STRIDE, Refinement
 
@@ -69,8 +69,7 @@ def read_strength(
                 f"{several if by_step and refinement.steps > 1 else ''}, not {tuple(strength.shape)}"
             )
         return BoundedStrength(strength.to(device), bound)
-    factor = get_factor(refinement.factor)
-    if factor is None or not factor.has_strength:
+    if not has_strength(refinement.factor):
         return BoundedStrength(torch.zeros(heads, device=device), bound)
     kind = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
     if isinstance(refinement.strength, float):

@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from saobp.refinement import Refinement
 from saobp.storage.manifest import check_manifest
-from saobp.storage.model_folders import checked_folder
+from saobp.storage.model_folders import checked_folder, has_tokenizer
 from saobp.transformers.apply import apply
+from saobp.transformers.input_length import max_input_length
 from saobp.transformers.load import saved_class
 from saobp.transformers.load_errors import clear_load_errors
 
@@ -86,8 +87,7 @@ def load_token_model(name: str, refinement: Refinement | None = None) -> TokenMo
     check_manifest(Path(place))
     with clear_load_errors(place, "a model"):
         model: Any = saved_class(AutoConfig.from_pretrained(place), place).from_pretrained(place)
-        has_tokenizer = any((Path(place) / file).exists() for file in ("tokenizer.json", "vocab.txt"))
-        tokenizer: Any = AutoTokenizer.from_pretrained(place) if has_tokenizer else None
+        tokenizer: Any = AutoTokenizer.from_pretrained(place) if has_tokenizer(place) else None
     if refinement is not None:
         apply(model, refinement)
     return token_model(model, tokenizer, name)
@@ -100,7 +100,7 @@ def token_model(model: PreTrainedModel, tokenizer: Any = None, name: str = "the 
     accepted = inspect.signature(model.forward).parameters
     wanted = INPUTS if tokenizer is None else tuple(tokenizer.model_input_names)
     inputs = tuple(one for one in INPUTS if one in accepted and (one in wanted or one == "attention_mask"))
-    longest = getattr(model.config, "max_position_embeddings", None) or 512
+    longest = max_input_length(model) or 512
     found = TokenModel(name, model, tokenizer, inputs, (), longest)
     with torch.no_grad():
         tensors = dict(zip(inputs, found.batch(2, 4), strict=True))

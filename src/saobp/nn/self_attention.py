@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from saobp.arguments import check_no_variants
 from saobp.functional import attention
-from saobp.propagation.factors import get_factor
+from saobp.propagation.factors import has_strength
 from saobp.refinement import Refinement
 
 
@@ -80,15 +80,13 @@ def layer_refinement(refinement: Refinement | str, heads: int) -> Refinement:
     """The refinement of a single layer, checked: no variants, and a strength that needs no model."""
     refinement = Refinement.of(refinement)
     check_no_variants(refinement)
-    factor = get_factor(refinement.factor)
-    if factor is not None and factor.has_strength and not refinement.is_learned:
+    if has_strength(refinement.factor) and not refinement.is_learned:
         refinement.layer_strengths(0, 1, heads)
     return refinement
 
 
 def learned_strengths(refinement: Refinement, like: Tensor, heads: int) -> nn.Parameter | None:
-    factor = get_factor(refinement.factor)
-    if factor is None or not factor.has_strength or not refinement.is_learned:
+    if not has_strength(refinement.factor) or not refinement.is_learned:
         return None
     return nn.Parameter(torch.zeros(heads, device=like.device, dtype=like.dtype))
 

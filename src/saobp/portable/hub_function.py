@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from saobp.arguments import NEUTRAL_ARGUMENTS
 from saobp.functional import attention
+from saobp.propagation.factors import has_strength
 from saobp.refinement import Refinement
 
 
@@ -68,7 +69,7 @@ def layer_refinement(module: nn.Module) -> Refinement:
             "{'factor': 'high', 'strength': 0.2}"
         )
     strength = written.get("strength", "auto")
-    if isinstance(strength, str) and written.get("factor", "high") not in ("none", "elemmul"):
+    if isinstance(strength, str) and has_strength(written.get("factor", "high")):
         raise ValueError(
             f"strength {strength!r} needs values that the kernel alone does not have: load the model with "
             "saobp, or with trust_remote_code=True from a portable folder"

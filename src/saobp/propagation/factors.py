@@ -228,6 +228,12 @@ def get_factor(name: str) -> Factor | None:
     return _FACTORS[name]
 
 
+def has_strength(name: str) -> bool:
+    """Whether the factor of that name is weighted by a strength."""
+    factor = get_factor(name)
+    return factor is not None and factor.has_strength
+
+
 def register_factor(name: str, factor: Factor) -> Factor:
     """Make a factor available by name in all refinements: functions, plug-in, training, metrics."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):

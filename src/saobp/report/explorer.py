@@ -22,12 +22,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.metrics.attention_inputs import inputs_of
 from saobp.metrics.diagnosis.diagnose import check_weights
-from saobp.metrics.diagnosis.text_batches import CHARACTERS_PER_TOKEN, longest_text
+from saobp.metrics.diagnosis.text_batches import CHARACTERS_PER_TOKEN
 from saobp.refinement import MAX_STRENGTH
 from saobp.runs.layout import EXPLORER
 from saobp.runs.tolerant_reader import number
 from saobp.storage.atomic import write_atomically
 from saobp.transformers.capture import AttentionCall, watch
+from saobp.transformers.input_length import max_input_length
 
 FORMAT = 1
 MAX_TOKENS = 48
@@ -52,7 +53,7 @@ def explorer_data(
     if max_tokens < 2:
         raise ValueError(f"sentences can be cut to at least 2 tokens, not to {max_tokens}")
     check_weights(model, subject)
-    limit = longest_text(model)
+    limit = max_input_length(model)
     room = max_tokens if limit is None else min(max_tokens, limit)
     looks, left_out = [], []
     for index, sentence in enumerate(sentences, 1):

@@ -42,10 +42,15 @@ def check_file(path: Path) -> None:
         raise ValueError(f"there is no file {str(path)!r}")
 
 
+def has_tokenizer(place: str) -> bool:
+    """Whether a model's folder holds a tokenizer; a model on the hub is taken to have one."""
+    path = Path(place)
+    return not path.is_dir() or any(file for pattern in VOCABULARIES for file in path.glob(pattern))
+
+
 def check_tokenizer(place: str) -> None:
     """Raises if a model's folder holds no tokenizer: Transformers would make an empty one without a word."""
-    path = Path(place)
-    if path.is_dir() and not any(file for pattern in VOCABULARIES for file in path.glob(pattern)):
+    if not has_tokenizer(place):
         raise ValueError(f"{place!r} holds no tokenizer: copy the one that the model was trained with there")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -21,6 +22,7 @@ from saobp.data.tasks import TaskSpec
 from saobp.refinement import Refinement
 from saobp.storage.model_folders import check_tokenizer, checked_folder
 from saobp.transformers.apply import apply, remove
+from saobp.transformers.input_length import max_input_length
 from saobp.transformers.load_errors import clear_load_errors
 
 
@@ -79,9 +81,8 @@ def effective_refinement(folder: str | Path, refinement: Refinement | None) -> d
 
 def most_positions(folder: str | Path) -> int | None:
     """Maximum input length of a checkpoint in tokens, if its config has one."""
-    config = config_of(folder)
-    positions = getattr(config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else None
+    with torch.device("meta"):
+        return max_input_length(AutoModel.from_config(config_of(folder)))
 
 
 def model_name(model: str | Path) -> str:

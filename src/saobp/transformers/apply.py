@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from saobp.functional import LEAK_WARNING
-from saobp.propagation.factors import get_factor
+from saobp.propagation.factors import has_strength
 from saobp.refinement import NO_CAUSAL_STRIDE, Refinement
 from saobp.transformers.layer_refinement import (
     ATTACHED,
@@ -70,8 +70,7 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
 
 def warn_of_strength(refinement: Refinement, parameters: int) -> None:
     """Warn if ``auto`` gives a strength far from the paper's, made for 11 to 41 million parameters."""
-    factor = get_factor(refinement.factor)
-    if factor is None or not factor.has_strength:
+    if not has_strength(refinement.factor):
         return
     if 0 < (refinement.strongest or 0) < NEGLIGIBLE_STRENGTH:
         warnings.warn(
@@ -191,8 +190,7 @@ def uses_registry(kind: type) -> bool:
 
 def build(modules: Modules, refinement: Refinement) -> list[LayerRefinement]:
     """One refinement per attention module, to be attached; does not change the model."""
-    factor = get_factor(refinement.factor)
-    if refinement.is_learned and (factor is None or not factor.has_strength):
+    if refinement.is_learned and not has_strength(refinement.factor):
         raise ValueError(f"factor {refinement.factor!r} has no strength that could be learned")
     for _, module in modules:
         reject_cross_attention(module)

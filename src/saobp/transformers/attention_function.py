@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from saobp.arguments import NEUTRAL_ARGUMENTS, BoundedStrength, under_autocast
 from saobp.functional import attention
 from saobp.kernels.calls import Path
-from saobp.propagation.factors import Similarity, get_factor
+from saobp.propagation.factors import Similarity, get_factor, has_strength
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
 from saobp.transformers.cache import MessageCacheLayer
@@ -226,7 +226,8 @@ def own_refinement(
             "saobp.apply(model, refinement), or saobp.load(path, AutoClass) for a saved model"
         )
     refinement = Refinement.from_dict(written)
-    if refinement.variants or (not refinement.is_plain and not isinstance(refinement.strength, float)):
+    weighted = has_strength(refinement.factor)
+    if refinement.variants or (weighted and not isinstance(refinement.strength, float)):
         what = (
             f"variants {refinement.variants}" if refinement.variants else f"strength {refinement.strength!r}"
         )
@@ -234,7 +235,7 @@ def own_refinement(
             f"{what} in config.saobp needs a value for each layer: use "
             "saobp.load(path, AutoClass), or saobp.apply(model, refinement)"
         )
-    strength = 0.0 if refinement.is_plain else refinement.strength
+    strength = refinement.strength if weighted else 0.0
     return refinement, torch.full((query.shape[1],), strength, device=query.device), None  # type: ignore[arg-type]
 
 

@@ -28,7 +28,7 @@ from saobp.metrics.diagnosis.head_kinds import (
     shares,
     text_targets,
 )
-from saobp.metrics.diagnosis.text_batches import Note, batches, encode, longest_text, padding_id
+from saobp.metrics.diagnosis.text_batches import Note, batches, encode, padding_id
 from saobp.metrics.functional.gtd import BETA, HOPS, cross_layer_gtd
 from saobp.metrics.functional.maps import unchecked_maps
 from saobp.metrics.health.head_health import CROSS_LAYER, HeadHealth, Health
@@ -38,6 +38,7 @@ from saobp.metrics.query_key_statistics import checked_statistics, map_statistic
 from saobp.metrics.sampling import exact_estimate
 from saobp.transformers.apply import attention_modules
 from saobp.transformers.capture import AttentionCall, watch
+from saobp.transformers.input_length import max_input_length
 
 KIND_TEXTS, KIND_TOKENS = 8, 128
 """Texts and tokens of each on which the kinds of heads are found."""
@@ -157,7 +158,7 @@ def head_shares(
             in_text.setdefault(layer, []).append(shares(rows, targets, causal=causal)[0])
 
         for_each_layer(model, ids[None], on_text)
-    sequences, repeated = repeated_tokens(model, tokenizer, longest_text(model))
+    sequences, repeated = repeated_tokens(model, tokenizer, max_input_length(model))
     if repeated > 1:
         targets = repetition_targets(sequences.shape[1], repeated)
 

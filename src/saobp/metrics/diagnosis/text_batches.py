@@ -9,20 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from saobp.transformers.input_length import max_input_length
+
 CHARACTERS_PER_TOKEN = 32
 """Upper bound on characters per token, so that long texts are cut before they are tokenised."""
 
 Note = Callable[[str], object]
 """Takes a sentence that a reader should know."""
-
-
-def longest_text(model: PreTrainedModel) -> int | None:
-    """Maximum length from the model's config; None if it does not say."""
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-    limit = getattr(model.config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None  # XLNet has -1
 
 
 def encode(
@@ -34,7 +27,7 @@ def encode(
     note: Note,
 ) -> list[Tensor]:
     """Token ids of each text, the longest first, cut to ``length`` or to what the model takes."""
-    limit = longest_text(model)
+    limit = max_input_length(model)
     if length is not None and (length < 2 or (limit is not None and length > limit)):
         reach = "" if limit is None else f" and at most {limit}, the reach of the model"
         raise ValueError(f"texts can be cut to at least 2 tokens{reach}, not to {length}")

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.data.tasks import Split
 from saobp.training.evaluation.perplexity import token_losses, tokens_at_a_time
+from saobp.transformers.input_length import max_input_length
 
 GAP = "  _  ."
 """How a cloze question of RACE ends."""
@@ -148,8 +149,7 @@ def encode_pairs(
 
 
 def positions_of(model: PreTrainedModel) -> int:
-    positions = getattr(model.config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else 1024
+    return max_input_length(model) or 1024
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
