@@ -92,6 +92,8 @@ def test_a_hub_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyP
         assert time.monotonic() - start < 5
     assert problem is not None
     assert "could not be asked within 0.3 seconds" in problem
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: None)
+    assert hub_problem("a-name-that-nobody-has") is None, "a failure to ask is no answer"
 
 
 def test_piped_lines_come_once_a_minute(

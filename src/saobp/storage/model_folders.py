@@ -60,9 +60,21 @@ def looks_local(path: str | PathLike[str]) -> bool:
     return not isinstance(path, str) or text.startswith((".", "/", "~")) or text.count("/") > 1
 
 
-@functools.cache
 def hub_problem(name: str) -> str | None:
     """Why the hub cannot give a repository of that name; None if it can, or if its cache has a copy."""
+    from huggingface_hub import errors
+
+    try:
+        return _hub_answer(name)
+    except errors.OfflineModeIsEnabled:
+        return "is switched off here (HF_HUB_OFFLINE)"
+    except Exception as problem:
+        return f"could not be asked within {HUB_SECONDS:g} seconds ({type(problem).__name__})"
+
+
+@functools.cache
+def _hub_answer(name: str) -> str | None:
+    """The hub's answer in the words of ``hub_problem``; raises, and remembers nothing, where it gave none."""
     import huggingface_hub
     from huggingface_hub import constants, errors
 
@@ -70,15 +82,13 @@ def hub_problem(name: str) -> str | None:
         if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
             return None
         if constants.HF_HUB_OFFLINE:
-            return "is switched off here (HF_HUB_OFFLINE)"
+            raise errors.OfflineModeIsEnabled
         address = huggingface_hub.hf_hub_url(name, "config.json")
         huggingface_hub.get_hf_file_metadata(address, timeout=HUB_SECONDS)
     except (errors.EntryNotFoundError, errors.GatedRepoError):
         return None  # it exists: what is wrong with it will be said when it is loaded
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         return "has nothing of that name"
-    except Exception as problem:
-        return f"could not be asked within {HUB_SECONDS:g} seconds ({type(problem).__name__})"
     return None
 
 
