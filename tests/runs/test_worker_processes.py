@@ -35,6 +35,23 @@ def test_progress_is_told_each_minute(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(ticks) >= 2
 
 
+def test_many_short_jobs_leave_no_pipe_open_and_progress_is_told_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_processes, "MINUTE", 0.2)
+    ticks: list[int] = []
+    files: list[int] = []
+    run_jobs(
+        {f"job-{number}": ["sleep", "0.02"] for number in range(30)},
+        1,
+        tmp_path,
+        done=lambda *_: files.append(len(list(Path("/proc/self/fd").iterdir()))),
+        each_minute=lambda: ticks.append(1),
+    )
+    assert max(files) - files[0] < 10
+    assert ticks
+
+
 def test_an_interruption_ends_the_jobs_that_run_and_begins_no_other(tmp_path):
     sleeps = {"first": 0, "second": 60, "third": 0}
     commands = {

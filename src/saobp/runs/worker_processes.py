@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -49,31 +50,37 @@ def run_jobs(
     stopped = threading.Event()
 
     def run(name: str) -> int:
-        with (logs / f"{name}.log").open("w") as log:
-            child = subprocess.Popen(
+        with (
+            (logs / f"{name}.log").open("w") as log,
+            subprocess.Popen(
                 commands[name], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment
-            )
+            ) as child,
+        ):
             children.append(child)
             if stopped.is_set():  # while it was started
                 child.terminate()
-            return child.wait()
+            code = child.wait()
+            children.remove(child)
+        return code
 
     codes: dict[str, int] = {}
     with ThreadPoolExecutor(jobs) as pool:
         started = {pool.submit(run, name): name for name in commands}
+        last = time.monotonic()
         try:
             while started:
-                finished, _ = wait(started, MINUTE, FIRST_COMPLETED)
+                finished, _ = wait(started, max(0.0, last + MINUTE - time.monotonic()), FIRST_COMPLETED)
                 for one in finished:
                     name = started.pop(one)
                     codes[name] = one.result()
                     done(name, codes[name])
-                if not finished:
+                if time.monotonic() - last >= MINUTE:
+                    last = time.monotonic()
                     each_minute()
         except BaseException:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            for child in children:
+            for child in list(children):
                 child.terminate()
             raise
     return codes
