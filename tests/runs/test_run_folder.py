@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from saobp.runs import folder as folder_module
 from saobp.runs.folder import FinishedRunError, RunError, RunFolder
 from saobp.runs.layout import LOCK
 from saobp.storage import json_files
+from saobp.storage.locks import BaseFileLock, try_lock
 from saobp.storage.manifest import MANIFEST
 
 RECIPE = {"size": "tiny", "betas": (0.9, 0.98), "refinement": None}
@@ -58,6 +60,25 @@ def test_a_finished_run_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
         with pytest.raises(FinishedRunError, match=r"result\.json"):
             started(tmp_path, resume=resume)
     assert run.result == {"loss": 1.0}
+
+
+def test_a_run_that_finishes_while_it_is_asked_for_stays_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started(tmp_path)
+    run.fail()
+
+    def lock_after_the_end(file: Path) -> BaseFileLock | None:
+        run.finish({"loss": 1.0}, seconds=2.0)
+        return try_lock(file)
+
+    monkeypatch.setattr(folder_module, "try_lock", lock_after_the_end)
+    with pytest.raises(FinishedRunError):
+        started(tmp_path, resume=True)
+    assert run.record["status"] == "finished"
+    lock = try_lock(run.file(LOCK))
+    assert lock is not None, "the lock is still held"
+    lock.release()
 
 
 def test_an_unfinished_run_needs_resume_and_the_same_recipe_and_data(tmp_path: Path) -> None:

@@ -71,12 +71,18 @@ class RunFolder:
             run.clean_up()
         asked = {"kind": kind, **recipe}
         data = dict(data or {})
-        run.check_free(resume)
-        if run.has_begun:
-            run.check_recipe(kind, recipe)
-            run._check_data(data, held_out)
+        run.check_free(resume)  # before the folder is touched
         run.path.mkdir(parents=True, exist_ok=True)
-        run._lock()
+        newly_locked = run._lock()
+        try:
+            run.check_free(resume)  # another process may have been at work until the lock
+            if run.has_begun:
+                run.check_recipe(kind, recipe)
+                run._check_data(data, held_out)
+        except BaseException:
+            if newly_locked:
+                run._unlock()
+            raise
         clear_unfinished(run.path)
         clear_unfinished(run.checkpoints)
         write_json(run.file(RECIPE), asked)
@@ -110,17 +116,18 @@ class RunFolder:
         elif self.path.exists() and any(map(_is_foreign, self.path.iterdir())):
             raise RunError(f"{self.path} is not empty and holds no run: name another folder")
 
-    def _lock(self) -> None:
-        """Lock the run until it, or this process, has ended."""
+    def _lock(self) -> bool:
+        """Lock the run until it, or this process, has ended; False if this process had locked it before."""
         key = self.path.resolve()
         if key in _LOCKS:
-            return
+            return False
         lock = try_lock(self.file(LOCK))
         if lock is None:
             raise RunError(
                 f"another process is at work on the run in {self.path}: wait for it, or name another folder"
             )
         _LOCKS[key] = lock
+        return True
 
     def _unlock(self) -> None:
         lock = _LOCKS.pop(self.path.resolve(), None)
