@@ -6,10 +6,13 @@ import io
 import logging
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 
+from saobp.testing.tiny_training import small_recipe, train_small
 from saobp.training.progress import TrainingProgress, plain_sentences
+from saobp.training.trainer import PretrainTrainer
 
 
 class State:
@@ -53,6 +56,17 @@ def test_a_pipe_gets_a_plain_line_now_and_then(
         "training: 50%, step 5 of 10, loss 2.500, 1,000 tokens/s",
         "training: 100%, step 10 of 10, loss 2.500, 1,000 tokens/s",
     ]
+
+
+def test_an_error_of_training_leaves_no_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(PretrainTrainer, "evaluate", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_small(small_recipe(steps=4), tmp_path, progress=True)
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert screen.getvalue().rfind(shown) > screen.getvalue().rfind(hidden) >= 0, "the cursor stays hidden"
 
 
 def test_warnings_and_logs_become_sentences() -> None:

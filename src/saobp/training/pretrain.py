@@ -6,7 +6,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,7 @@ def pretrain(
     _on_main_process(args, lambda: run.rewind(start or 0))
     if resume and start is None:
         notify("There is no whole checkpoint, so the run begins again at step 0.")
+    bar = TrainingProgress()
     trainer = PretrainTrainer(
         model,
         args,
@@ -111,7 +112,7 @@ def pretrain(
         run,
         train=train,
         validation=validation,
-        callbacks=[*callbacks, *([TrainingProgress()] if progress else [])],
+        callbacks=[*callbacks, *([bar] if progress else [])],
         notify=notify,
     )
     if sharded and not trainer.is_fsdp_enabled:
@@ -123,6 +124,7 @@ def pretrain(
         penalty.weight *= args.world_size * recipe.accumulation  # losses of parts are averaged
     try:
         with (
+            closing(bar),
             tensor_core_products(args.device),
             loss_as_forward(
                 model,

@@ -14,7 +14,7 @@ from saobp.progress import ProgressBars
 
 
 class TrainingProgress(TrainerCallback):
-    """Steps, loss, tokens per second and held-out perplexity, on the main process."""
+    """Steps, loss, tokens per second and held-out perplexity, on the main process, until it is closed."""
 
     def __init__(self) -> None:
         self.bars: ProgressBars | None = None
@@ -41,6 +41,10 @@ class TrainingProgress(TrainerCallback):
             self.shown["perplexity"] = f"held-out perplexity {logs['eval_perplexity']:.1f}"
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Clear the bar and restore the cursor; also needed when training raises."""
         if self.bars is not None:
             self.bars.__exit__(None, None, None)
             self.bars = None
