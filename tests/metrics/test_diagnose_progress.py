@@ -1,9 +1,11 @@
-"""What ``saobp diagnose`` says meanwhile: what is cut, how long it takes, how far it is."""
+"""What ``saobp diagnose`` says meanwhile: what is cut, how long it takes, how far it is; its table."""
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from typer.testing import CliRunner, Result
 from saobp.cli import app
 from saobp.metrics.diagnosis.diagnose import diagnose
 from saobp.metrics.diagnosis.loading import example_model
+from saobp.report.diagnosis_page import write_diagnosis
 from saobp.testing.tiny_models import tiny_model
 
 CLOCK = "saobp.metrics.diagnosis.expected_time.monotonic"
@@ -79,3 +82,12 @@ def test_short_work_is_not_announced() -> None:
     said: list[str] = []
     diagnose(tiny_model("gpt2"), example_model()[1], ["some words"], statistics=["gtd"], note=said.append)
     assert said == []
+
+
+def test_a_table_has_the_columns_of_all_its_heads(tmp_path: Path) -> None:
+    found = diagnose(tiny_model("bert"), example_model()[1], ["some words"], statistics=["gtd"])
+    first, *others = found.heads
+    write_diagnosis([replace(found, heads=(replace(first, kind=None, shares={}), *others))], tmp_path)
+    rows = list(csv.DictReader((tmp_path / "heads.csv").open()))
+    assert rows[0]["share_self"] == ""
+    assert float(rows[1]["share_self"]) == others[0].shares["self"]

@@ -55,7 +55,7 @@ def _write_json(diagnoses: Sequence[Diagnosis], path: Path) -> Path:
 def _write_csv(diagnoses: Sequence[Diagnosis], path: Path) -> Path:
     rows = [{"subject": one.subject, **head.to_dict()} for one in diagnoses for head in one.heads]
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()
         writer.writerows(rows)
     return path
