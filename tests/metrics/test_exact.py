@@ -170,6 +170,7 @@ def test_padding_changes_nothing(statistic, side: str) -> None:  # type: ignore[
     together = statistic(batch, padding_mask=mask)
     assert together.shape == (3, 2)
     torch.testing.assert_close(together, torch.stack(alone), rtol=1e-12, atol=1e-12)
+    assert torch.equal(statistic(batch, padding_mask=mask.long()), together)  # as tokenizers give it
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ def test_refined_and_half_precision_maps_are_just_maps() -> None:
         (torch.full((4, 4), float("nan")), {}, "NaN"),
         (torch.empty(0, 0), {}, "at least one token"),
         (torch.full((2, 4, 4), 0.25), {"padding_mask": torch.ones(4, dtype=torch.bool)}, "shape"),
-        (torch.full((2, 4, 4), 0.25), {"padding_mask": torch.ones(2, 4)}, "bool"),
+        (torch.full((2, 4, 4), 0.25), {"padding_mask": torch.full((2, 4), 2)}, "only 1 for real"),
         (torch.full((1, 4, 4), 0.25), {"padding_mask": torch.zeros(1, 4, dtype=torch.bool)}, "real token"),
         (torch.full((1, 4, 4), 0.25), {"padding_mask": torch.tensor([[True, True, True, False]])}, "padding"),
     ],

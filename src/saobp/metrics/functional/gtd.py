@@ -23,7 +23,7 @@ def gtd(
     """Share of multi-hop attention, ``||G||^2 / (||A||^2 + ||G||^2)``, between 0 and 1; differentiable.
 
     attention ``[..., length, length]`` gives ``[...]``. G sums beta^(t-1) A^t over t = 2 .. hops.
-    padding_mask ``[batch, length]`` is True for real tokens.
+    padding_mask ``[batch, length]`` is True or 1 for real tokens.
     """
     check_path(beta, hops)
     rows = checked_maps(attention, padding_mask).rows

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saobp.arguments import read_zeros_and_ones
+
 
 class Maps(NamedTuple):
     """Maps that are known to be stochastic.
@@ -40,12 +42,13 @@ def checked_maps(attention: Tensor | Maps, padding_mask: Tensor | None = None) -
     """Maps from any tensor, or as they are. Raises if a tensor is not a stochastic map.
 
     attention ``[..., length, length]``; padding_mask ``[batch, length]`` (``[length]`` for a single map),
-    True for real tokens, where batch is the first dimension.
+    True or 1 for real tokens, where batch is the first dimension.
     """
     if isinstance(attention, Maps):
         return attention
     _check_shape(attention)
     if padding_mask is not None:
+        padding_mask = read_zeros_and_ones("padding_mask", padding_mask)
         _check_padding(attention, padding_mask)
     maps = unchecked_maps(attention, padding_mask)
     with torch.no_grad():
@@ -64,8 +67,6 @@ def _check_shape(attention: Tensor) -> None:
 
 
 def _check_padding(attention: Tensor, padding_mask: Tensor) -> None:
-    if padding_mask.dtype != torch.bool:
-        raise ValueError(f"padding_mask must be bool (True for real tokens), not {padding_mask.dtype}")
     shape = (*attention.shape[: min(1, attention.ndim - 2)], attention.shape[-1])
     if tuple(padding_mask.shape) != shape:
         raise ValueError(f"padding_mask must have shape {shape}, not {tuple(padding_mask.shape)}")
