@@ -111,7 +111,7 @@ def diagnose(
         else:
             show(stdout_console(), diagnoses)
         _write(stderr_console() if as_json else stdout_console(), diagnoses, out, texts[0], explorer)
-    except (ValueError, TypeError, OSError) as problem:
+    except (ValueError, OSError) as problem:
         fail(problem)
 
 

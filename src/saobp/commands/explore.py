@@ -51,7 +51,7 @@ def explore(
             tokens=length,
             port=port,
         )
-    except (ValueError, TypeError, OSError, MissingPackageError) as problem:
+    except (ValueError, OSError, MissingPackageError) as problem:
         fail(problem)
     address = f"http://127.0.0.1:{server.server_address[1]}/"
     print_result(f"{subject}: {address} (this machine only; Ctrl-C ends it)")

@@ -55,7 +55,7 @@ def export(
         quiet_transformers()
         loaded = load_token_model(model, asked)
         result = write(loaded, out, to.value, int8=int8, length=length)
-    except (ValueError, TypeError, OSError) as problem:
+    except (ValueError, OSError) as problem:
         fail(problem)
     if as_json:
         print_json(record(loaded, to.value, int8, result))

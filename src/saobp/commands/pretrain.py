@@ -116,7 +116,7 @@ def pretrain(
                 report_to=report_to,
                 notify=print_note,
             )
-    except (ValueError, TypeError, OSError) as problem:
+    except (ValueError, OSError) as problem:
         fail(problem)
     except KeyboardInterrupt:
         if out is not None and (out / RECIPE).exists():

@@ -114,7 +114,7 @@ def reproduce(
             print_result(f"results are in {folders.out}")
         if session.has_failed:  # reported when it happened
             raise typer.Exit(1)
-    except (ValueError, TypeError, OSError) as problem:
+    except (ValueError, OSError) as problem:
         fail(problem)
     except KeyboardInterrupt:
         print_note(

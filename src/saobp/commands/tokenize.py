@@ -39,7 +39,7 @@ def tokenize(
             stores = prepare_corpora(
                 names, chosen, out, data_dir=data_dir, processes=processes, progress=bars.add
             )
-    except (ValueError, TypeError, OSError) as problem:
+    except (ValueError, OSError) as problem:
         fail(problem)
     for name, store in stores.items():
         facts = store.metadata

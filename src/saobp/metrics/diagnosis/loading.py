@@ -103,6 +103,7 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     check_manifest(Path(place))
     with clear_load_errors(place, "a model with its tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(place)
+        tokenizer("")  # a damaged one may load and fail here
     if tokenizer.vocab_files_names:  # tokenizers of bytes or characters have no files
         check_tokenizer(place)
     with clear_load_errors(place, "a model with its tokenizer"):
