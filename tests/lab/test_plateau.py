@@ -11,6 +11,7 @@ import pytest
 
 from saobp.lab import choose_experiments, get_scale
 from saobp.lab.experiment_plan import ExperimentPlan, PretrainRun
+from saobp.lab.pages import PAGES
 from saobp.lab.plateau_figures import LoggedRun, differences, perplexities
 from saobp.lab.tabulate import tabulate
 from saobp.runs.folder import RunError
@@ -86,6 +87,20 @@ def test_the_page_says_who_left_and_what_was_not_run(runs: Path, tmp_path: Path)
     assert [name for name in outcome["missing"] if "-128-" in name] == outcome["missing"]
     assert len(outcome["missing"]) == 4
     assert outcome["runs"] == 20
+
+
+def test_a_damaged_log_is_named_and_an_error_of_the_page_is_none_of_a_log(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(PAGES, "plateau", lambda *_: {}["a slip of the page"])
+        with pytest.raises(KeyError, match="a slip of the page"):
+            tabulate(PLAN, runs, tmp_path / "results")
+    model = PLAN.pretrain_runs()[0]
+    log_file = model.folder(runs) / "metrics.jsonl"
+    log_file.write_text(log_file.read_text() + '{"step": 61000, "eval_perplexity": null}\n')
+    with pytest.raises(ValueError, match=f"measurement of {model.name} in .* expected form"):
+        tabulate(PLAN, runs, tmp_path / "results")
 
 
 def test_stopped_runs_count_for_curves_alone(runs: Path, tmp_path: Path) -> None:

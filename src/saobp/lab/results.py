@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -78,6 +79,17 @@ class Results:
     def run(self, model: PretrainRun) -> RunFolder:
         return RunFolder(model.folder(self.runs))
 
+    @contextmanager
+    def reading(self, model: PretrainRun) -> Iterator[None]:
+        """Context that takes values from records of a model; one of another form is named in a sentence."""
+        try:
+            yield
+        except (KeyError, TypeError, IndexError, AttributeError) as problem:
+            raise ValueError(
+                f"a result, log or measurement of {model.name} in {self.runs} does not have the expected "
+                f"form ({type(problem).__name__}: {problem}): run or measure it again"
+            ) from problem
+
     def result(self, model: PretrainRun) -> dict[str, Any]:
         run = self.run(model)
         return Fields(run.file(RESULT), run.result)
@@ -88,7 +100,10 @@ class Results:
         """One number per model, where available; methods in the order of the experiment."""
         found: Values = {}
         for model in self.models(family, other_corpus):
-            value = of(model)
+            with self.reading(model):
+                value = of(model)
+                if not isinstance(value, int | float | None):
+                    raise TypeError(f"{value!r} is no number")
             if value is not None:
                 found.setdefault(model.method.key, {})[model.seed] = value
         return found

@@ -69,13 +69,7 @@ def tabulate(plan: ExperimentPlan, runs: Path, out: Path, notify: Notify = print
             notify(missing)
         elif records:
             page = Page(experiment, plan.scale)
-            try:
-                PAGES[experiment.name](results, page)
-            except (KeyError, TypeError, IndexError, AttributeError) as problem:
-                raise ValueError(
-                    f"a log or measurement of {experiment.name} in {runs} does not have the expected form "
-                    f"({type(problem).__name__}: {problem}): run or measure it again"
-                ) from problem
+            PAGES[experiment.name](results, page)
             if page.has_results:
                 written += page.write(out, records, results.missing())
     return [*written, *write_overview(out)]

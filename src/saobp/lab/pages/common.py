@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -67,15 +68,25 @@ def _grids(results: Results, measure: str, statistic: str) -> dict[str, list[lis
     for model in results.models():
         taken = results.measured(model, measure)
         if taken is not None:
-            found.setdefault(model.method.key, []).append(taken["layers"][statistic])
+            with results.reading(model):
+                grid = [[float(value) for value in heads] for heads in taken["layers"][statistic]]
+            found.setdefault(model.method.key, []).append(grid)
     return found
 
 
 def checkpoints(results: Results, model: PretrainRun) -> list[dict[str, float]]:
     """Evaluations of a pretraining run with the GTD of the same step: perplexity, gtd, cross-layer GTD."""
-    run = results.run(model)
-    losses = {line["step"]: line["eval_perplexity"] for line in run.metrics() if "eval_perplexity" in line}
-    return [{"score": losses[line["step"]], **_gtd(line)} for line in run.health() if line["step"] in losses]
+    health = results.run(model).health()
+    with results.reading(model):
+        losses = dict(held_out(results, model))
+        return [{"score": losses[line["step"]], **_gtd(line)} for line in health if line["step"] in losses]
+
+
+def held_out(results: Results, model: PretrainRun) -> list[tuple[int, float]]:
+    """Steps of a pretraining run at which it was evaluated, with the perplexity."""
+    lines = results.run(model).metrics()
+    with results.reading(model):
+        return [(line["step"], float(line["eval_perplexity"])) for line in lines if "eval_perplexity" in line]
 
 
 def held_out_curves(results: Results) -> dict[str, dict[int, list[tuple[float, float]]]]:
@@ -83,11 +94,7 @@ def held_out_curves(results: Results) -> dict[str, dict[int, list[tuple[float, f
     found: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for model in results.models():
         per_step = model.recipe.tokens_per_step / 1e6
-        curve = [
-            (line["step"] * per_step, line["eval_perplexity"])
-            for line in results.run(model).metrics()
-            if "eval_perplexity" in line
-        ]
+        curve = [(step * per_step, perplexity) for step, perplexity in held_out(results, model)]
         found.setdefault(model.method.key, {})[model.seed] = curve
     return found
 
@@ -95,11 +102,12 @@ def held_out_curves(results: Results) -> dict[str, dict[int, list[tuple[float, f
 def epochs(results: Results, model: PretrainRun, task: str) -> list[dict[str, float]]:
     """Epochs of a fine-tuning run with their GTD."""
     metric = (results.tuned(model, task) or {}).get("metric", "accuracy")
-    return [
-        {"score": line[f"eval_{metric}"], **_gtd(health)}
-        for line, health in results.epochs(model, task)
-        if f"eval_{metric}" in line
-    ]
+    with results.reading(model):
+        return [
+            {"score": float(line[f"eval_{metric}"]), **_gtd(health)}
+            for line, health in results.epochs(model, task)
+            if f"eval_{metric}" in line
+        ]
 
 
 def score_points(results: Results, model: PretrainRun, score: str) -> list[dict[str, float]]:
@@ -107,10 +115,8 @@ def score_points(results: Results, model: PretrainRun, score: str) -> list[dict[
     return checkpoints(results, model) if score.endswith("perplexity") else epochs(results, model, score)
 
 
-def _gtd(health: Mapping[str, object]) -> dict[str, float]:
-    statistics = health["statistics"]
-    assert isinstance(statistics, Mapping)
-    found = {"gtd": float(np.mean(statistics["gtd"]))}
+def _gtd(health: Mapping[str, Any]) -> dict[str, float]:
+    found = {"gtd": float(np.mean(health["statistics"]["gtd"]))}
     across = health.get(CROSS_LAYER)
     if isinstance(across, list) and across:
         found[CROSS_LAYER] = float(np.mean(across))

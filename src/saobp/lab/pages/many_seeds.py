@@ -89,7 +89,9 @@ def scores(results: Results, task: str) -> Values:
     for model in results.models():
         tuned = results.tuned(model, task)
         if tuned is not None and model.method.key not in found:
-            found[model.method.key] = {int(seed): own[EPOCH] for seed, own in tuned["seeds"].items()}
+            with results.reading(model):
+                by_seed = {int(seed): float(own[EPOCH]) for seed, own in tuned["seeds"].items()}
+            found[model.method.key] = by_seed
     return found
 
 

@@ -32,11 +32,12 @@ def attention_maps(results: Results, page: Page) -> None:
         taken = results.measured(model, "maps")
         if taken is None:
             continue
-        if model.recipe.refinement is None:
-            rows[model.method.title] = unpacked(taken["after"])
-        else:
-            rows[f"{model.method.title}\nbefore"] = unpacked(taken["before"])
-            rows[f"{model.method.title}\nafter"] = unpacked(taken["after"])
+        with results.reading(model):
+            if model.recipe.refinement is None:
+                rows[model.method.title] = unpacked(taken["after"])
+            else:
+                rows[f"{model.method.title}\nbefore"] = unpacked(taken["before"])
+                rows[f"{model.method.title}\nafter"] = unpacked(taken["after"])
     if not rows:
         page.text(NOTHING)
         return
@@ -61,7 +62,8 @@ def sparsity_maps(results: Results, page: Page) -> None:
     for model in _shown(results):
         taken = results.measured(model, "maps")
         if taken is not None:
-            maps = unpacked(taken["after"])
+            with results.reading(model):
+                maps = unpacked(taken["after"])
             sparse = maps < 1 / maps.shape[-1]
             rows[model.method.title] = 1.0 - sparse
             shares.append([model.name, f"{sparse.mean():.3f}", *(f"{head.mean():.3f}" for head in sparse)])
@@ -91,7 +93,10 @@ def gtd_graph(results: Results, page: Page) -> None:
             taken = results.measured(model, "race-middle")
             if taken is None:
                 continue
-            points = [{"gtd": point["gtd"], "score": point[measure]} for point in taken["points"]]
+            with results.reading(model):
+                points = [
+                    {"gtd": float(point["gtd"]), "score": float(point[measure])} for point in taken["points"]
+                ]
             pairs = [(point["gtd"], point["score"]) for point in points]
             series[measure].setdefault(model.method.key, []).extend(pairs)
             everything += points

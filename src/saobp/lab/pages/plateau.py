@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from saobp.lab.methods import METHODS
+from saobp.lab.pages.common import held_out
 from saobp.lab.plateau_figures import BASE, LoggedRun, differences, perplexities
 from saobp.lab.result_page import Page, gain_in_words, per_cent
 from saobp.lab.results import Results
@@ -80,8 +81,7 @@ def logged_runs(results: Results) -> dict[str, list[LoggedRun]]:
     found: dict[str, list[LoggedRun]] = {}
     for model in results.models():
         recipe = model.recipe
-        lines = results.run(model).metrics()
-        points = [(line["step"], line["eval_perplexity"]) for line in lines if "eval_perplexity" in line]
+        points = held_out(results, model)
         if points:
             whole = points[-1][0] >= recipe.steps
             own = LoggedRun(model.method.key, model.seed, recipe.tokens_per_step, points, whole)
