@@ -27,7 +27,6 @@ from saobp.training.evaluation.blimp import (
     read_items,
 )
 from saobp.training.evaluation.harness import harness_accuracy, has_harness
-from saobp.training.evaluation.run import evaluate
 
 PAIRS = [
     ("The cats walk near the river.", "The cats walks near the river.", "syntax", "agreement"),
@@ -133,8 +132,19 @@ def test_the_command_keeps_every_item(kind: str, pairs_dir: Path, tmp_path: Path
     assert "+0.00 ± 0.00 % over 5 pairs in common" in again.output
 
 
-def test_blimp_is_measured_only_where_it_is_named(bert: Path, data_dir: Path) -> None:
-    assert "blimp" not in evaluate(bert, data_dir=data_dir, positions=10, limit=2)
+@pytest.mark.parametrize(
+    ("kind", "own"), [("bert", {"wikitext"}), ("gpt2", {"wikitext", "race-middle", "boolq"})]
+)
+def test_blimp_is_measured_only_where_it_is_named_or_all_tasks_are(
+    kind: str, own: set[str], pairs_dir: Path, data_dir: Path, tmp_path: Path, request: Any
+) -> None:
+    for place in (*data_dir.iterdir(), pairs_dir / "blimp"):
+        (tmp_path / place.name).symlink_to(place)
+    line = ["evaluate", str(request.getfixturevalue(kind)), "--data-dir", str(tmp_path), "--json"]
+    for asked, expected in (([], own), (["--tasks", "all"], own | {"blimp"})):
+        done = CliRunner().invoke(app, [*line, "--positions", "10", "--limit", "2", *asked])
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout).keys() - {"model", "decoder", "notes"} == expected
 
 
 def test_wrong_files_are_named(tmp_path: Path) -> None:

@@ -18,11 +18,13 @@ from saobp.storage.model_folders import checked_folder
 def evaluate(
     model: Annotated[str, typer.Argument(help="Folder of a language model, such as RUN/model.")],
     task: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--task", "--tasks", help="wikitext, race-middle, boolq, blimp, joined by commas; or all."
+            "--task",
+            "--tasks",
+            help="wikitext, race-middle, boolq, blimp, joined by commas; or all. Default: all but blimp.",
         ),
-    ] = "all",
+    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with the files; without it they come from the hub.")
     ] = None,
@@ -49,7 +51,7 @@ def evaluate(
         import_own(imports)
         checked_folder(model)
         from saobp.commands.quiet_logs import quiet_transformers
-        from saobp.training.evaluation.run import MEASURED
+        from saobp.training.evaluation.run import KNOWN, MEASURED
         from saobp.training.evaluation.run import evaluate as run
 
         quiet_transformers()
@@ -59,7 +61,10 @@ def evaluate(
             if out is None:
                 raise ValueError("--against compares kept results: name a folder for these by --out")
             base = read_items(against)
-        chosen = MEASURED if task == "all" else tuple(name.strip() for name in task.split(","))
+        if task is None:
+            chosen: tuple[str, ...] = MEASURED
+        else:
+            chosen = KNOWN if task == "all" else tuple(name.strip() for name in task.split(","))
         with ProgressBars() as bars:
             shown: dict[str, ProgressBar] = {}
 

@@ -31,7 +31,7 @@ from saobp.training.evaluation.perplexity import (
 from saobp.training.evaluation.zero_shot import accuracy, boolq_questions, positions_of, race_questions
 
 MEASURED = ("wikitext", "race-middle", "boolq")
-"""Default tasks."""
+"""Default tasks: all but BLiMP, which takes long."""
 KNOWN = (*MEASURED, "blimp")
 SPLITS = {"race-middle": "test", "boolq": "validation"}
 """Splits as in lm-evaluation-harness."""
@@ -56,6 +56,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Results by task. With ``folder`` they are saved there as a run of kind ``evaluate``.
 
+    tasks:   names; of the default ones, or of all, an encoder is asked those that it can answer
     harness: also run lm-evaluation-harness and report its number too
     positions: how many positions pseudo-perplexity masks; None masks all
     length:    tokens of a block or window; by default 128 for an encoder, all positions of a decoder
@@ -63,14 +64,14 @@ def evaluate(
     """
     unknown = [task for task in tasks if task not in KNOWN]
     if unknown:
-        raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(KNOWN)}, or all")
+        raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(KNOWN)}")
     if harness:
         require_harness()
     override = None if refinement is None else Refinement.of(refinement)
     loaded, tokenizer, is_decoder = load_language_model(model, override)
     if not is_decoder:
-        if tuple(tasks) == MEASURED:
-            tasks = ("wikitext",)
+        if tuple(tasks) in (MEASURED, KNOWN):
+            tasks = [task for task in tasks if task not in SPLITS]
         elif any(task in SPLITS for task in tasks):
             raise ValueError(
                 "race-middle and boolq are asked of a decoder; this model is an encoder: try wikitext, blimp"
