@@ -1,5 +1,6 @@
 """Damaged files of a saved model are refused in one sentence that names the file."""
 
+import json
 import os
 import re
 import shutil
@@ -65,6 +66,13 @@ def _no_tokenizer(folder):
         file.unlink()
 
 
+def _of_sentence_transformers(folder):
+    """Weights of another size, beside a list that belongs there."""
+    (folder / "modules.json").write_text('[{"idx": 0, "type": "sentence_transformers.models.Transformer"}]')
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+
+
 def _written(name, content):
     return lambda folder: (folder / name).write_text(content)
 
@@ -74,6 +82,7 @@ DAMAGES = [
     (_written("config.json", "3"), r"config\.json holds no JSON object but 3"),
     (_written("config.json", "["), r"config\.json is not JSON"),
     (_written("tokenizer.json", "["), r"tokenizer\.json is not JSON"),
+    (_of_sentence_transformers, "cannot load .* weights have other sizes than config.json says"),
     (_pickled, r"pytorch_model\.bin holds more than weights"),
     (_no_tokenizer, "holds no tokenizer"),
 ]

@@ -13,6 +13,9 @@ from safetensors import SafetensorError, safe_open
 
 from saobp.storage.atomic import first_line
 
+OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
+"""Files of a model that hold a JSON object; others, of other tools too, may hold a list."""
+
 
 @contextmanager
 def clear_load_errors(folder: str, what: str = "a model") -> Iterator[None]:
@@ -22,7 +25,7 @@ def clear_load_errors(folder: str, what: str = "a model") -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as problem:
-        raise ValueError(f"cannot load {what} from {folder!r}: {_cause(Path(folder), problem)}") from None
+        raise ValueError(f"cannot load {what} from {folder!r}: {_cause(Path(folder), problem)}") from problem
 
 
 def _cause(folder: Path, problem: Exception) -> str:
@@ -31,7 +34,7 @@ def _cause(folder: Path, problem: Exception) -> str:
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return f"{file.name} is not JSON"
-        if not isinstance(found, dict):
+        if file.name in OBJECTS and not isinstance(found, dict):
             return f"{file.name} holds no JSON object but {json.dumps(found)[:40]}"
     for file in sorted(folder.glob("*.safetensors")):
         try:
