@@ -11,6 +11,7 @@ import torch
 from call_helpers import spec_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import saobp
 from saobp import Refinement
@@ -191,6 +192,19 @@ def test_gradients_cannot_be_differentiated_again() -> None:
     again = out.detach().sum() + gradient.sum() + query.sum()
     with pytest.raises(RuntimeError, match="no second derivatives: use backend='reference'"):
         torch.autograd.grad(again, query)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"sliding_window": 5}], ids=str)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_give_the_same_gradients(options: dict[str, Any], reentrant: bool) -> None:
+    query, key, value, *_ = arguments(learning=True)
+    call = lambda *states: saobp.attention(*states, HIGH, backend="fused", **options)  # noqa: E731
+    found = []
+    for out in (call(query, key, value), checkpoint(call, query, key, value, use_reentrant=reentrant)):
+        query.grad = key.grad = value.grad = None
+        out.float().square().sum().backward()
+        found.append([query.grad, key.grad, value.grad])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("learning", [False, True])

@@ -275,12 +275,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.numbers = inputs[TENSORS:]
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, _, strength, _, mask, *_ = ctx.saved_tensors
+def _gradients(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, _, strength, _, mask, *_ = saved
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
     mask_learns = ctx.needs_input_grad[INPUT_NAMES.index("mask")]
-    dq, dk, dv, learned, d_mask = masked_backward(grad, *ctx.saved_tensors, *ctx.numbers, mask_learns)
+    dq, dk, dv, learned, d_mask = masked_backward(grad, *saved, *ctx.numbers, mask_learns)
     if key.shape[1] != query.shape[1]:
         dk, dv = (d.unflatten(1, (key.shape[1], -1)).sum(2) for d in (dk, dv))
     d_mask = d_mask.sum_to_size(mask.shape).to(mask.dtype) if mask_learns else None

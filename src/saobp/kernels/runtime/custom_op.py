@@ -63,6 +63,8 @@ def register_autograd(
 ) -> None:
     """Registers autograd for the first output of an operator; the others are saved for the backward pass.
 
+    ``backward`` gets the context, what was saved, and the gradient. Saved tensors are read once: checkpoints allow no second time.
+
     Not by ``torch.library.register_autograd``, which parses the schema in every call, for 50 microseconds.
     """
 
@@ -80,11 +82,12 @@ def register_autograd(
         def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
             if grad is None:
                 return (None,) * len(ctx.needs_input_grad)
+            saved = ctx.saved_tensors
             if not torch.is_grad_enabled():
-                return *backward(ctx, grad), None
+                return *backward(ctx, saved, grad), None
             with torch.no_grad():
-                gradients = backward(ctx, grad)
-            return *OnceDifferentiable.apply(len(gradients), *gradients, grad, *ctx.saved_tensors), None
+                gradients = backward(ctx, saved, grad)
+            return *OnceDifferentiable.apply(len(gradients), *gradients, grad, *saved), None
 
     def below_autograd(keys: Any, *inputs: Any) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():

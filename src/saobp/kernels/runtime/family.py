@@ -193,12 +193,12 @@ class KernelFamily:
         ctx.save_for_backward(*inputs[:TENSORS], *output[0 if self.saves_output else 1 :])
         ctx.numbers = inputs[TENSORS:]
 
-    def _gradients(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def _gradients(self, ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
         """One for each input of the forward operator."""
-        query, key, _, strength, *_ = ctx.saved_tensors
+        query, key, _, strength, *_ = saved
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        dq, dk, dv, d_strength = self.backward(grad, *ctx.saved_tensors, *ctx.numbers)
+        dq, dk, dv, d_strength = self.backward(grad, *saved, *ctx.numbers)
         if key.shape[1] != query.shape[1]:
             dk, dv = (d.unflatten(1, (key.shape[1], -1)).sum(2) for d in (dk, dv))
         learned = None
