@@ -66,7 +66,10 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Rewrites links to the site's layout, and puts docstrings where the API page lists names."""
+    """Rewrites links to the site's layout, and puts docstrings where the API page lists names.
+
+    Of ```` ```python hub ```` only the language is left: MkDocs would not take it for a code block.
+    """
     here = Path(str(page.file.abs_src_path))
     start = Path(page.file.src_uri).parent
 
@@ -77,4 +80,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     if page.file.src_uri == "api.md":
         markdown = re.sub(r"^- `(saobp\.[\w.]+)`$", r"::: \1\n", markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^(```\w+) [\w ]+$", r"\1", markdown, flags=re.MULTILINE)
     return LINK.sub(rewritten, markdown)

@@ -103,7 +103,8 @@ COMMANDS = [
 def test_without_extras_the_core_works_and_commands_say_what_they_need(tmp_path: Path) -> None:
     """In a process in which no optional package can be imported."""
     (tmp_path / "text.txt").write_text("A few words.")
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "recipe.json"):
+        (tmp_path / name).write_text("{}")
     blocked = ",".join([*EXTRA_OF, "triton", "peft", "pandas"])
     lines = json.dumps([line.split() for line, _ in COMMANDS])
     done = subprocess.run(

@@ -181,3 +181,15 @@ def test_a_model_of_the_same_config_stays_plain(family):
     saobp.remove(saobp.apply(plain, "low:0.1"))
     assert refined.config.saobp["strength"] == 0.7
     assert refined.config is refined.base_model.config
+
+
+def test_the_same_refinement_again_keeps_what_was_learned() -> None:
+    model = saobp.apply(tiny_model("bert"), "high:learned+temperature")
+    with torch.no_grad():
+        for number, one in enumerate(strength_parameters(model)):
+            one.fill_(0.1 + number)
+    learned = [one.tolist() for one in strength_parameters(model)]
+    saobp.apply(model, "high:learned+temperature")
+    assert [one.tolist() for one in strength_parameters(model)] == learned
+    saobp.apply(model, "low:learned+temperature")
+    assert not any(one.any() for one in strength_parameters(model))

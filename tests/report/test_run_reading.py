@@ -330,7 +330,7 @@ def test_the_command_writes_beside_a_single_run_and_refuses_in_a_sentence(tmp_pa
     (tmp_path / "empty").mkdir()
     refused = CliRunner().invoke(app, ["report", str(tmp_path / "empty"), "--format", "svg"])
     assert refused.exit_code == 1
-    assert "there is nothing to draw" in refused.output
+    assert "holds no run and no diagnosis" in refused.output
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,13 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
         assert f'href="{name}/"' in first, page.name
 
 
+def test_headings_of_pages_are_headings_of_the_site(site: Path) -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        html = (site / ("pages" if page.name == "index.md" else page.stem) / "index.html").read_text("utf-8")
+        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        assert len(re.findall(r"<h2 ", html)) >= len(re.findall(r"^## ", text, re.MULTILINE)), page.name
+
+
 def test_the_api_page_has_the_docstring_of_every_public_name(site: Path) -> None:
     html = (site / "api/index.html").read_text("utf-8")
     listed = (ROOT / "tests/packaging/public_names.txt").read_text().splitlines()

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from saobp.commands.own_code import Imports, import_own
-from saobp.commands.streams import fail, print_note, print_result, stdout_console
+from saobp.commands.streams import fail, has_options, print_note, print_result, stdout_console
 from saobp.runs.layout import RECIPE, RESULT
 
 if TYPE_CHECKING:
     from saobp.training.recipes import PretrainRecipe
 
 EXPLANATION = """\
-[bold]saobp pretrain[/] trains a BERT or GPT-2 from nothing.
+[bold]saobp pretrain[/] trains a BERT, ModernBERT, GPT-2 or Llama from nothing.
 
   saobp pretrain --size mini --refinement high --corpus books.txt --out runs/high
   saobp pretrain --size mini --corpus wikipedia_en:0.6,imdb_reviews:0.4 --data-dir data --out runs/plain
@@ -27,6 +27,7 @@ EXPLANATION = """\
 
 
 def pretrain(
+    context: typer.Context,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
     corpus: Annotated[
         str,
@@ -60,10 +61,12 @@ def pretrain(
     imports: Imports = None,
 ) -> None:
     """Train a model from nothing, with or without a refinement."""
-    if out is None and not dry_run:
+    if out is None and not dry_run and not has_options(context):
         stdout_console().print(EXPLANATION)
         return
     try:
+        if out is None and not dry_run:
+            raise ValueError("name a folder for the run by --out")
         import_own(imports)
         resolved = _recipe(recipe, family, size, steps, set_ or [], seed, refinement, regularizer, corpus)
         if dry_run:

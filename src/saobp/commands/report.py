@@ -11,6 +11,7 @@ import typer
 from saobp.commands.own_code import Imports, import_own
 from saobp.commands.streams import fail, print_result
 from saobp.extras import MissingPackageError
+from saobp.runs.layout import is_run, run_folders
 
 
 class Format(StrEnum):
@@ -49,6 +50,9 @@ def report(
     try:
         if form is not Format.html and (sentence or title):
             raise ValueError(f"--sentence and --title are for a page; figures as {form.value} have neither")
+        for folder in runs:
+            if folder.is_dir() and not is_run(folder) and run_folders(folder) == [folder]:
+                raise ValueError(f"{str(folder)!r} holds no run and no diagnosis")
         import_own(imports)
         page = (out or base) / "report.html" if (out or base).is_dir() else out or base
         if form is Format.html and page.exists() and not overwrite:

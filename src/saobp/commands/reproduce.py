@@ -16,6 +16,7 @@ from rich.text import Text
 from saobp.commands.streams import (
     check_data_dir,
     fail,
+    has_options,
     print_note,
     print_result,
     stderr_console,
@@ -42,6 +43,7 @@ EXPLANATION = """\
 
 
 def reproduce(
+    context: typer.Context,
     target: Annotated[
         str | None, typer.Argument(help="Targets joined by commas; all, tables, figures or questions.")
     ] = None,
@@ -69,14 +71,15 @@ def reproduce(
 ) -> None:
     """Rerun the paper's tables and figures, and set them beside ours."""
     console = stdout_console()
-    if target is None and not list_:
+    if not has_options(context):
         console.print(EXPLANATION)
         return
     try:
         if list_:
             _list(console)
             return
-        assert target is not None
+        if target is None:
+            raise ValueError("name a target, such as gtd or all; saobp reproduce --list has them")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 "every run has one process: leave accelerate launch out, and add --jobs for more"

@@ -47,6 +47,12 @@ def print_error(sentence: str) -> None:
     stderr_console().print(Text(sentence, style="red"), soft_wrap=True)
 
 
+def has_options(context: typer.Context) -> bool:
+    """Whether a command was given anything; else it introduces itself."""
+    sources = (context.get_parameter_source(name) for name in context.params)
+    return any(source is not None and source.name != "DEFAULT" for source in sources)
+
+
 def fail(problem: BaseException | str) -> NoReturn:
     """Print the error and end the command with exit code 1; in silence if nobody reads stdout."""
     if isinstance(problem, BrokenPipeError):

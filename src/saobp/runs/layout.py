@@ -44,5 +44,5 @@ def run_folders(folder: Path) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """Whether any file of a run or of a diagnosis is there."""
-    files = (RECIPE, RECORD, RESULT, METRICS, HEALTH, DIAGNOSIS)
+    files = (RECIPE, RECORD, RESULT, METRICS, HEALTH, DIAGNOSIS, EXPLORER)
     return bool(seed_folders(folder)) or any((folder / name).is_file() for name in files)

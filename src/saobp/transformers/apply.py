@@ -47,7 +47,8 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
     """Refine the attention rows of a Transformers model, in place, and return it.
 
     ``refinement`` may be in text form, for instance ``"high:0.2"``. It is written to ``config.saobp`` and is
-    saved with the model, learned strengths with the weights. Applying again replaces the refinement.
+    saved with the model, learned strengths with the weights. Applying again replaces the refinement; the
+    same one again keeps what was learned.
     """
     refinement = Refinement.of(refinement)
     check_model(model)
@@ -60,6 +61,10 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
         refinement = refinement.resolved(parameters)
         warn_of_strength(refinement, parameters)
     owns = build(modules, refinement)
+    before = dict(attached(model))
+    for (name, _), own in zip(modules, owns, strict=True):
+        if name in before and before[name].refinement == refinement:
+            own.load_state_dict(before[name].state_dict())
     remove(model)
     put_through_registry(model)
     separate_configs(model)
