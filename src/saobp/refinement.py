@@ -88,7 +88,8 @@ class Refinement:
         if self.factor not in factor_names():
             raise ValueError(
                 f"unknown factor {self.factor!r}: choose one of {', '.join(factor_names())}, "
-                f"in text with a strength as in 'high:0.2', or of {', '.join(VARIANTS)}"
+                f"in text with a strength as in 'high:0.2', or of {', '.join(VARIANTS)}; a factor of your "
+                "own is known once its file is imported (--import for commands)"
             )
         object.__setattr__(self, "strength", _checked_strength(self.strength))
         check_count("steps", self.steps)

@@ -45,7 +45,7 @@ def test_the_metadata_is_read_back_by_the_hubs_library(family, pipeline, portabl
     assert ("trust_remote_code=True" in text) is portable
     assert ("does not load" in text) is not portable
     assert "| strength | 0.2, fixed" in text
-    assert 'saobp.load("model", AutoModelFor' in text
+    assert 'saobp.load("FOLDER", AutoModelFor' in text
     assert "`high:0.2`" in text
 
 

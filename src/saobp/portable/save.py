@@ -115,7 +115,7 @@ def card_for(
         "## Results\n",
         _results(facts.results),
         "## How to load it\n",
-        _loading(auto or "AutoModel", name, portable),
+        _loading(auto or "AutoModel", portable),
         "## Limits\n",
         _limits(model, refinement, portable),
     ]
@@ -153,16 +153,17 @@ def _results(results: Sequence[CardResult]) -> str:
     return _table(("", "value", "95 % interval", "measured on"), rows)
 
 
-def _loading(auto: str, name: str, portable: bool) -> str:
+def _loading(auto: str, portable: bool) -> str:
     with_package = (
-        "With the package (`pip install saobp`), which is faster and has kernels for GPUs:\n\n```python\n"
-        f'import saobp\nfrom transformers import {auto}\n\nmodel = saobp.load("{name}", {auto})\n```\n'
+        "`FOLDER` stands for the path of this folder, or its name on the hub. With the package "
+        "(`pip install saobp`), which is faster and has kernels for GPUs:\n\n```python\n"
+        f'import saobp\nfrom transformers import {auto}\n\nmodel = saobp.load("FOLDER", {auto})\n```\n'
     )
     if portable:
         return (
             f"{with_package}\nWithout it, by `modeling_saobp.py` in this folder, plain PyTorch:\n\n"
             f"```python\nfrom transformers import {auto}\n\n"
-            f'model = {auto}.from_pretrained("{name}", trust_remote_code=True)\n```\n'
+            f'model = {auto}.from_pretrained("FOLDER", trust_remote_code=True)\n```\n'
         )
     return (
         f"{with_package}\nWithout it the model does not load: `config.json` asks for an attention "
