@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from saobp.storage.model_folders import has_tokenizer
 from saobp.testing.tiny_models import tiny_model
 from saobp.training.checkpoints import most_positions
 from saobp.training.evaluation.zero_shot import positions_of
@@ -27,10 +26,3 @@ def test_a_model_takes_its_longest_input(family: str, tmp_path: Path) -> None:
         assert longest < model.config.max_position_embeddings
         with pytest.raises((IndexError, RuntimeError)):
             model(torch.full((1, longest + 1), 5))
-
-
-def test_a_folder_has_a_tokenizer_if_it_holds_a_vocabulary_and_the_hub_is_trusted(tmp_path: Path) -> None:
-    assert not has_tokenizer(str(tmp_path))
-    (tmp_path / "vocab.json").touch()
-    assert has_tokenizer(str(tmp_path))
-    assert has_tokenizer("someone/model")

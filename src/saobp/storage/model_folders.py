@@ -23,7 +23,10 @@ def checked_folder(folder: str | PathLike[str]) -> str:
         for place in (path, path / "model"):
             if (place / "config.json").exists():
                 return str(place)
-        raise FileNotFoundError(f"{str(path)!r} holds no model (it has no config.json)")
+        why = "it has no config.json"
+        if (path / "recipe.json").exists() and not (path / "result.json").exists():
+            why = "its run has not finished: go on with it first"
+        raise FileNotFoundError(f"{str(path)!r} holds no model ({why})")
     if looks_local(folder):
         raise FileNotFoundError(f"there is no model folder {str(path)!r}{_nearest(path)}")
     problem = hub_problem(str(folder))
