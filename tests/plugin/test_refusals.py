@@ -23,6 +23,7 @@ from transformers import (
 
 import saobp
 from saobp.testing.tiny_models import tiny_batch, tiny_model
+from saobp.transformers.layer_refinement import attached
 
 SHAPE = {
     "vocab_size": 64,
@@ -123,6 +124,14 @@ def test_another_number_of_heads_than_expected():
     saobp.apply(model, "high:0.5")
     with pytest.raises(ValueError, match="expected to have 2 heads but has 4"):
         model(tiny_batch()["input_ids"])
+
+
+def test_a_factor_without_a_causal_form_is_refused_by_apply():
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"Sinkhorn attention .* has no causal form"):
+        saobp.apply(model, "sinkhorn")
+    assert not list(attached(model))
+    saobp.apply(tiny_model("bert"), "sinkhorn")
 
 
 def test_messages_from_a_part_of_the_rows_in_a_causal_model():

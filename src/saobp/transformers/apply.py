@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from saobp.functional import LEAK_WARNING
-from saobp.propagation.factors import has_strength
+from saobp.propagation.factors import get_factor, has_strength
 from saobp.refinement import NO_CAUSAL_STRIDE, Refinement
 from saobp.transformers.layer_refinement import (
     ATTACHED,
@@ -197,8 +197,12 @@ def build(modules: Modules, refinement: Refinement) -> list[LayerRefinement]:
     """One refinement per attention module, to be attached; does not change the model."""
     if refinement.is_learned and not has_strength(refinement.factor):
         raise ValueError(f"factor {refinement.factor!r} has no strength that could be learned")
+    factor = get_factor(refinement.factor)
     for _, module in modules:
         reject_cross_attention(module)
+        in_order = refinement.future == "strict" and is_causal_call(module)
+        if factor is not None and (why := factor.obstacle(1, 1, in_order)) is not None:
+            raise ValueError(why)
     return [
         LayerRefinement(
             refinement,
