@@ -65,8 +65,7 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
     for (name, _), own in zip(modules, owns, strict=True):
         if name in before and before[name].refinement == refinement:
             own.load_state_dict(before[name].state_dict())
-    remove(model)
-    put_through_registry(model)
+    _detach(model)
     separate_configs(model)
     attach(modules, owns)
     switch_on(model, modules, refinement)
@@ -97,6 +96,13 @@ def remove(model: Model) -> Model:
     """Remove a refinement, in place: the model is as before :func:`apply`."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"saobp.remove takes a Transformers model, not {type(model).__name__}")
+    _detach(model)
+    _restore(model.modules())
+    return model
+
+
+def _detach(model: PreTrainedModel) -> None:
+    """Remove refinements, and restore configs and attention implementations."""
     for name, _ in list(attached(model)):
         module = model.get_submodule(name)
         remove_cache_hook(module)
@@ -109,8 +115,6 @@ def remove(model: Model) -> Model:
         vars(config).pop(WRITTEN, None)
     if model.__dict__.get("generate") is refuse_to_generate:
         del model.__dict__["generate"]
-    _restore(model.modules())
-    return model
 
 
 def check_model(model: Any) -> None:
