@@ -8,8 +8,9 @@ for each run. Once all runs of tuning have ended, the setting of small is chosen
 pairs come next; until then processes make later runs. A second call continues after a kill, and a run that an
 error of CUDA has ended goes on once from its last checkpoint: another process on the GPU may have caused it.
 TOKENS holds the stores of BERT's tokens. ``--pack`` puts all records, without models, into one file, also
-while runs are made. Unpacked in an empty OUT, on any machine, they count as made. ``saobp arena``
-writes the page, with the options that the plan names.
+while runs are made. On another machine or day ``--made results/arena/runs.json`` counts the runs recorded
+there as made, as does a pack unpacked in an empty OUT. ``saobp arena`` writes the page, with the options that
+the plan names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import sys
 import tarfile
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from arena_plan import Run, chosen_setting, planned_runs, tuning_runs
@@ -51,10 +54,19 @@ class Queue:
     it dies, another one continues.
     ends: seconds since 1970
     typical: seconds of a run beside ``jobs - 1`` others, with which it shares the GPU
+    made: held-out losses of runs made elsewhere, by name
     """
 
-    def __init__(self, out: Path, ends: float, typical: float = 150.0, *, jobs: int = 1) -> None:
-        self.out, self.ends, self.typical, self.jobs = out, ends, typical, jobs
+    def __init__(
+        self,
+        out: Path,
+        ends: float,
+        typical: float = 150.0,
+        *,
+        jobs: int = 1,
+        made: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self.out, self.ends, self.typical, self.jobs, self.made = out, ends, typical, jobs, made
         self.held: dict[str, BaseFileLock] = {}
 
     def planned(self) -> list[Run]:
@@ -68,7 +80,7 @@ class Queue:
     def loss(self, run: Run) -> float | None:
         """The held-out loss of a run, None if it failed."""
         path = self.folder(run) / RESULT
-        return read_object(path)["eval_loss"] if path.exists() else None
+        return read_object(path)["eval_loss"] if path.exists() else self.made.get(run.name)
 
     def folder(self, run: Run) -> Path:
         return self.out / "runs" / run.name
@@ -77,7 +89,8 @@ class Queue:
         return self.out / "claims" / run.name
 
     def is_done(self, run: Run) -> bool:
-        return (self.folder(run) / RESULT).exists() or (self.claim_of(run) / FAILED).exists()
+        ended = (self.folder(run) / RESULT, self.claim_of(run) / FAILED)
+        return run.name in self.made or any(path.exists() for path in ended)
 
     def is_running(self, run: Run) -> bool:
         """Whether a living process makes the run."""
@@ -118,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tokens", help="folder of token stores")
     parser.add_argument("--out", type=Path, default=Path("runs/arena"))
+    parser.add_argument("--made", type=Path, help="records of runs made elsewhere: results/arena/runs.json")
     parser.add_argument("--pack", type=Path, help="only put all records into this .tar.xz")
     parser.add_argument("--jobs", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of it")
@@ -130,7 +144,8 @@ def main() -> None:
     if given.tokens is None:
         parser.error("name the folder of token stores by --tokens")
     ends = float(os.environ.get("ARENA_ENDS", time.time() + given.seconds))
-    queue = Queue(given.out, ends, given.typical, jobs=given.jobs)
+    made = {} if given.made is None else recorded_losses(given.made)
+    queue = Queue(given.out, ends, given.typical, jobs=given.jobs, made=made)
     if given.worker:
         work(queue, given.tokens)
         return
@@ -148,6 +163,12 @@ def main() -> None:
             for number in range(given.jobs)
         ]
         sys.exit(max(worker.wait() for worker in workers))
+
+
+def recorded_losses(file: Path) -> dict[str, float]:
+    """Held-out losses of the finished runs in a list of records, by name."""
+    records = json.loads(file.read_text())
+    return {one["run"]: one["result"]["eval_loss"] for one in records if one["status"] == "finished"}
 
 
 def pack(out: Path, file: Path) -> None:

@@ -182,6 +182,17 @@ def test_records_from_elsewhere_count_as_runs_that_are_made(tmp_path: Path) -> N
     assert queue.claim() == second
 
 
+def test_runs_in_the_recorded_list_count_as_made(tmp_path: Path) -> None:
+    made = runs.recorded_losses(ROOT / "results" / "arena" / "runs.json")
+    queue = runs.Queue(tmp_path, LATER, made=made)
+    recorded = plan.Run("none", 31, "mini", "wikipedia")
+    assert queue.is_done(recorded)
+    assert queue.loss(recorded) == made[recorded.name]
+    claimed = {run.name for run in iter(queue.claim, None)}
+    assert claimed.isdisjoint(made)
+    assert claimed | made.keys() >= {run.name for run in queue.planned()}
+
+
 def test_no_run_starts_that_would_end_too_late(tmp_path: Path) -> None:
     queue = runs.Queue(tmp_path, time.time() + 100, typical=150)
     assert queue.claim() is None
