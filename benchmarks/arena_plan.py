@@ -108,6 +108,13 @@ class Run:
         return [*words, "--corpus", recipe.corpus, "--tokens", "tokens", "--out", f"runs/{self.name}"]
 
 
+FIRST = (
+    Run(LEARNED, PAIR_SEEDS[-1], "mini", "wikipedia"),
+    *(Run(rival, seed) for rival in ("high-key-bias:learned", "query-bias") for seed in RIVAL_SEEDS),
+)
+"""The pair that the verdict on Wikipedia lacks; whether a bias per key does as well, and whether it needs messages."""
+
+
 def tuning_runs() -> Iterator[Run]:
     """Original of small, one seed after the other."""
     return (Run(ORIGINAL, seed, "small", setting) for seed in TUNING_SEEDS for setting in TUNING)
@@ -131,10 +138,14 @@ def chosen_setting(losses: Mapping[Run, float | None]) -> str | None:
 
 
 def planned_runs(chosen: str | None = None) -> Iterator[Run]:
-    """Tuning of small, its pairs, pairs of other settings and of medium, then rivals.
+    """What comes first, tuning of small, its pairs, pairs of other settings and of medium, then rivals.
 
     chosen: the setting of small and medium; without it their pairs are left out
     """
+    yield from dict.fromkeys((*FIRST, *_usual_order(chosen)))
+
+
+def _usual_order(chosen: str | None) -> Iterator[Run]:
     yield from tuning_runs()
     if chosen is not None:
         yield from _pairs(PAIR_SEEDS, "small", chosen)
