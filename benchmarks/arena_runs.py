@@ -1,4 +1,4 @@
-"""Makes the runs of round five of results/arena/plan.md on one GPU.
+"""Makes the runs of round six of results/arena/plan.md on one GPU.
 
     python benchmarks/arena_runs.py --tokens TOKENS --out runs/arena --jobs 9 --seconds 1200
     python benchmarks/arena_runs.py --out runs/arena --pack records.tar.xz

@@ -13,7 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 from typer.testing import CliRunner
 
 from saobp.cli import app
-from saobp.lab.arena_records import settings_of
+from saobp.lab.arena_records import method_of, settings_of
 from saobp.refinement import Refinement
 from saobp.testing.scripts import ROOT, load_script
 from saobp.testing.tiny_training import prose, small_recipe
@@ -22,7 +22,7 @@ runs = load_script("benchmarks/arena_runs.py")
 plan = runs.sys.modules["arena_plan"]
 RECORDS: list[dict[str, Any]] = json.loads((ROOT / "results" / "arena" / "runs.json").read_text())
 LATER = time.time() + 100_000
-FORMS = ("original", "learned")
+FORMS = ("original", "high-key-bias-learned")
 
 
 def test_rivals_are_compared_with_recorded_runs_of_the_same_recipe() -> None:
@@ -35,9 +35,9 @@ def test_rivals_are_compared_with_recorded_runs_of_the_same_recipe() -> None:
 
 
 def test_the_plan_names_settings_methods_and_seeds() -> None:
-    page = (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round five")[1]
+    page = (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round six")[1]
     for setting in (*plan.TUNING, *plan.OTHERS):
-        assert f"| `{setting}` |" in page
+        assert f"`{setting}`" in page
     for form in plan.RIVALS:
         assert f"`{form}`" in page
         assert str(Refinement.of(form)) == form
@@ -49,17 +49,24 @@ RUNS = {run.name: run for run in plan.planned_runs("rate-2e-3")}
 
 
 def test_runs_have_names_of_their_own_and_pairs_have_seeds_of_no_other_plan() -> None:
-    assert len(RUNS) == len(list(plan.planned_runs("rate-2e-3"))) == 2 * 5 + 4 * 5 * 2 + 2 * 2 + 8 * 8
-    first, rest = list(RUNS)[:17], list(RUNS)[17:]
-    assert first[0] == "modernbert-mini-wikipedia-learned-35"
-    decisive = ("high-key-bias-learned", "query-bias")
-    assert first[1:] == [f"modernbert-mini-{form}-{seed}" for form in decisive for seed in range(11, 19)]
+    first, rest = list(RUNS)[:18], list(RUNS)[18:]
+    assert first[:8] == [f"modernbert-mini-high-key-bias-learned-qk-norm-{seed}" for seed in range(11, 19)]
+    assert {plan.Run("high-key-bias:learned", 31, "mini", one).name for one in plan.OTHERS} < set(RUNS)
     assert rest[0] == "modernbert-small-rate-2.8e-3-original-42"
     assert rest[10:12] == [f"modernbert-small-rate-2e-3-{form}-31" for form in FORMS]
-    assert rest[49] == "modernbert-medium-rate-2e-3-original-31"
-    made = {one["run"] for one in RECORDS if one["recipe"]["seed"] in plan.PAIR_SEEDS}
-    assert made <= set(RUNS)
-    assert made == set(RUNS) & {one["run"] for one in RECORDS}
+    assert rest[40] == "modernbert-medium-rate-2e-3-original-31"
+    assert len(RUNS) == 8 + 10 + 10 + 4 * 10 - 10 + 4 + 6 * 8
+
+
+@pytest.mark.parametrize("run", plan.FIRST, ids=lambda run: run.name)
+def test_what_comes_first_is_paired_with_recorded_runs(run: Any) -> None:
+    """Of the same recipe and seed but for the method."""
+    recipe = {"kind": "pretrain", **run.recipe.to_dict()}
+    other = "none" if run.setting else "qk-norm"
+    partners = [
+        one for one in RECORDS if one["recipe"]["seed"] == run.seed and method_of(one["recipe"]) == other
+    ]
+    assert any(len(settings_of([one, {**one, "recipe": recipe}])) == 1 for one in partners)
 
 
 @pytest.mark.parametrize("name", list(RUNS)[:22:4] + [name for name in RUNS if name.endswith("learned-31")])
