@@ -14,7 +14,10 @@ from saobp.propagation.reference import reference_attention
 from saobp.testing.error_budget import assert_within_budget, operation_of
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
-FACTORS = ["none", "high", "low", "high-listing", "low-listing", "elemmul", "elemmul-prior"]
+FACTORS = [
+    *("none", "high", "low", "high-listing", "low-listing"),
+    *("high-key-bias", "low-key-bias", "elemmul", "elemmul-prior"),
+]
 REFINED = FACTORS[1:]
 
 
@@ -72,7 +75,7 @@ def test_lengths_and_scale(factor: str, length: int) -> None:
     assert_right(factor, attention_inputs(1, 2, length, 16), scale=0.3)
 
 
-@pytest.mark.parametrize("factor", ["high", "low-listing"])
+@pytest.mark.parametrize("factor", ["high", "low-listing", "high-key-bias"])
 def test_other_numbers_of_queries(factor: str) -> None:
     assert_right(factor, attention_inputs(2, 2, 19, 8, queries=5, value_dim=12, padding="right"))
 
@@ -160,13 +163,14 @@ def test_forward_gradients_and_vmap_take_the_reference(taken: list[str]) -> None
 
 
 @pytest.mark.parametrize("factor", ["none", "high"])
-def test_autocast_and_dropout_and_steps_take_the_reference(factor: str, taken: list[str]) -> None:
+def test_what_takes_the_reference(factor: str, taken: list[str]) -> None:
     inputs = attention_inputs(1, 2, 5, 8)
     states = inputs.query, inputs.key, inputs.value
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert saobp.attention(*states, saobp.Refinement(factor, 0.2)).dtype == torch.bfloat16
     saobp.attention(*states, saobp.Refinement("high", 0.2), dropout_p=0.5)
     saobp.attention(*states, saobp.Refinement("high", 0.2, steps=2))
+    saobp.attention(*states, saobp.Refinement("high-key-bias", 0.2, message_stride=2))
     assert taken == []
 
 

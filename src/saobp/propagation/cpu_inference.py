@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from saobp.propagation.factors import STRONG, Potts, PottsListing, Similarity, floored, get_factor
+from saobp.propagation.factors import (
+    STRONG,
+    Potts,
+    PottsKeyBias,
+    PottsListing,
+    Similarity,
+    floored,
+    get_factor,
+)
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import head_strength, share_heads
 from saobp.refinement import Refinement
@@ -25,7 +33,7 @@ ENTRIES_PER_THREAD = 1 << 16
 _TINY = 1e-20
 """Below this sum of similarities a row of ElemMul is affected by the floor under each of them."""
 
-_SUPPORTED = (Potts, PottsListing, Similarity)
+_SUPPORTED = (Potts, PottsKeyBias, PottsListing, Similarity)
 Slices = tuple[slice, slice]
 WHOLE: Slices = (slice(None), slice(None))
 
@@ -48,6 +56,8 @@ def cpu_obstacle(
         return "dropout is for training"
     if refinement.steps != 1:
         return f"{refinement.steps} steps were asked for and the CPU path does one"
+    if refinement.message_stride > 1:
+        return "messages from a part of the rows have only the reference on a CPU"
     if 0 in query or 0 in value:
         return "there is nothing to compute"
     if isinstance(factor, Similarity) and query[2] != key[2]:
@@ -151,7 +161,7 @@ def cpu_attention(
                 rows.copy_(_strong_messages(rows, gammas, _spread(exponent, part, batch, heads)))
             else:
                 rows.mul_(gammas).log1p_()
-            _refine_potts(scores, rows, graph.causal, isinstance(factor, PottsListing))
+            _refine_potts(scores, rows, graph.causal, factor)
             refined = torch.bmm(rows, v)
         else:
             assert isinstance(factor, Similarity)
@@ -176,14 +186,18 @@ def _strong_messages(rows: Tensor, message: Tensor, exponent: Tensor) -> Tensor:
     return torch.where(near_one, exact, torch.log1p(rows * message))
 
 
-def _refine_potts(scores: Tensor, rows: Tensor, causal: bool, listing: bool) -> None:
+def _refine_potts(scores: Tensor, rows: Tensor, causal: bool, factor: Potts) -> None:
     """Log messages in ``rows`` to refined rows ``[chunk, node, label]``, in place; overwrites ``scores``."""
-    if listing:
+    if isinstance(factor, PottsListing):
         scores.sub_(rows)
+    elif causal and factor.includes_own_message:
+        scores.add_(rows.cumsum_(1))
     elif causal:
         scores[:, 1:].add_(rows.cumsum_(1)[:, :-1])
     else:
-        scores.add_(rows.sum(1, keepdim=True)).sub_(rows)
+        scores.add_(rows.sum(1, keepdim=True))
+        if not factor.includes_own_message:
+            scores.sub_(rows)
     torch.softmax(scores, -1, out=rows)
 
 
