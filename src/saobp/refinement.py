@@ -33,6 +33,8 @@ SINKS = ("sink", "softmax-plus-one")
 """Variants that replace softmax."""
 KEY_BIAS = ("high-key-bias", "low-key-bias")
 """Factors with one bias per key, the same for all rows, whose messages may come from a part of the rows."""
+SINKHORN = ("sinkhorn", "sinkhorn-3")
+"""Factors that iterate as often as their name says, from the prior, whatever the beliefs are."""
 NO_CAUSAL_STRIDE = "message_stride has no causal form, since causal rows receive unequal shares of messages"
 STRENGTH_VARIANTS = ("alternating", "by-distance", "later-steps", "message-gate")
 """Variants of learned strengths, in the order in which they apply."""
@@ -105,6 +107,11 @@ class Refinement:
             raise ValueError(
                 f"message_stride is for {' and '.join(KEY_BIAS)}, whose rows all receive the same messages; "
                 f"rows of {self.factor!r} leave out their own, so each must send one"
+            )
+        if self.steps > 1 and self.factor in SINKHORN:
+            raise ValueError(
+                f"{self.factor!r} takes no steps: 'sinkhorn' balances columns and rows once, "
+                "'sinkhorn-3' three times"
             )
         object.__setattr__(self, "variants", _checked_variants(self.variants, self.factor))
         of_strengths = [name for name in self.variants if name in STRENGTH_VARIANTS]

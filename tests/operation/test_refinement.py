@@ -158,6 +158,10 @@ def test_parse_says_what_is_wrong(text: str, sentence: str) -> None:
         ({"steps": True}, "steps must be a whole number of at least 1, not True"),
         ({"damping": 1.0}, "damping must be a number from 0 up to but not including 1, not 1.0"),
         ({"damping": "half"}, "damping must be a number from 0 up to but not including 1, not 'half'"),
+        (
+            {"factor": "sinkhorn", "steps": 3},
+            "'sinkhorn' takes no steps: 'sinkhorn' balances columns and rows",
+        ),
         ({"future": "open"}, "future must be 'strict' or 'paper', not 'open'"),
     ],
 )

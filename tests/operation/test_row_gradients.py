@@ -17,13 +17,13 @@ from saobp.testing.inputs import attention_inputs
 
 FACTORS = ["none", "high", "low", "elemmul", "high-listing", "low-listing", "elemmul-prior", "high-key-bias"]
 CASES = [(factor, order) for factor in FACTORS for order in ("bidirectional", "strict")]
-CASES += [("high", "paper"), ("low", "paper"), ("sinkhorn", "bidirectional"), ("sinkhorn-3", "bidirectional")]
+CASES = [(*case, steps) for case in [*CASES, ("high", "paper"), ("low", "paper")] for steps in (1, 2)]
+CASES += [("sinkhorn", "bidirectional", 1), ("sinkhorn-3", "bidirectional", 1)]
 
 
 @pytest.mark.filterwarnings("ignore:future='paper'")
 @pytest.mark.parametrize("padding", [None, "right", "left"])
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize(("factor", "order"), CASES)
+@pytest.mark.parametrize(("factor", "order", "steps"), CASES)
 def test_gradients_of_scores_values_and_strengths(
     factor: str, order: str, steps: int, padding: str | None
 ) -> None:

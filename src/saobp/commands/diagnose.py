@@ -117,15 +117,15 @@ def diagnose(
 
 def _subjects(model: str, compare: str | None) -> list[tuple[str, str | None]]:
     """Models with the refinement to apply to each, or None."""
+    from saobp.commands.asked_refinement import asked_refinement
     from saobp.metrics.diagnosis.loading import is_refinement
-    from saobp.refinement import Refinement
 
     if compare is None:
         return [(model, None)]
     if not is_refinement(compare):
         checked_folder(compare)  # raises before anything is measured
         return [(model, None), (compare, None)]
-    Refinement.parse(compare)  # raises before anything is measured
+    asked_refinement(compare)  # raises before anything is measured
     return [(model, None), (model, compare)]
 
 

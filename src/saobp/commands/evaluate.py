@@ -50,10 +50,12 @@ def evaluate(
     try:
         import_own(imports)
         checked_folder(model)
+        from saobp.commands.asked_refinement import asked_refinement
         from saobp.commands.quiet_logs import quiet_transformers
         from saobp.training.evaluation.run import KNOWN, MEASURED
         from saobp.training.evaluation.run import evaluate as run
 
+        asked = None if refinement is None else asked_refinement(refinement)
         quiet_transformers()
         if against is not None:
             from saobp.training.evaluation.blimp import read_items
@@ -74,7 +76,7 @@ def evaluate(
                 shown[name](done, total)
 
             found = run(
-                model, chosen, data_dir=data_dir, folder=out, refinement=refinement, harness=harness,
+                model, chosen, data_dir=data_dir, folder=out, refinement=asked, harness=harness,
                 positions=positions or None, length=length, limit=limit, advance=advance,
             )  # fmt: skip
         compared = _compared(out, base) if against is not None and out is not None else None

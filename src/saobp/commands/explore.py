@@ -35,14 +35,14 @@ def explore(
         elif not example:
             raise ValueError("name a model: saobp explore FOLDER, or saobp explore --example")
         import_own(imports)
+        from saobp.commands.asked_refinement import asked_refinement
         from saobp.metrics.diagnosis.loading import EXAMPLE, load_model
         from saobp.metrics.diagnosis.text_batches import CHARACTERS_PER_TOKEN
-        from saobp.refinement import Refinement
         from saobp.report.explorer import explorer_data
         from saobp.report.server import make_server
 
         name = EXAMPLE if model is None else model
-        loaded, tokenizer = load_model(name, Refinement.parse(refinement) if refinement else None)
+        loaded, tokenizer = load_model(name, asked_refinement(refinement) if refinement else None)
         subject = name if refinement is None else f"{name} with {refinement}"
         server = make_server(
             lambda text: explorer_data(loaded, tokenizer, [text], max_tokens=length, subject=subject),

@@ -46,12 +46,12 @@ def export(
         from saobp.export.folder import export as write
 
         check_request(out, to.value, int8=int8)
+        from saobp.commands.asked_refinement import asked_refinement
         from saobp.commands.quiet_logs import quiet_transformers
         from saobp.export.token_model import load_token_model
-        from saobp.refinement import Refinement
 
         import_own(imports)
-        asked = None if refinement is None else Refinement.parse(refinement)
+        asked = None if refinement is None else asked_refinement(refinement)
         quiet_transformers()
         loaded = load_token_model(model, asked)
         result = write(loaded, out, to.value, int8=int8, length=length)

@@ -56,8 +56,8 @@ def finetune(
     """Fine-tune a checkpoint on GLUE, SQuAD, HellaSwag or RACE-Middle, and score every epoch."""
     changes = {"epochs": epochs, "batch": batch, "rate": rate, "length": length, "compiled": compiled}
     try:
+        from saobp.commands.asked_refinement import asked_refinement
         from saobp.data.tasks import choose_tasks
-        from saobp.refinement import Refinement
         from saobp.training.checkpoints import config_of
         from saobp.training.finetune import recipe_for
 
@@ -68,7 +68,7 @@ def finetune(
         recipes = {spec.name: recipe_for(spec, **changes) for spec in specs}
         numbers = parse_seeds(seeds)
         if refinement is not None:
-            Refinement.parse(refinement)
+            asked_refinement(refinement)
         config_of(model)  # checked once, not per task
         if jobs > 1 and len(specs) > 1:
             options: dict[str, Any] = {

@@ -145,6 +145,7 @@ def _recipe(
     """The named recipe with command-line overrides."""
     from dataclasses import replace
 
+    from saobp.commands.asked_refinement import asked_refinement
     from saobp.training.recipes import named_recipe, parse_override, with_steps
 
     resolved = named_recipe(name, family, size or ("tiny" if name == "tiny" else "mini"))
@@ -152,5 +153,5 @@ def _recipe(
         resolved = with_steps(resolved, steps)
     changes: dict[str, Any] = dict(parse_override(text) for text in overrides)
     changes |= {"seed": seed, "regularizer": regularizer, "corpus": corpus}
-    changes["refinement"] = None if refinement == "none" else refinement
+    changes["refinement"] = None if refinement == "none" else asked_refinement(refinement)
     return replace(resolved, **changes)

@@ -65,13 +65,13 @@ def run(
     portable: bool = False,
 ) -> Path | None:
     """Read, tokenise, train twice, diagnose and write; returns the page, or None where plotly is missing."""
+    from saobp.commands.asked_refinement import asked_refinement
     from saobp.commands.diagnose import show as show_heads
     from saobp.quickstart import pipeline
-    from saobp.refinement import Refinement
     from saobp.report.page_assets import MissingPlotlyError
     from saobp.training.pretrain import pretrain
 
-    asked = Refinement.parse(refinement)
+    asked = asked_refinement(refinement)
     if asked.is_plain:
         raise ValueError(
             "the quickstart compares plain attention with a refinement: name one, as in high:0.2"

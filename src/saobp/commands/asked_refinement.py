@@ -1,0 +1,26 @@
+"""``--refinement``: a refinement in its text form, each of whose fields must do something."""
+
+from __future__ import annotations
+
+from saobp.propagation.factors import has_strength
+from saobp.refinement import Refinement
+
+
+def asked_refinement(text: str) -> Refinement:
+    """Parse what was typed; a field without effect is an error.
+
+    Code may loop over factors with one strength, and saved configs name one for every factor, so
+    :class:`~saobp.refinement.Refinement` itself takes such fields.
+    """
+    asked = Refinement.parse(text)
+    plain = asked.factor == "none"
+    if asked.strength != "auto" and not has_strength(asked.factor):
+        why = "it is plain attention" if plain else "it is not weighted"
+        raise ValueError(f"{asked.factor!r} takes no strength in {text!r}, since {why}: leave it out")
+    if plain and (asked.steps > 1 or asked.damping or asked.future != "strict"):
+        raise ValueError(
+            f"'none' takes no steps, damping or future in {text!r}: name a factor, as in high:0.2"
+        )
+    if asked.damping and asked.steps == 1:
+        raise ValueError(f"damping has no effect on the single step of {text!r}: add steps=2 or more")
+    return asked
