@@ -51,9 +51,11 @@ test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
 	found=$$?; if test "$$mine" = yes; then echo quit | nvidia-cuda-mps-control; fi; exit $$found
 
 # Random kills, damaged files, calls and generations; one table at the end. About an hour on one core.
+SOAK_TABLE ?= runs/soak.md
 soak: $(READY)
+	@mkdir -p $(dir $(SOAK_TABLE))
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/soak -p no:cacheprovider --show-capture=no --tb=line --soak-seed 1 \
-	  --kills 1000 --files 1000 --calls 10000 --generations 600 --soak-table benchmarks/results/soak.md
+	  --kills 1000 --files 1000 --calls 10000 --generations 600 --soak-table $(SOAK_TABLE)
 
 # The page is tested in Debian's Chromium. Without it, and without the means to install it, those tests are skipped.
 chromium:

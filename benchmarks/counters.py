@@ -1,6 +1,6 @@
 """What limits each kernel, read from the GPU's own counters by NVIDIA's profiler ``ncu``.
 
-    python benchmarks/counters.py --out benchmarks/results    # needs a CUDA GPU and ncu on the path
+    python benchmarks/counters.py --out FOLDER    # needs a CUDA GPU and ncu on the path
 
 The script starts itself under ``ncu`` once for each length, with ``--make-calls``, and writes the table
 after each.
@@ -232,7 +232,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lengths", default=LENGTHS, help="joined by commas; 'decoding' for a decoding step")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, help="folder for the Markdown and CSV files")
     parser.add_argument("--make-calls", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.make_calls:
@@ -245,7 +245,8 @@ def main() -> None:
             table.rows.extend(read_counters(length))
         except RuntimeError as problem:
             sys.exit(f"no counters of {length or DECODING}: {problem}")
-        table.write(given.out)
+        if given.out is not None:
+            table.write(given.out)
     table.show(Console(width=220))
 
 

@@ -134,7 +134,7 @@ def main(
     limit: Annotated[int, typer.Option(help="So many texts.")] = 128,
     refinement: Annotated[str, typer.Option(help="For models saved without one.")] = "high:0.2",
     busy: Annotated[bool, typer.Option(help="Processor time on one thread.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the table.")] = Path("benchmarks/results"),
+    out: Annotated[Path | None, typer.Option(help="Write the table to this folder.")] = None,
 ) -> None:
     models = {"BERT-mini": token_model(bert(BertForMaskedLM, PAPER_SIZES["mini"], "high"))}
     for given in folders or ():
@@ -147,7 +147,8 @@ def main(
     texts = [line.strip() for line in lines if len(line.strip()) > 100][:limit]
     table = exported_speed(models, texts, busy=busy)
     table.show(Console(width=200))
-    table.write(out)
+    if out is not None:
+        table.write(out)
 
 
 if __name__ == "__main__":

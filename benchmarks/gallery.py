@@ -1,11 +1,11 @@
 """Measures trained models for docs/gallery.md and draws its pictures.
 
-    python benchmarks/gallery.py measure --models MODELS --texts validation.parquet --stsb stsb.parquet
+    python benchmarks/gallery.py measure --models MODELS --texts FILE.parquet --stsb FILE.parquet --out FOLDER
     python benchmarks/gallery.py draw
 
 MODELS holds the folders minilm, mpnet, smollm2 and stories260K; those that are missing are left out. Of a
 Parquet file the first paragraphs of at least 1,000 characters are taken, of a text file the first.
-Numbers go to benchmarks/results/gallery/ as CSV, pictures to docs/images/.
+Numbers go to --out as CSV; pictures are drawn from those of benchmarks/results/gallery/, to docs/images/.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LETTERS = {
 }
 
 
-def measure(models: Path, texts: Path, stsb: Path | None, count: int, tokens: int) -> None:
+def measure(models: Path, texts: Path, stsb: Path | None, out: Path, count: int, tokens: int) -> None:
     """Heads of every model, plain and refined, and what strength does to the model's task."""
     paragraphs = _paragraphs(texts, count)
     heads, losses = [], []
@@ -91,12 +91,12 @@ def measure(models: Path, texts: Path, stsb: Path | None, count: int, tokens: in
                 record["entropy_share"] = head.values["attention_entropy"] / largest
                 record["across"] = found.across_layers.get(head.layer, math.nan)
                 heads.append({key: _rounded(value) for key, value in record.items() if key != "name"})
-        _write("heads.csv", heads)
+        _write(out / "heads.csv", heads)
         if not causal and stsb is not None:
             losses += _similarity(name, folder, tokenizer, stsb)
         elif causal:
             losses += _perplexity(name, folder, tokenizer, own, tokens)
-        _write("strengths.csv", losses)
+        _write(out / "strengths.csv", losses)
         print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -347,10 +347,10 @@ def _rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _write(name: str, rows: list[dict]) -> None:
-    NUMBERS.mkdir(parents=True, exist_ok=True)
+def _write(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     if rows:
-        with (NUMBERS / name).open("w", newline="", encoding="utf-8") as file:
+        with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
@@ -369,12 +369,16 @@ def main() -> None:
     parser.add_argument("--models", type=Path)
     parser.add_argument("--texts", type=Path)
     parser.add_argument("--stsb", type=Path, default=None)
+    parser.add_argument("--out", type=Path, help="folder for the numbers")
     parser.add_argument("--count", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=192)
     options = parser.parse_args()
-    if options.what == "measure":
-        measure(options.models, options.texts, options.stsb, options.count, options.tokens)
-    draw()
+    if options.what == "draw":
+        draw()
+    elif None in (options.models, options.texts, options.out):
+        parser.error("measure takes --models, --texts and --out")
+    else:
+        measure(options.models, options.texts, options.stsb, options.out, options.count, options.tokens)
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     table = BenchmarkTable(
-        "masks-h200" if options.device == "cuda" else "masks-cpu",
+        "masks",
         "Refined attention under windows and masks, learned strengths",
         machine(options.device),
     )

@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--refinement", default="high:0.2")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, help="folder for the Markdown, CSV and PNG files")
     given = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = tiny(given.family) if given.size == "tiny" else fast(given.family, given.size)
@@ -112,6 +112,8 @@ def main(arguments: list[str] | None = None) -> None:
             }
         )
     print(table.markdown())
+    if given.out is None:
+        return
     table.write(given.out)
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for (name, curve), style in zip(curves.items(), ("-", "--", ":"), strict=True):

@@ -169,11 +169,9 @@ def main(
     tokenizers: Annotated[str, typer.Option(help="bert, gpt2 or folders, joined by commas.")] = "bert,gpt2",
     megabytes: Annotated[float, typer.Option(help="Text taken from each corpus.")] = 40.0,
     turns: Annotated[int, typer.Option(help="How often each way runs.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder for the Markdown and CSV files.")] = Path(
-        "benchmarks/results"
-    ),
+    out: Annotated[Path | None, typer.Option(help="Write Markdown and CSV files to this folder.")] = None,
 ) -> None:
-    """Measure, print a Markdown table, and write it."""
+    """Measure, and print a Markdown table."""
     table = tokenise_speed(
         data_dir,
         corpora=corpora.split(","),
@@ -182,7 +180,8 @@ def main(
         turns=turns,
         notify=lambda line: Console(stderr=True).print(line),
     )
-    table.write(out)
+    if out is not None:
+        table.write(out)
     print(table.markdown())
 
 

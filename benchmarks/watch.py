@@ -167,9 +167,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     title = "The fast tier in Llama models: largest logits, sinks and entropy of every head"
-    table = BenchmarkTable(
-        "watch-h200" if options.device == "cuda" else "watch-cpu", title, machine(options.device)
-    )
+    table = BenchmarkTable("watch", title, machine(options.device))
     for name in options.shapes:
         for length in options.lengths:
             table.rows.append(cost(name, length, options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -218,10 +219,33 @@ def test_cpu_command_writes_page_data_and_picture(monkeypatch: pytest.MonkeyPatc
         return table
 
     monkeypatch.setattr("saobp.benchmarking.model.cpu_inference", tiny)
-    said = CliRunner().invoke(app, ["bench", "cpu", "--threads", "3", "--out", str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    said = CliRunner().invoke(app, ["bench", "cpu", "--threads", "3"])
     assert said.exit_code == 0
     assert "3 threads" in said.stdout
+    assert not list(tmp_path.iterdir())  # without --out
+    said = CliRunner().invoke(app, ["bench", "cpu", "--threads", "3", "--out", str(tmp_path)])
+    assert said.exit_code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cpu.csv", "cpu.md", "cpu.png"]
+
+
+@pytest.mark.parametrize("command", ["attention", "decoding", "model", "pretraining"])
+def test_files_are_written_only_where_asked(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def tiny(*_: object, save: Callable[[BenchmarkTable], object] = id, **__: object) -> BenchmarkTable:
+        table = BenchmarkTable(command, "tiny", {"GPU": "abacus"}, rows=[{"length": 128, "size": "mini"}])
+        save(table)
+        return table
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(f"saobp.benchmarking.{command}.{command}_speed", tiny)
+    monkeypatch.setattr("saobp.benchmarking.attention.training_memory", tiny)
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["bench", command]).exit_code == 0
+    assert not list(tmp_path.iterdir())
+    assert CliRunner().invoke(app, ["bench", command, "--out", "asked"]).exit_code == 0
+    assert {f"{command}.csv", f"{command}.md"} <= {path.name for path in (tmp_path / "asked").iterdir()}
 
 
 def test_no_threads_are_refused() -> None:

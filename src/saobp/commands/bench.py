@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 
-Out = Annotated[Path, typer.Option(help="Folder for the Markdown, CSV and PNG files.")]
+Out = Annotated[Path | None, typer.Option(help="Write Markdown, CSV and PNG files to this folder, too.")]
 Quick = Annotated[bool, typer.Option(help="Fewer lengths, versions and turns.")]
 Listed = Annotated[str, typer.Option(help="Names or numbers joined by commas; all of them by default.")]
 
-_RESULTS = Path("benchmarks/results")
+
+def _keep(table: BenchmarkTable, out: Path | None) -> None:
+    """Write a table where ``--out`` says; without it, it is only shown."""
+    if out is not None:
+        table.write(out)
 
 
 def _show(tables: Sequence[BenchmarkTable], width: int, as_json: bool) -> None:
@@ -42,7 +46,7 @@ def _require_cuda(instead: str = "saobp bench cpu") -> None:
 
 @bench.command()
 def attention(
-    out: Out = _RESULTS,
+    out: Out = None,
     quick: Quick = False,
     lengths: Listed = "",
     memory: Annotated[bool, typer.Option(help="Measure the memory of training, too.")] = True,
@@ -61,21 +65,22 @@ def attention(
         turns=5 if quick else 9,
         budget=0.08 if quick else 0.2,
         notify=OccasionalLines(stderr_console()),
-        save=lambda table: table.write(out),
+        save=lambda table: _keep(table, out),
     )
     tables = [table]
     series = ["fused / sdpa", "learned / sdpa", "eager / fused", "compiled / fused"]
-    table.draw(out / "attention.png", "length", series, ["attention", "pass"], "times as long")
+    if out is not None:
+        table.draw(out / "attention.png", "length", series, ["attention", "pass"], "times as long")
     if memory:
         extra = training_memory([n for n in chosen if n >= 512] or chosen)
-        extra.write(out)
+        _keep(extra, out)
         tables.append(extra)
     _show(tables, 220, as_json)
 
 
 @bench.command()
 def decoding(
-    out: Out = _RESULTS,
+    out: Out = None,
     quick: Quick = False,
     batches: Listed = "",
     keys: Annotated[int, typer.Option(min=2, help="Keys in the cache after the step.")] = 8192,
@@ -92,14 +97,14 @@ def decoding(
         turns=5 if quick else 9,
         budget=0.08 if quick else 0.2,
         notify=OccasionalLines(stderr_console()),
-        save=lambda table: table.write(out),
+        save=lambda table: _keep(table, out),
     )
     _show([table], 180, as_json)
 
 
 @bench.command()
 def model(
-    out: Out = _RESULTS,
+    out: Out = None,
     quick: Quick = False,
     sizes: Listed = "",
     versions: Listed = "",
@@ -125,17 +130,18 @@ def model(
         budget=0.7 if quick else 3.0,
         limit=limit,
         notify=OccasionalLines(stderr_console()),
-        save=lambda table: table.write(out),
+        save=lambda table: _keep(table, out),
     )
     _show([table], 180, as_json)
-    table.write(out)
-    series = [f"{v} / original" for v in chosen["versions"] if v != "original"]
-    table.draw(out / "model.png", "size", series, ["stage", "CUDA graph"], "times as long as original")
+    if out is not None:
+        table.write(out)
+        series = [f"{v} / original" for v in chosen["versions"] if v != "original"]
+        table.draw(out / "model.png", "size", series, ["stage", "CUDA graph"], "times as long as original")
 
 
 @bench.command()
 def pretraining(
-    out: Out = _RESULTS,
+    out: Out = None,
     models: Annotated[
         str,
         typer.Option(help="Such as bert-mini,gpt2-mini; bert-mini@32 is the recipe paper at 32 rows."),
@@ -170,14 +176,14 @@ def pretraining(
         limit=limit,
         traced=trace,
         notify=OccasionalLines(stderr_console()),
-        save=lambda table: table.write(out),
+        save=lambda table: _keep(table, out),
     )
     _show([table], 200, as_json)
 
 
 @bench.command()
 def cpu(
-    out: Out = _RESULTS,
+    out: Out = None,
     quick: Quick = False,
     threads: Annotated[int, typer.Option(min=1, help="Threads that PyTorch may use.")] = 2,
     busy: Annotated[
@@ -196,10 +202,10 @@ def cpu(
         notify=OccasionalLines(stderr_console()),
     )
     _show([table], 120, as_json)
-    table.write(out)
-    table.draw(
-        out / f"{table.name}.png", "version", ["over original"], ["batch"], "times as long as original"
-    )
+    if out is not None:
+        table.write(out)
+        picture = out / f"{table.name}.png"
+        table.draw(picture, "version", ["over original"], ["batch"], "times as long as original")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
