@@ -83,6 +83,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(
         with pytest.raises(KeyboardInterrupt):
             pretrain_all([model], tmp_path, folders[1], quiet)
     run = RunFolder(model.folder(tmp_path))
+    assert run.record["status"] == "interrupted"
     assert run.checkpoint_steps() == [10]
     assert pretrain_all([model], tmp_path, folders[1], quiet).done == [model.name]
     whole = tmp_path / "whole"

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -232,6 +233,15 @@ def test_a_measurement_that_stops_is_noted_and_goes_on_from_another_place(
     run = RunFolder(tmp_path / "run")
     assert run.record["status"] == "failed"
     assert sorted(run.record["data"]) == ["model", "wikitext"]
+
+    def stop(*_: object, **__: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr("saobp.training.evaluation.run.pseudo_perplexity", stop)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(bert, **options)
+    assert run.record["status"] == "interrupted"
     monkeypatch.chdir(bert.parent)
     evaluate(bert.name, **options)
     assert run.result["model"] == run.recipe["model"] == f"{bert.parent.name}/{bert.name}"

@@ -127,7 +127,7 @@ def test_an_interrupted_seed_goes_on_and_gives_the_same_numbers(data_dir, bert, 
     with pytest.raises(KeyboardInterrupt):
         finetune(bert, task, tmp_path / "broken", **options)
     run = RunFolder(tmp_path / "broken/seed-2")
-    assert run.record["status"] == "failed"
+    assert run.record["status"] == "interrupted"
     assert run.checkpoint_steps() == [3]
     assert not (tmp_path / "broken/result.json").exists()
     monkeypatch.undo()
@@ -143,6 +143,18 @@ def test_an_interrupted_seed_goes_on_and_gives_the_same_numbers(data_dir, bert, 
 
     assert numbers("broken") == numbers("straight")
     assert not run.checkpoints.exists()
+
+
+def test_who_stops_the_command_is_told_how_to_go_on(data_dir, bert, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TaskTrainer, "train", stop)
+    line = ["finetune", "--model", str(bert), "--task", "cola", "--data-dir", str(data_dir)]
+    answer = CliRunner().invoke(app, [*line, "--out", str(tmp_path)])
+    assert answer.exit_code == 130
+    assert "The same command goes on" in answer.stderr
+    assert RunFolder(tmp_path / "cola/seed-42").record["status"] == "interrupted"
 
 
 def test_no_logged_loss_spans_an_epochs_end(bert, tmp_path):

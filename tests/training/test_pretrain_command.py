@@ -194,6 +194,7 @@ def test_who_stops_a_run_is_told_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -
         stopped = run(*QUICK, *corpus)
     assert stopped.exit_code != 0
     assert "The same command with --resume goes on with the run in run." in said(stopped)
+    assert RunFolder("run").record["status"] == "interrupted"
     assert run(*QUICK, *corpus, "--resume").exit_code == 0
 
 

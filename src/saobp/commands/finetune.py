@@ -89,6 +89,9 @@ def finetune(
             )
     except (ValueError, OSError) as problem:
         fail(problem)
+    except KeyboardInterrupt:
+        print_note("Stopped. The same command goes on: finished seeds stay, one begun from its checkpoint.")
+        raise
     if found:
         stdout_console().print(results_table(found))
         print_result(f"results are in {out}")

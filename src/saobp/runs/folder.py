@@ -282,11 +282,12 @@ class RunFolder:
         with suppress(OSError):
             self.file(LOCK).unlink()
 
-    def fail(self, seconds: float | None = None) -> None:
-        """Record that the run stopped early; it can be resumed."""
+    def fail(self, seconds: float | None = None, problem: BaseException | None = None) -> None:
+        """Record that the run stopped early, and whether by Ctrl-C; it can be resumed."""
+        status = "interrupted" if isinstance(problem, KeyboardInterrupt) else "failed"
         known = {} if seconds is None else {"seconds": seconds}
         try:
-            self._update_record(status="failed", finished=_now(), **known)
+            self._update_record(status=status, finished=_now(), **known)
         except OSError:
             self._overwrite_status()
         self._unlock()

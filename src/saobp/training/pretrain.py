@@ -142,9 +142,9 @@ def pretrain(
                 trainer.evaluate()
         result = _result(recipe, trainer, model)
         _save_model(trainer, run, model, tokenizer, result, portable)
-    except BaseException:
+    except BaseException as problem:
         if args.process_index == 0:
-            run.fail(trainer.clock.seconds)
+            run.fail(trainer.clock.seconds, problem)
         raise
     if args.process_index == 0:
         run.finish(asdict(result), seconds=result.seconds)

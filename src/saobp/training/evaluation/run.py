@@ -128,9 +128,9 @@ def evaluate(
                 results[task] = _wikitext(
                     loaded, tokenizer, is_decoder, text, positions, length, advance_task
                 )
-    except BaseException:
+    except BaseException as problem:
         if run is not None:
-            run.fail(time.monotonic() - began)
+            run.fail(time.monotonic() - began, problem)
         raise
     if run is not None:
         run.finish(results, seconds=time.monotonic() - began)

@@ -140,8 +140,8 @@ class _Session:
         run = RunFolder.start(path, "finetune", self.described(), seed=seed, data=self.data, resume=True)
         try:
             return self._train(run, seed, progress)
-        except BaseException:
-            run.fail()
+        except BaseException as problem:
+            run.fail(problem=problem)
             raise
 
     def _check_same(self, run: RunFolder) -> None:
