@@ -18,7 +18,7 @@ def explore(
         str | None, typer.Argument(help="Folder of a run or of a saved model, or a name on the hub.")
     ] = None,
     refinement: Annotated[
-        str | None, typer.Option(help="Refine the model first, for instance high:0.2.")
+        str | None, typer.Option(help="Refine the model first, as in high:0.2; none takes its own off.")
     ] = None,
     length: Annotated[int, typer.Option(help="Cut sentences to so many tokens.", min=2, max=512)] = 64,
     port: Annotated[

@@ -30,7 +30,7 @@ def export(
     to: Annotated[Form, typer.Option(help="ONNX, a program of torch.export, or ExecuTorch.")] = Form.onnx,
     out: Annotated[Path, typer.Option(help="Folder to write, which must not exist.")] = Path("exported"),
     refinement: Annotated[
-        str | None, typer.Option(help="Refine the model first, for instance high:0.2.")
+        str | None, typer.Option(help="Refine the model first, as in high:0.2; none takes its own off.")
     ] = None,
     int8: Annotated[bool, typer.Option("--int8", help="Store weights as int8 (ONNX only).")] = False,
     length: Annotated[int, typer.Option(help="Tokens in a text when times are taken.", min=1)] = 128,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.refinement import Refinement
-from saobp.storage.manifest import check_manifest
-from saobp.storage.model_folders import checked_folder, has_tokenizer
-from saobp.transformers.apply import apply
+from saobp.storage.model_folders import has_tokenizer, intact_folder
+from saobp.transformers.apply import refined_as_asked
 from saobp.transformers.input_length import max_input_length
 from saobp.transformers.load import saved_class
 from saobp.transformers.load_errors import clear_load_errors
@@ -81,16 +79,14 @@ class Forward(nn.Module):
 def load_token_model(name: str, refinement: Refinement | None = None) -> TokenModel:
     """A model from its folder, its run's folder or the hub, with the head it was saved with.
 
-    Refined as saved or, where ``refinement`` is given, as that says. Raises on what cannot be exported.
+    ``refinement`` overrides the one that it was saved with; the factor ``none`` removes it.
+    Raises on what cannot be exported.
     """
-    place = checked_folder(name)
-    check_manifest(Path(place))
+    place = intact_folder(name)
     with clear_load_errors(place, "a model"):
         model: Any = saved_class(AutoConfig.from_pretrained(place), place).from_pretrained(place)
         tokenizer: Any = AutoTokenizer.from_pretrained(place) if has_tokenizer(place) else None
-    if refinement is not None:
-        apply(model, refinement)
-    return token_model(model, tokenizer, name)
+    return token_model(refined_as_asked(model, refinement), tokenizer, name)
 
 
 def token_model(model: PreTrainedModel, tokenizer: Any = None, name: str = "the model") -> TokenModel:

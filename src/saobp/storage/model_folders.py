@@ -7,6 +7,8 @@ import functools
 from os import PathLike
 from pathlib import Path
 
+from saobp.storage.manifest import check_manifest
+
 HUB_SECONDS = 5.0
 """Longest wait for the hub's answer on whether it has a name."""
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
@@ -35,6 +37,13 @@ def checked_folder(folder: str | PathLike[str]) -> str:
             f"there is no model folder {str(path)!r}{_nearest(path)}, and the hub {problem}"
         )
     return str(folder)
+
+
+def intact_folder(folder: str | PathLike[str]) -> str:
+    """The same, for a model that is to be loaded: its files must be those of its manifest, if it has one."""
+    place = checked_folder(folder)
+    check_manifest(Path(place))
+    return place
 
 
 def check_file(path: Path) -> None:

@@ -101,6 +101,13 @@ def remove(model: Model) -> Model:
     return model
 
 
+def refined_as_asked(model: Model, refinement: Refinement | None) -> Model:
+    """A loaded model with the refinement given instead of its own, if one is; ``none`` takes it off."""
+    if refinement is None:
+        return model
+    return remove(model) if refinement.is_plain else apply(model, refinement)
+
+
 def _detach(model: PreTrainedModel) -> None:
     """Remove refinements, and restore configs and attention implementations."""
     for name, _ in list(attached(model)):

@@ -25,9 +25,8 @@ from transformers import (
 
 from saobp.refinement import Refinement
 from saobp.storage.atomic import first_line
-from saobp.storage.manifest import check_manifest
-from saobp.storage.model_folders import check_file, check_tokenizer, checked_folder
-from saobp.transformers import apply
+from saobp.storage.model_folders import check_file, check_tokenizer, intact_folder
+from saobp.transformers.apply import refined_as_asked
 from saobp.transformers.load_errors import clear_load_errors
 
 EXAMPLE = "planted example"
@@ -45,8 +44,7 @@ def load_model(
         model, tokenizer = example_model()
     else:
         model, tokenizer = _from_pretrained(name)
-    if refinement is not None:
-        apply(model, refinement)
+    refined_as_asked(model, refinement)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device), tokenizer
 
@@ -96,11 +94,10 @@ def dataset_texts(name: str, split: str, column: str | None, limit: int) -> list
 
 
 def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    place = checked_folder(name)
+    place = intact_folder(name)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
-    check_manifest(Path(place))
     with clear_load_errors(place, "a model with its tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(place)
         tokenizer("")  # a damaged one may load and fail here

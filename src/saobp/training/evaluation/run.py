@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 from saobp.data.tasks import TASKS, Split, load_split
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
-from saobp.storage.manifest import check_manifest
-from saobp.storage.model_folders import checked_folder
+from saobp.storage.model_folders import intact_folder
 from saobp.training.checkpoints import config_of, load_model, load_tokenizer_of, model_checksum, model_name
 from saobp.training.evaluation.blimp import accuracies, judge_pairs, read_blimp, save_items
 from saobp.training.evaluation.harness import harness_accuracy, require_harness
@@ -141,7 +140,7 @@ def load_language_model(
     folder: str | Path, refinement: Refinement | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, bool]:
     """A saved language model in float32, on a GPU if there is one; its tokenizer; whether it is a decoder."""
-    check_manifest(Path(checked_folder(folder)))
+    intact_folder(folder)
     kinds = config_of(folder).architectures or ["none"]
     is_decoder = kinds[0].endswith(("LMHeadModel", "ForCausalLM"))
     if not is_decoder and not kinds[0].endswith("ForMaskedLM"):

@@ -21,8 +21,7 @@ from saobp.refinement import Refinement
 from saobp.runs.folder import RunError, RunFolder
 from saobp.runs.layout import RESULT, seed_folder
 from saobp.storage.json_files import write_json
-from saobp.storage.manifest import check_manifest
-from saobp.storage.model_folders import checked_folder
+from saobp.storage.model_folders import intact_folder
 from saobp.training.checkpoints import (
     effective_refinement,
     load_tokenizer_of,
@@ -69,7 +68,7 @@ def finetune(
     chosen = list(dict.fromkeys(seeds))
     if not chosen:
         raise ValueError("there is no seed to run: give at least one")
-    check_manifest(Path(checked_folder(model)))
+    intact_folder(model)
     folder = Path(folder)
     spec = task.spec
     asked = recipe_for(spec) if recipe is None else recipe
