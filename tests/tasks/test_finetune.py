@@ -294,7 +294,8 @@ def test_mistakes_get_one_sentence(data_dir, bert, tmp_path):
         return answer.output
 
     known = ("--model", str(bert), "--data-dir", str(data_dir))
-    assert "unknown task 'colla'" in said("--task", "colla", *known)
+    for name in ("--task", "--tasks"):  # both, as for saobp evaluate
+        assert "unknown task 'colla'" in said(name, "colla", *known)
     assert "seeds are whole numbers" in said("--task", "cola", "--seeds", "a", *known)
     assert "there is no model folder" in said(
         "--task", "cola", "--data-dir", str(data_dir), "--model", "no/such/model"

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 def finetune(
     model: Annotated[str, typer.Option(help="Folder of a model with its tokenizer, such as RUN/model.")],
-    task: Annotated[str, typer.Option(help="Tasks joined by commas; glue for nine, all for twelve.")] = "all",
+    task: Annotated[
+        str,
+        typer.Option("--task", "--tasks", help="Tasks joined by commas; glue for nine, all for twelve."),
+    ] = "all",
     seeds: Annotated[str, typer.Option(help="Seeds joined by commas.")] = "42",
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with the tasks' files; without it they come from the hub.")
