@@ -34,6 +34,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "books": {"corpus": "gutenberg_books"},
 }
 """What further settings of ModernBERT-mini change in the tuned recipe ``modern``."""
+DECODER: dict[str, Any] = {"masked_share": 0.15, "masked_share_end": None}
+"""Fields of the recorded decoders that differ from the tuned recipe and mean nothing there."""
+DECODER_SEEDS = (21, 22, 23, 24, 25)
 MEDIUM_SEEDS = PAIR_SEEDS[:2]
 MEDIUM_RATE = 5 / 7
 """Medium's rate over small's, as in the recipe ``modern``."""
@@ -47,6 +50,7 @@ RIVAL_SEEDS = (11, 12, 13, 14, 15, 16, 17, 18)
 class Run:
     """A method and a seed.
 
+    family:  ``llama`` for a strict decoder of size mini
     setting: one of TUNING for small and medium; one of OTHERS, or None for the tuned recipe, for mini
     """
 
@@ -54,16 +58,19 @@ class Run:
     seed: int
     size: str = "mini"
     setting: str | None = None
+    family: str = "modernbert"
 
     @property
     def name(self) -> str:
         form = "original" if self.form == ORIGINAL else self.form.removeprefix("high:")
         parts = [self.size, self.setting, form.replace("+", "-").replace(":", "-"), str(self.seed)]
-        return "-".join(["modernbert", *(part for part in parts if part is not None)])
+        return "-".join([self.family, *(part for part in parts if part is not None)])
 
     @property
     def changes(self) -> dict[str, Any]:
         """What the setting changes in the recipe ``modern`` of the size."""
+        if self.family == "llama":
+            return DECODER
         if self.size == "mini":
             return {} if self.setting is None else OTHERS[self.setting]
         own = dict(TUNING[self.setting or ""])
@@ -72,7 +79,7 @@ class Run:
     @property
     def recipe(self) -> PretrainRecipe:
         """The recipe ``modern`` for 98 million tokens, without evaluations during training."""
-        usual = with_steps(named_recipe("modern", "modernbert", self.size), STEPS)
+        usual = with_steps(named_recipe("modern", self.family, self.size), STEPS)
         usual = replace(usual, **{"batch_size": ROWS, "length": LENGTH, "corpus": MIXTURE, **self.changes})
         return replace(
             usual,
@@ -88,7 +95,7 @@ class Run:
     def command(self) -> list[str]:
         """The words that make this run again, whatever the recipe ``modern`` is by then."""
         recipe = self.recipe
-        words = ["saobp", "pretrain", "--recipe", "modern", "--family", "modernbert", "--size", self.size]
+        words = ["saobp", "pretrain", "--recipe", "modern", "--family", self.family, "--size", self.size]
         words += ["--steps", str(recipe.steps), "--refinement", self.form, "--seed", str(self.seed)]
         for name in (
             *("batch_size", "length", "learning_rate", "warmup_steps", "masked_share", "masked_share_end"),

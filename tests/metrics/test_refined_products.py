@@ -16,7 +16,10 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize(("factor", "tokens"), [("high", 130), ("low", 20), ("high-listing", 37)])
+@pytest.mark.parametrize(
+    ("factor", "tokens"),
+    [("high", 130), ("low", 20), ("high-listing", 37), ("high-key-bias", 130), ("low-key-bias", 20)],
+)
 def test_products_equal_those_of_the_map(factor: str, tokens: int) -> None:
     """Forward, transposed and single rows against the map; more channels than the head is wide."""
     generator = torch.Generator().manual_seed(tokens)
@@ -39,8 +42,11 @@ def test_products_equal_those_of_the_map(factor: str, tokens: int) -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="the kernels are chosen on a GPU")
 def test_refined_heads_on_a_gpu_take_the_kernels() -> None:
     states, strength = torch.randn(1, 40, 16, device=DEVICE), torch.tensor([0.2], device=DEVICE)
-    operator = operator_for(states, states, Refinement("high", 0.2), strength, Mask(), scale=0.3)
-    assert isinstance(operator, FusedOperator)
+    for refinement in (Refinement("high", 0.2), Refinement("high-key-bias", 0.2)):
+        operator = operator_for(states, states, refinement, strength, Mask(), scale=0.3)
+        assert isinstance(operator, FusedOperator)
+    every_other = Refinement("high-key-bias", 0.2, message_stride=2)
+    assert not can_fuse(states, states, every_other, Mask(), 0.3)
 
 
 def test_what_the_kernels_cannot_do_goes_in_tiles() -> None:

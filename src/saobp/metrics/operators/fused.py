@@ -92,7 +92,8 @@ def can_fuse(query: Tensor, key: Tensor, refinement: Refinement, mask: Mask, sca
     return (
         query.is_cuda
         and mask.is_plain
-        and POTTS.get(refinement.factor, (0.0, 2))[1] != 2
+        and refinement.factor in POTTS
+        and refinement.message_stride == 1
         and unsupported(
             Call.of(query[None], key[None], query[None], refinement, is_causal=mask.causal, scale=scale)
         )
