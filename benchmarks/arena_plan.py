@@ -109,6 +109,7 @@ class Run:
 FIRST = (
     *(Run(f"{KEY_BIAS}+qk-norm", seed) for seed in RIVAL_SEEDS),
     *(Run(KEY_BIAS, seed, "mini", setting) for setting in ("wikipedia", "512-tokens") for seed in PAIR_SEEDS),
+    *(Run(KEY_BIAS, seed, family="llama") for seed in DECODER_SEEDS),
 )
 """Does the key bias add to QK-norm, and does its gain carry over? The other run of each pair is recorded."""
 
