@@ -165,7 +165,7 @@ def test_masked_batch_counts_masked_places_alone() -> None:
 def test_versions_are_what_their_names_say() -> None:
     from transformers import BertModel
 
-    original, high, learned = (
+    original, high, learned, key_bias = (
         model_benchmark.bert(BertModel, TINY, version, vocabulary=40)
         for version in model_benchmark.REFINEMENTS
     )
@@ -173,6 +173,7 @@ def test_versions_are_what_their_names_say() -> None:
     assert high.config.saobp["factor"] == "high"
     assert high.config.saobp["strength"] > 0
     assert learned.config.saobp["strength"] == "learned"
+    assert key_bias.config.saobp == {**learned.config.saobp, "factor": "high-key-bias"}
     for own, other in zip(original.parameters(), high.parameters(), strict=True):
         assert torch.equal(own, other)
 
@@ -183,7 +184,7 @@ def test_cpu_rows_and_threads() -> None:
     table = cpu_inference(batches=(1, 2), length=8, turns=2, budget=0.0, vocabulary=40, notify=lambda _: None)
     assert torch.get_num_threads() == threads
     assert "2 threads used" in table.facts["CPU"]
-    assert [row["batch"] for row in table.rows] == [1] * 4 + [2] * 4
+    assert [row["batch"] for row in table.rows] == [1] * 5 + [2] * 5
     assert table.rows[0]["over original"] == 1.0
     busy = cpu_inference(
         batches=(1,), length=8, turns=2, budget=0.0, vocabulary=40, busy=True, notify=lambda _: None

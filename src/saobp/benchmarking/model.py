@@ -24,7 +24,12 @@ VOCABULARY, MASK = 30522, 103
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-REFINEMENTS = {"original": None, "high": "high", "learned": "high,strength=learned"}
+REFINEMENTS = {
+    "original": None,
+    "high": "high",
+    "learned": "high,strength=learned",
+    "key-bias": "high-key-bias,strength=learned",
+}
 """Version of a model to the refinement applied to it; ``original`` is Transformers' own SDPA attention."""
 
 
@@ -51,7 +56,7 @@ def model_speed(
     *,
     device: str = "cuda",
     sizes: Sequence[str] = tuple(PAPER_SIZES),
-    versions: Sequence[str] = ("original", "high", "learned"),
+    versions: Sequence[str] = tuple(REFINEMENTS),
     stages: Sequence[str] = STAGES,
     training: tuple[int, int] = (256, 128),
     inference: tuple[int, int] = (32, 128),
