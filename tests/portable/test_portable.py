@@ -1,9 +1,11 @@
 """Folders that carry their code: the refined model where saobp cannot be imported, and with it."""
 
+import copy
 import json
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -186,6 +188,30 @@ def test_the_folder_alone_decodes_in_chunks_like_the_package(tmp_path):
         loaded.generate(ids, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="is refined"):
         loaded.set_attn_implementation("sdpa")
+
+
+def test_threads_may_share_the_folder_alone(tmp_path):
+    model = refined(tiny_model("llama").double(), "high:learned+gate")
+    loaded = load_alone(
+        saobp.save(model, tmp_path / "model", portable=True),
+        transformers.AutoModelForCausalLM,
+        dtype=torch.float64,
+    )
+    loaded = copy.deepcopy(loaded)
+    ids = tiny_batch(batch=2, padding=0)["input_ids"]
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1:]
+        cache = loaded(ids[:, :-1], use_cache=True).past_key_values
+
+        def run(*_):
+            handle.remove()
+            thread = Thread(target=lambda: loaded(ids[:, :3]))
+            thread.start()
+            thread.join()
+
+        handle = loaded.model.layers[0].self_attn.q_proj.register_forward_hook(run)
+        got = loaded(ids[:, -1:], past_key_values=cache).logits
+    assert (got - expected).abs().max() < 1e-12
 
 
 def test_with_the_package_the_folder_runs_by_it(tmp_path):

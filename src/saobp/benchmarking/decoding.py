@@ -18,7 +18,7 @@ from saobp.runs.machine import machine
 from saobp.timing import Call, Result, clock_of, in_turn
 from saobp.transformers.attention_function import saobp_attention
 from saobp.transformers.cache import MessageDynamicLayer
-from saobp.transformers.layer_refinement import ATTACHED, LayerRefinement
+from saobp.transformers.layer_refinement import ATTACHED, LayerRefinement, own_layer
 
 
 class Shape(NamedTuple):
@@ -132,7 +132,7 @@ def step_call(name: str, step: Step, shape: Shape, part: str) -> Call:
                 layer._align(past, 1, past + 1)
             if name == "sdpa":
                 return sdpa_attention_forward(module, step.query, keys, values, None, scaling=module.scaling)
-            module.saobp_messages = layer
+            own_layer(module).call.messages = layer  # type: ignore[union-attr]
             return saobp_attention(module, step.query, keys, values, step.mask, scaling=module.scaling)
 
     return call

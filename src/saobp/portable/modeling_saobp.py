@@ -10,6 +10,7 @@ Written by saobp. Where that package is installed, the model runs by it instead,
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -97,6 +98,16 @@ def log_similarity(rows: Tensor) -> Tensor:
     return torch.log((rows @ rows.mT).clamp(min=precision.tiny / precision.eps))
 
 
+class CallState(threading.local):
+    """What ``bind`` leaves for the attention function, for each thread; copies and pickles start empty."""
+
+    messages: Messages | None = None
+    inputs: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[CallState], tuple[()]]:
+        return CallState, ()
+
+
 class LayerRefinement(nn.Module):
     """The refinement of one attention module: a strength per head, learned or fixed, and variants."""
 
@@ -125,8 +136,7 @@ class LayerRefinement(nn.Module):
                 for name in saved.get("variants", [])
             }
         )
-        self.messages: Messages | None = None
-        self.inputs: Tensor | None = None
+        self.call = CallState()
 
     @property
     def remembers(self) -> bool:
@@ -187,7 +197,7 @@ class LayerRefinement(nn.Module):
         return query, key
 
     def gated(self, output: Tensor) -> Tensor:
-        inputs, self.inputs = self.inputs, None
+        inputs, self.call.inputs = self.call.inputs, None
         if "gate" not in self.variants or inputs is None:
             return output
         gate = self.variants["gate"]
@@ -198,7 +208,7 @@ class LayerRefinement(nn.Module):
 
     def refined(self, scores: Tensor, graph: Graph) -> Tensor:
         """Refined rows of scores ``[batch, heads, rows, keys]``; adds their messages to the cache."""
-        messages, self.messages = self.messages, None
+        messages, self.call.messages = self.call.messages, None
         past = None if messages is None else messages.past
         log_prior = torch.log_softmax(graph.mask_scores(scores), -1)
         rows = graph.mask_rows(log_prior.exp())
@@ -368,14 +378,14 @@ def message_layer(cache: Cache, index: int) -> Messages:
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of an attention module: its inputs and cache, which its function does not get."""
     own: Any = module.saobp
-    own.inputs = (args[0] if args else kwargs["hidden_states"]) if "gate" in own.variants else None
-    own.messages = None
+    own.call.inputs = (args[0] if args else kwargs["hidden_states"]) if "gate" in own.variants else None
+    own.call.messages = None
     cache: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
     if cache is None or not own.remembers:
         return
     cache = getattr(cache, "self_attention_cache", cache)
     if own.factor in SIGNS and is_causal_call(module):
-        own.messages = message_layer(cache, module.layer_idx)  # type: ignore[arg-type]
+        own.call.messages = message_layer(cache, module.layer_idx)  # type: ignore[arg-type]
     elif cache.get_seq_length(module.layer_idx) > 0:
         raise ValueError(f"{own.factor!r} needs all rows at once: generate with use_cache=False")
 

@@ -73,8 +73,8 @@ def saobp_attention(
         query, key, value = varied_states(module, query, key, value)
         sink = sink_of(variants)
     refinement, strength, messages = own_refinement(module, own, query, key.shape[-2])
-    if messages is not None:
-        module.saobp_messages = None  # type: ignore[assignment]
+    if messages is not None and own is not None:
+        own.call.messages = None
         if is_causal is None:
             is_causal = True  # the pre-hook gives a cache layer to causal modules only
     causal = is_causal_call(module, is_causal)
@@ -121,8 +121,8 @@ def saobp_attention(
                 output, rows = cached_attention(*call, messages, bias=bias, wants_rows=wants_rows, **options)
     if variants and own is not None:
         for variant in variants:
-            output = variant.output(output, own.inputs)
-        own.inputs = None
+            output = variant.output(output, own.call.inputs)
+        own.call.inputs = None
     return output.transpose(1, 2).contiguous(), rows if wants_rows else None
 
 
@@ -218,7 +218,7 @@ def own_refinement(
         if own.heads != query.shape[1]:
             name = type(module).__name__
             raise ValueError(f"{name} was expected to have {own.heads} heads but has {query.shape[1]}")
-        return own.of_rows, own.strengths((query.shape[-2], keys)), module.saobp_messages  # type: ignore[return-value]
+        return own.of_rows, own.strengths((query.shape[-2], keys)), own.call.messages
     written = getattr(getattr(module, "config", None), ATTACHED, None)
     if written is None:
         raise ValueError(

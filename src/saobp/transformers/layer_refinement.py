@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
 from saobp.propagation.factors import Similarity, get_factor
 from saobp.refinement import Refinement
 from saobp.transformers.cache import (
+    MessageCacheLayer,
     StaticMessages,
     cache_layer,
     holds_keys,
@@ -29,6 +31,22 @@ ATTACHED = "saobp"
 """Name of the attached module inside an attention module, and of the field in a model's config."""
 WRITTEN = "attn_implementation"
 """Field of a saved config that names the implementation. Transformers reads it, but does not write it."""
+
+
+class CallState(threading.local):
+    """What the pre-hooks of an attention module leave for its attention function, which does not get it.
+
+    Each thread has its own: a server's threads may share a model. Copies and pickles start empty.
+
+    messages: the cache layer of the call
+    inputs:   the inputs of the module, for variants
+    """
+
+    messages: MessageCacheLayer | None = None
+    inputs: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[CallState], tuple[()]]:
+        return CallState, ()
 
 
 class LayerRefinement(nn.Module):
@@ -55,7 +73,7 @@ class LayerRefinement(nn.Module):
         super().__init__()
         self.refinement, self.layer, self.layers, self.heads = refinement, layer, layers, heads
         self.of_rows, self.text = replace(refinement, variants=()), str(refinement)
-        self.inputs: Tensor | None = None
+        self.call = CallState()
         is_float = like is None or like.is_floating_point()
         like = torch.empty(0) if like is None else like
         like = torch.empty(0, dtype=like.dtype if is_float else None, device=like.device)
@@ -80,7 +98,7 @@ class LayerRefinement(nn.Module):
         """Strengths of a call with so many queries and keys: ``[heads]``, or as ``Variant.strength``."""
         strength = self()
         for variant in variants_of(self):
-            strength = variant.strength(strength, lengths, self.inputs)
+            strength = variant.strength(strength, lengths, self.call.inputs)
         return strength
 
     def fixed_strengths(self, device: torch.device) -> Tensor:
@@ -124,7 +142,8 @@ def own_layer(module: nn.Module) -> LayerRefinement | None:
 
 def bind_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of an attention module: stores the inputs for the attention function."""
-    own_layer(module).inputs = args[0] if args else kwargs["hidden_states"]  # type: ignore[union-attr]
+    own: Any = own_layer(module)
+    own.call.inputs = args[0] if args else kwargs["hidden_states"]
 
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
@@ -136,11 +155,11 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
 
 
 def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention module: stores the cache layer of the call as ``saobp_messages``,
-    since the attention function does not get the cache."""
-    if module.saobp_messages is not None:
-        module.saobp_messages = None  # type: ignore[assignment]
+    """Forward pre-hook of an attention module: stores the cache layer of the call, since the attention
+    function does not get the cache."""
     own: Any = own_layer(module)
+    if own.call.messages is not None:
+        own.call.messages = None
     implementation = _implementation(module.config)
     if implementation != IMPLEMENTATION:
         warn_of_other_attention(own, implementation)
@@ -173,7 +192,7 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "DynamicCache, or generate with use_cache=False"
         )
     messages.check_refinement(own.text)
-    module.saobp_messages = messages  # type: ignore[assignment]
+    own.call.messages = messages
 
 
 def _implementation(config: Any) -> str | None:
@@ -198,7 +217,6 @@ def warn_of_other_attention(own: Any, implementation: str | None) -> None:
 
 
 def add_cache_hook(module: nn.Module) -> None:
-    module.saobp_messages = None  # type: ignore[assignment]
     module.register_forward_pre_hook(bind_cache, with_kwargs=True)
     if any(variant.needs_inputs for variant in variants_of(own_layer(module))):
         module.register_forward_pre_hook(bind_inputs, with_kwargs=True)
@@ -217,7 +235,6 @@ def remove_cache_hook(module: nn.Module) -> None:
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook in hooks]:
         del module._forward_pre_hooks[key]
         module._forward_pre_hooks_with_kwargs.pop(key, None)
-    module.__dict__.pop("saobp_messages", None)
 
 
 def reject_cross_attention(module: nn.Module) -> None:
