@@ -290,6 +290,16 @@ def test_what_has_no_portable_code_is_refused_and_nothing_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("portable", [False, True])
+def test_a_model_of_which_a_part_is_refined_is_refused(portable, tmp_path):
+    model = tiny_model("bert")
+    saobp.apply(model.bert, "high:0.5")
+    with pytest.raises(ValueError, match="only a part of the model is refined"):
+        saobp.save(model, tmp_path / "model", portable=portable)
+    saobp.save(model.bert, tmp_path / "part")
+    assert saobp.load(tmp_path / "part").config.saobp["strength"] == 0.5
+
+
 def test_a_folder_that_exists_is_left_as_it_is(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="exists already"):

@@ -20,7 +20,7 @@ from saobp.portable.run_facts import CardResult, RunFacts, checked_results, fact
 from saobp.refinement import Refinement
 from saobp.storage.atomic import replacing
 from saobp.storage.manifest import CARD
-from saobp.transformers.layer_refinement import attached
+from saobp.transformers.layer_refinement import ATTACHED, attached
 
 
 def save(
@@ -48,6 +48,11 @@ def save(
         raise FileExistsError(f"{str(path)!r} exists already: name a folder that does not")
     if refinement_of(model) is None:
         raise ValueError("the model is not refined: save it with model.save_pretrained(folder)")
+    if getattr(model.config, ATTACHED, None) is None:
+        raise ValueError(
+            "only a part of the model is refined, so it would load as a plain one: apply the refinement to "
+            "the whole model, or save that part by itself"
+        )
     if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
         raise TypeError(
             f"tokenizer must be what AutoTokenizer.from_pretrained gives, not {type(tokenizer).__name__}"
