@@ -65,8 +65,8 @@ def attention(
 
     strength ``[heads]``, of either sign, overrides ``refinement.strength``, for trained values; several steps
     may have their own, ``[steps, heads]``, of which the last is for all further steps. The kernels
-    are for strengths up to 8: beyond, half precision lacks range and single precision errs by 0.05 and more
-    on rows with all weight on one key.
+    are for strengths up to 8, and up to 2 for several steps: beyond, half precision lacks range and single
+    precision errs by 0.05 and more on rows with all weight on one key.
 
     attn_mask, broadcastable to ``[batch, heads, queries, keys]``, is that of PyTorch's
     ``scaled_dot_product_attention``: bool, True where a row may attend, or numbers added to the scores, minus

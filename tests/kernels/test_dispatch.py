@@ -55,6 +55,9 @@ def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
         (call(dtype=torch.float64), "reference", "because torch.float64 is not float16, bfloat16 or float32"),
         (call(refinement=TWO_STEPS), "fused", "2 steps"),
         (call(refinement=Refinement("high", 0.2, steps=5)), "reference", "5 steps were asked for"),
+        (call(129, Refinement("high", 6, steps=2)), "reference", "strength 6 in 2 steps leaves rows"),
+        (call(128, Refinement("high", 6, steps=2)), "fused", "2 steps"),
+        (call(129, Refinement("high", 4, steps=2)), "fused", "2 steps"),
         (
             call(refinement=Refinement("elemmul"), is_causal=True),
             "reference",

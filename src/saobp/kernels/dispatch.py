@@ -77,6 +77,10 @@ def unsupported(call: Call) -> str | None:
     known = 0.0 if call.strongest is None or factor not in POTTS else call.strongest
     if known > HALF_MAX_STRENGTH and dtype != torch.float32:
         return f"strength {known:g} is more than the {HALF_MAX_STRENGTH:g} that {dtype} has range for"
+    if refinement.steps > 1 and known * refinement.steps > HALF_MAX_STRENGTH and not _holds_map(call):
+        return (
+            f"strength {known:g} in {refinement.steps} steps leaves rows with all weight on one key no digits"
+        )
     if refinement.steps > 1 and refinement.message_stride > 1:
         return "several steps with messages from a part of the rows have no kernel"
     if refinement.steps > MAX_STEPS:
@@ -99,6 +103,12 @@ def unsupported(call: Call) -> str | None:
     if 0 in query:
         return "there is nothing to compute"
     return None
+
+
+def _holds_map(call: Call) -> bool:
+    """Whether a program holds a head's whole map, so that steps lose no digits."""
+    longest = call.query[2] if call.longest is None else call.longest
+    return is_short(longest, call.query[3], call.dtype)
 
 
 def _masked_obstacle(call: Call) -> str | None:
