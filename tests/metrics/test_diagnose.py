@@ -178,6 +178,19 @@ def test_a_refined_model_is_loaded_with_its_refinement(
     assert "refined: 8 heads" in shown.output
 
 
+def test_a_model_compared_with_its_own_refinement_is_said_to_be(
+    folders: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    given = (folders["refined"], "--text", text, "--overwrite", "--out", tmp_path / "out", "--compare")
+    assert "has high:learned already" in run(*given, "high:learned").output
+    assert "already" not in run(*given, "high:0.2").output
+
+
+def test_a_missing_model_is_named_first(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "diagnosis.json").write_text("{}")
+    assert "there is no model" in run(tmp_path / "none", "--text", text, "--out", tmp_path).output
+
+
 def test_a_tokenizer_of_bytes_needs_no_files(text: Path, tmp_path: Path) -> None:
     tiny_model("bert", vocab_size=400).save_pretrained(tmp_path / "bytes")
     ByT5Tokenizer().save_pretrained(tmp_path / "bytes")

@@ -83,6 +83,8 @@ def diagnose(
     try:
         if text is not None:
             check_file(text)
+        if model is not None:
+            checked_folder(model)
         if out.exists() and not out.is_dir():
             raise ValueError(f"{str(out)!r} is a file: name a folder by --out")
         if (out / DIAGNOSIS).exists() and not overwrite:
@@ -90,8 +92,6 @@ def diagnose(
                 f"{out} holds a diagnosis: name another by --out, or add --overwrite to replace it"
             )
         import_own(imports)
-        if model is not None:
-            checked_folder(model)
         from saobp.metrics.diagnosis.loading import EXAMPLE, EXAMPLE_TEXT, dataset_texts, read_texts
 
         if text is not None and dataset is not None:
@@ -144,8 +144,10 @@ def _diagnoses(
     from saobp.metrics.health.head_health import CROSS_LAYER
     from saobp.metrics.query_key_statistics import STATISTICS
     from saobp.metrics.sampling import SAMPLED
+    from saobp.portable.code import refinement_of
     from saobp.refinement import Refinement
 
+    own: Refinement | None = None
     found: list[Diagnosis] = []
     explorer: dict[str, Any] | None = None
     statistics = [*(STATISTICS if full else SAMPLED), *([] if method == "sampled" else [CROSS_LAYER])]
@@ -153,7 +155,14 @@ def _diagnoses(
         for name, refinement in subjects:
             subject = name if refinement is None else f"{name} with {refinement}"
             advance = _adding_up(bars.add(subject), len(texts))
-            loaded, tokenizer = load_model(name, Refinement.parse(refinement) if refinement else None)
+            asked = None if refinement is None else Refinement.parse(refinement)
+            loaded, tokenizer = load_model(name, asked)
+            if asked is None:
+                own = refinement_of(loaded)
+            elif own == asked:
+                print_note(
+                    f"{name} has {refinement} already, so both tables are alike: name another by --compare"
+                )
             found.append(
                 measured(
                     loaded,
@@ -242,7 +251,7 @@ def _table(diagnosis: Diagnosis, first: int) -> Table | None:
     for head in range(first, last):
         table.add_column(str(head), justify="right")
     if diagnosis.across_layers:
-        table.add_column("across", justify="right")
+        table.add_column("across\nlayers", justify="right")
     for layer in range(diagnosis.layers):
         cells = {head.head: _cell(head) for head in diagnosis.layer(layer)}
         row = [cells.get(head, Text("")) for head in range(first, last)]

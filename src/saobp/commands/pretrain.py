@@ -126,9 +126,8 @@ def pretrain(
             print_note(f"Stopped. The same command with --resume goes on with the run in {out}.")
         raise
     held = "" if result.eval_perplexity is None else f", held-out perplexity {result.eval_perplexity:.2f}"
-    print_result(
-        f"Loss {result.loss:.4f}{held} after {result.tokens:,} tokens in {result.seconds:.0f} s: {out}"
-    )
+    spent = f"{result.tokens:,} tokens in {result.seconds:.0f} s"
+    print_result(f"Training loss {result.loss:.4f}{held} after {spent}: {out}")
 
 
 def _recipe(
