@@ -422,7 +422,7 @@ def test_nothing_to_compare_is_said_in_a_sentence(tmp_path: Path) -> None:
         (
             {"refinement": "high-key-bias:learned,message_stride=4+temperature"},
             "high-key-bias:learned,message_stride=4+temperature",
-            "High as a bias per key, learned strengths (1 row in 4) + Temperature",
+            "Key bias, learned strengths (1 row in 4) + Temperature",
         ),
         (
             {

@@ -53,7 +53,7 @@ METHODS = {
         Method("three-steps", "High, three steps", "high:{strength},steps=3", tier=3),
         Method("entropy", "Entropy-Reg", regularizer="entropy", tier=3),
         Method("eigen", "Eigen-Reg", regularizer="eigen", tier=3),
-        Method("key-bias", "High as a bias per key, learned strengths", "high-key-bias:learned"),
+        Method("key-bias", "Key bias, learned strengths", "high-key-bias:learned"),
         Method("temperature", "Temperature per head", "temperature"),
         Method("sink", "Learned sink", "sink"),
         Method("softmax-plus-one", "Softmax plus one", "softmax-plus-one"),
@@ -67,7 +67,7 @@ METHODS = {
         ),
         Method(
             "key-bias-temperature",
-            "High as a bias per key + Temperature",
+            "Key bias, learned strengths + Temperature",
             "high-key-bias:learned+temperature",
             tier=2,
         ),
