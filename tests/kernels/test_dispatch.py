@@ -13,6 +13,7 @@ from saobp.kernels.dispatch import is_replayed, replayed, select, select_kernels
 
 HIGH = Refinement("high", 0.2)
 TWO_STEPS = Refinement("high", 0.2, steps=2)
+KEY_BIAS = Refinement("high-key-bias", 0.2)
 PART_OF_ROWS = Refinement("high-key-bias", 0.2, message_stride=2)
 
 
@@ -38,6 +39,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         (call(512, longest=100), "short"),
         (call(128, is_causal=True), "short causal"),
         (call(129, is_causal=True), "causal"),
+        (call(128, KEY_BIAS, is_causal=True, backend="fused"), "short causal"),
+        (call(129, KEY_BIAS, is_causal=True, backend="fused"), "causal"),
         (call(20, Refinement("elemmul")), "elemmul"),
         (call(129, PART_OF_ROWS, backend="fused"), "key bias"),
         (call(128, PART_OF_ROWS, backend="fused"), "short"),
@@ -81,7 +84,14 @@ def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
         (call(has_attn_mask=True, window=9), "fused", "sliding window of 9, attn_mask"),
         (call(refinement=Refinement("none")), "torch", "PyTorch"),
         (call(backend="reference"), "reference", "backend='reference' was asked for"),
-        (call(refinement=Refinement("high-key-bias", 0.2)), "fused", "100 tokens"),
+        (call(refinement=KEY_BIAS), "fused", "100 tokens"),
+        (call(refinement=KEY_BIAS, is_causal=True), "reference", "ask for backend='fused'"),
+        (
+            call(refinement=KEY_BIAS, is_causal=True, window=9),
+            "reference",
+            "no kernel for a sliding window of 9",
+        ),
+        (call(refinement=PART_OF_ROWS, is_causal=True), "reference", "message_stride has no causal form"),
         (
             call(refinement=Refinement("high-key-bias", 0.2, steps=2, message_stride=2)),
             "reference",
@@ -192,6 +202,7 @@ def spec(length: int, **options: object) -> CallSpec:
         ),
         ("causal", spec(512, bound=-0.2), {"careful": True, "hopper": True, "stored": True}),
         ("causal", spec(2048), {"weak": True, "careful": True, "copy_engine": True}),
+        ("causal", spec(512, bound=0.0, receives=2), {"careful": True, "stored": True}),
         ("elemmul", spec(512, receives=False, bound=0.0), {}),
     ],
 )

@@ -105,7 +105,7 @@ def test_short_sequences_with_and_without_their_longest(factor: str, max_seqlen:
     assert_as_alone(out, states, refinement, places)
 
 
-@pytest.mark.parametrize("factor", FACTORS[:4])
+@pytest.mark.parametrize("factor", [*FACTORS[:4], "high-key-bias"])
 @pytest.mark.parametrize("lengths", [SHORT, LENGTHS], ids=["short", "long"])
 def test_causal_sequences_equal_each_alone(factor: str, lengths: tuple[int, ...]) -> None:
     places = places_of(lengths)

@@ -14,7 +14,7 @@ import torch
 from saobp.kernels.call_spec import JOINT, SHORT, WHOLE, CallNumbers, CallSpec, all_keys, is_short
 from saobp.kernels.calls import POTTS, Call, Family, KernelChoice, Path
 from saobp.propagation.cpu_inference import cpu_obstacle
-from saobp.refinement import MAX_STRENGTH, Refinement
+from saobp.refinement import MAX_STRENGTH, NO_CAUSAL_STRIDE, Refinement
 
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -88,10 +88,10 @@ def unsupported(call: Call) -> str | None:
     if refinement.steps > 1 and (call.is_causal or factor == "elemmul"):
         what = "causal attention" if call.is_causal else "'elemmul'"
         return f"{refinement.steps} steps were asked for and the kernels of {what} do one"
-    if call.is_causal and factor in POTTS and POTTS[factor][1] == 2:
-        return "causal attention with a key bias has no kernel"
     if call.is_causal and refinement.future == "paper" and POTTS[factor][1]:
         return "the leaking form of causal attention has no kernel"
+    if call.is_causal and refinement.message_stride > 1:
+        return NO_CAUSAL_STRIDE
     if query[2] != key[2]:
         return f"{query[2]} queries and {key[2]} keys differ in number"
     if value[3] != query[3]:
@@ -102,6 +102,8 @@ def unsupported(call: Call) -> str | None:
         return f"scale {call.scale} is not positive"
     if 0 in query:
         return "there is nothing to compute"
+    if call.is_causal and POTTS[factor][1] == 2 and call.backend != "fused":
+        return "the kernels of causal attention with a key bias have not been checked on a GPU: ask for backend='fused'"
     return None
 
 
@@ -116,6 +118,8 @@ def _masked_obstacle(call: Call) -> str | None:
     what = "attn_mask" if call.has_attn_mask else f"a sliding window of {call.window}"
     if call.refinement.factor not in POTTS:
         return f"factor {call.refinement.factor!r} has no kernel for {what}"
+    if call.is_causal and POTTS[call.refinement.factor][1] == 2:
+        return f"causal attention with a key bias has no kernel for {what}"
     if call.is_causal and call.has_attn_mask:
         return "causal attention with attn_mask has no kernel: there each row needs its own sums of earlier messages"
     if call.refinement.steps != 1:
@@ -257,7 +261,7 @@ def select_kernels(
         return KernelChoice(weak, split_axis=split_axis(spec) if long and not spec.masked else None)
     whole = fetched and SHORT < spec.length <= WHOLE and spec.receives > 0 and spec.dtype == ANY_STRENGTH
     whole = whole and has_hopper_kernel(capability)
-    in_turn = fetched and SHORT < spec.length <= CAUSAL_UP_TO and spec.receives > 0
+    in_turn = fetched and SHORT < spec.length <= CAUSAL_UP_TO and spec.receives == 1
     in_turn = in_turn and has_hopper_kernel(capability) and has_heads(spec, CAUSAL_FROM)
     joint = fetched and SUMS_ABOVE < spec.length <= JOINT and spec.receives > 0 and spec.dtype == SUMS_TYPE
     joint = joint and has_hopper_kernel(capability) and has_heads(spec, SUMS_FROM)

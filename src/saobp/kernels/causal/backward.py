@@ -1,7 +1,7 @@
 """Gradients of strict causal attention: three sweeps, no atomics.
 
 With P the refined rows, D = rowsum(dO * O), dT = P * (dO V^T - D), u = a / (1 - gamma a) (0 for padding rows)
-and g_ik the sum of dT_jk over the rows j > i, which receive row i's message:
+and g_ik the sum of dT_jk over the rows that receive row i's message, j > i, with a key bias (RECEIVES 2) j >= i:
 
 1. ``causal_value_gradient`` (over keys, from the last row up): dV = P^T dO, and for every block of rows the sum of
    messages before it (``past``) and the sum of dT after it (``later`` = V . dV - P^T D so far). The sum of
@@ -192,7 +192,8 @@ def _query_loop(
         d_beliefs = refined * (d_rows - delta[:, None])
         if RECEIVES:
             later = load_vector(later_base + begin, local, stop - begin, 0.0, EDGE)
-            g = tl.dot(smaller(ROWS, k.dtype), d_beliefs.to(k.dtype), input_precision="ieee") + later[None, :]
+            g = tl.dot(smaller(ROWS, k.dtype, RECEIVES == 2), d_beliefs.to(k.dtype), input_precision="ieee")
+            g += later[None, :]
         else:
             g = -d_beliefs
         d_message = message_gradient(a, g, rows_real, message, PRECISE, MASKED)
@@ -295,7 +296,8 @@ def _key_loop(
         )
         if RECEIVES:
             later = load_vector(later_base + place, keys, seen, 0.0, True)[:, None]
-            g = tl.dot(d_beliefs.to(q.dtype), larger(ROWS, q.dtype), input_precision="ieee") + later
+            g = tl.dot(d_beliefs.to(q.dtype), larger(ROWS, q.dtype, RECEIVES == 2), input_precision="ieee")
+            g += later
         else:
             g = -d_beliefs
         d_message = message_gradient(a, g, rows_real, message, PRECISE, MASKED)

@@ -1,11 +1,13 @@
-"""Strict causal attention: a row receives messages of earlier rows. Three sweeps over tiles on or below the diagonal.
+"""Strict causal attention: a row receives messages of earlier rows, with a key bias (RECEIVES 2) its own too.
+
+Three sweeps over tiles on or below the diagonal:
 
 1. ``causal_row_sums``: log-sum-exp of every row's scores.
 2. ``earlier_messages`` (over keys, from the first row down): sum of log messages about each key before each block of
    rows, ``past[block, key]``. Rows come in spans of bounded length, so that ``past`` is linear in the sequence;
    ``message_sums[key]`` carries the sum from one span to the next and is complete after the last.
-3. ``causal_output`` (over rows): within a tile the messages of earlier rows are a product with a strictly
-   triangular matrix of ones; refined rows times values.
+3. ``causal_output`` (over rows): within a tile the messages of earlier rows are a product with a triangular matrix
+   of ones, which has a diagonal if RECEIVES is 2; refined rows times values.
 
 Listing factors, whose rows exchange no messages, take sweeps 1 and 3 only.
 """
@@ -59,15 +61,21 @@ def _add_exponentials(
 
 
 @triton.jit
-def smaller(SIZE: tl.constexpr, TYPE: tl.constexpr):
-    """``[SIZE, SIZE]``: 1 where the first index is smaller than the second, else 0."""
-    return (tl.arange(0, SIZE)[:, None] < tl.arange(0, SIZE)[None, :]).to(TYPE)
+def smaller(SIZE: tl.constexpr, TYPE: tl.constexpr, EQUAL: tl.constexpr):
+    """``[SIZE, SIZE]``: 1 where the first index is smaller than the second or, if EQUAL, the same, else 0."""
+    if EQUAL:
+        return (tl.arange(0, SIZE)[:, None] <= tl.arange(0, SIZE)[None, :]).to(TYPE)
+    else:
+        return (tl.arange(0, SIZE)[:, None] < tl.arange(0, SIZE)[None, :]).to(TYPE)
 
 
 @triton.jit
-def larger(SIZE: tl.constexpr, TYPE: tl.constexpr):
-    """``[SIZE, SIZE]``: 1 where the first index is larger than the second, else 0."""
-    return (tl.arange(0, SIZE)[:, None] > tl.arange(0, SIZE)[None, :]).to(TYPE)
+def larger(SIZE: tl.constexpr, TYPE: tl.constexpr, EQUAL: tl.constexpr):
+    """``[SIZE, SIZE]``: 1 where the first index is larger than the second or, if EQUAL, the same, else 0."""
+    if EQUAL:
+        return (tl.arange(0, SIZE)[:, None] >= tl.arange(0, SIZE)[None, :]).to(TYPE)
+    else:
+        return (tl.arange(0, SIZE)[:, None] > tl.arange(0, SIZE)[None, :]).to(TYPE)
 
 
 @triton.jit
@@ -271,16 +279,18 @@ def prior_and_beliefs(
 ):  # fmt: skip
     """Prior weights of a tile ``[ROWS, keys]`` and its log beliefs, before normalisation.
 
-    ``past`` ``[1, keys]`` is the sum of messages before the tile; earlier rows of the tile are added to it.
-    Without RECEIVES a row receives only its own message, inverted.
+    ``past`` ``[1, keys]`` is the sum of messages before the tile; earlier rows of the tile are added to it and, if
+    RECEIVES is 2, the own. Without RECEIVES a row receives only its own message, inverted.
     """
     a = tl.exp2(scores)
     messages = log_messages(a, rows_real, message, PRECISE, MASKED)
     if RECEIVES and PRECISE == 2:
-        beliefs = scores + (past + tl.dot(larger(ROWS, TYPE), messages, input_precision="ieee"))
+        beliefs = scores + (
+            past + tl.dot(larger(ROWS, TYPE, RECEIVES == 2), messages, input_precision="ieee")
+        )
     elif RECEIVES:
         # The sum has at most ROWS terms, so half precision suffices.
-        beliefs = tl.dot(larger(ROWS, TYPE), messages.to(TYPE), scores + past)
+        beliefs = tl.dot(larger(ROWS, TYPE, RECEIVES == 2), messages.to(TYPE), scores + past)
     else:
         beliefs = scores - messages
     return a, beliefs
@@ -292,9 +302,9 @@ def beliefs_by_key(
 ):  # fmt: skip
     """Log beliefs of a tile ``[keys, ROWS]``: ``prior_and_beliefs`` transposed. ``past`` is ``[keys, 1]``."""
     if RECEIVES and PRECISE == 2:
-        return scores + (past + tl.dot(messages, smaller(ROWS, TYPE), input_precision="ieee"))
+        return scores + (past + tl.dot(messages, smaller(ROWS, TYPE, RECEIVES == 2), input_precision="ieee"))
     if RECEIVES:
-        return tl.dot(messages.to(TYPE), smaller(ROWS, TYPE), scores + past)
+        return tl.dot(messages.to(TYPE), smaller(ROWS, TYPE, RECEIVES == 2), scores + past)
     return scores - messages
 
 

@@ -51,8 +51,8 @@ def message_gradients(
 ):  # fmt: skip
     """dT + gamma H of a tile, and its part of E; if not LAST, ``later`` is the sum of dT over rows of later parts."""
     if RECEIVES:
-        earlier = smaller(d_beliefs.shape[0], KIND)
-        g = tl.dot(earlier, rounded(d_beliefs, KIND), input_precision="ieee")
+        receivers = smaller(d_beliefs.shape[0], KIND, RECEIVES == 2)
+        g = tl.dot(receivers, rounded(d_beliefs, KIND), input_precision="ieee")
         if not LAST:
             g += later[None, :]
     else:

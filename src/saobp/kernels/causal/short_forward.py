@@ -1,8 +1,8 @@
 """Short strict causal sequences: a program holds the map of one head, in one launch.
 
 Of 128 rows the first 64 see half of the keys, so rows come in two parts: each sees the keys of its own part, on the
-diagonal, and all earlier ones. A row receives messages of earlier rows: within a part by a product with a strict
-triangle of ones, from the first part by a sum. Rows beyond the sequence send only to later such rows: no mask needed.
+diagonal, and all earlier ones. A row receives messages of earlier rows, if RECEIVES is 2 its own too: within a part by a
+product with a triangle of ones, from the first part by a sum. Rows beyond the sequence send only to such rows: no mask needed.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def beliefs_of(scores, sent, message, RECEIVES: tl.constexpr, PRECISE: tl.conste
     """Log beliefs of a tile: scores plus received messages; without RECEIVES the own message, inverted."""
     unit = message_unit(message, PRECISE)
     if RECEIVES:
-        earlier = (larger(sent.shape[0], tl.float32) * unit).to(sent.dtype)
+        senders = (larger(sent.shape[0], tl.float32, RECEIVES == 2) * unit).to(sent.dtype)
         if PRECISE == 2:
-            return scores + tl.dot(earlier, sent, input_precision="ieee")
+            return scores + tl.dot(senders, sent, input_precision="ieee")
         else:
-            return tl.dot(earlier, sent, scores)
+            return tl.dot(senders, sent, scores)
     else:
         return scores - unit * sent.to(tl.float32)
 

@@ -84,12 +84,12 @@ def _mean_parts_base(mean_parts_ptr, batch, head, first, heads, length, blocks):
 
 
 @triton.jit
-def message_triangle(message, ROWS: tl.constexpr, PRECISE: tl.constexpr):
-    """``[ROWS, ROWS]``: the unit of ``sent_messages`` where the first row is earlier than the second, else 0."""
+def message_triangle(message, ROWS: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr):
+    """``[ROWS, ROWS]``: the unit of ``sent_messages`` where the second row receives those of the first, else 0."""
     if PRECISE == 0:
-        return weak_triangle(pair_logarithm(message), ROWS, True)
+        return weak_triangle(pair_logarithm(message), ROWS, RECEIVES, True)
     else:
-        return smaller(ROWS, tl.float16)
+        return smaller(ROWS, tl.float16, RECEIVES == 2)
 
 
 @triton.jit
@@ -133,7 +133,8 @@ def stored_mean_parts(
     heads, group, length, blocks, section, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums of P dP and of P over a block of keys, in float32, for all rows that see them."""
     block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
@@ -154,7 +155,7 @@ def stored_mean_parts(
     v = load_rows(v_base, block * KEYS, tokens, v_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     message_sums = load_vector(message_sums_ptr + row_base, keys, tokens, 0.0, True)
-    triangle = message_triangle(message, ROWS, PRECISE)
+    triangle = message_triangle(message, ROWS, RECEIVES, PRECISE)
     local = tl.arange(0, ROWS)
     last = tl.cdiv(tokens, ROWS) - 1
     for step in tl.range(0, last + 1 - block):
@@ -203,8 +204,8 @@ def stored_climb(
     heads, group, length, blocks, section, sums_plane, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, LEARNS: tl.constexpr,
-    ATTRACTS: tl.constexpr, PRECISION: tl.constexpr,
+    RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    LEARNS: tl.constexpr, ATTRACTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV of a block of keys, d of all rows that see them and, if LEARNS, the gradient of gamma through each key's messages.
 
@@ -229,7 +230,7 @@ def stored_climb(
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     message_sums = load_vector(message_sums_ptr + row_base, keys, tokens, 0.0, True)
     KIND: tl.constexpr = k.dtype
-    triangle, ones = message_triangle(message, ROWS, PRECISE), tl.full([ROWS, 16], 1.0, KIND)
+    triangle, ones = message_triangle(message, ROWS, RECEIVES, PRECISE), tl.full([ROWS, 16], 1.0, KIND)
     after = tl.zeros([KEYS, 16], tl.float32)  # the sum of dT of later rows, in every column
     gamma_grad = tl.zeros([KEYS, 8], tl.float32)
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
@@ -256,10 +257,10 @@ def stored_climb(
         # Of rounded weights, as D is unless ATTRACTS: otherwise errors would add up in ``after`` over rows.
         d_logits = (exact if ATTRACTS else widened(refined)) * (d_rows - delta[None, :])
         narrow = rounded(d_logits, KIND)
-        within = tl.dot(narrow, larger(ROWS, KIND), input_precision="ieee")
+        within = tl.dot(narrow, larger(ROWS, KIND, RECEIVES == 2), input_precision="ieee")
         if ATTRACTS:
             rest = rounded(d_logits - widened(narrow), KIND)
-            within = tl.dot(rest, larger(ROWS, KIND), within, input_precision="ieee")
+            within = tl.dot(rest, larger(ROWS, KIND, RECEIVES == 2), within, input_precision="ieee")
         later = within + any_column(after)[:, None]
         after = tl.dot(narrow, ones, after, input_precision="ieee")
         if ATTRACTS:

@@ -82,7 +82,7 @@ def score_gradients(u, d_weights, refined, d_logits, triangle, later, pair):
 def _climb(
     dv, dk, message_sums, after, k, v, keys, keys_real, gamma, logarithm, pair, queries, gradients, mask_base,
     pair_base, sums_base, length, span_start, start, stop, tokens, score_scale, dropout,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, RECEIVES: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS.
@@ -93,8 +93,8 @@ def _climb(
     KIND: tl.constexpr = k.dtype
     HALF: tl.constexpr = ROWS // 2
     # Each half needs a quarter of the triangle; the rest is the sum of one half, which is needed anyway.
-    back = -weak_triangle(logarithm, HALF, False)
-    ahead = larger(ROWS, KIND)
+    back = -weak_triangle(logarithm, HALF, RECEIVES, False)
+    ahead = larger(ROWS, KIND, RECEIVES == 2)
     ones = tl.full([HALF, 16], 1.0, tl.float16)
     ones_here = tl.full([ROWS, 16], 1.0, KIND)
     last = tl.cdiv(stop - start, ROWS) - 1
@@ -145,7 +145,7 @@ def weak_climb(
     heads, group, length, blocks, section, sums_plane, span_start, span_stop, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr,
-    CHECKED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
+    CHECKED: tl.constexpr, RECEIVES: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Adds a span's part to dV and d^T Q; LAST: the sequence's last span, which is processed first and starts the sums."""
@@ -187,7 +187,7 @@ def weak_climb(
             dv, dk, message_sums, after, k, v, keys, keys_real, message[0], logarithm, pair, queries, gradients,
             mask_base, pairs_ptr + row_base * 2, sums_ptr + sums_base * 2, length, span_start,
             walk[leg], walk[leg + 1], tokens, score_scale, dropout,
-            ROWS, DIM, BLOCK_DIM, leg != 1, MASKED, PACKED, DROPS, PRECISION, MAPPED,
+            ROWS, DIM, BLOCK_DIM, leg != 1, RECEIVES, MASKED, PACKED, DROPS, PRECISION, MAPPED,
         )  # fmt: skip
     if DROPS:
         # Earlier spans do not see the keys of this one: their sum is complete.
@@ -206,7 +206,7 @@ def _query_loop(
     key_states, value_states, mask_base, sums_base,
     start, stop, tokens, score_scale, dropout,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
-    MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
+    RECEIVES: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = q.dtype
     for step in tl.range(0, tl.cdiv(stop - start, KEYS)):
@@ -228,7 +228,9 @@ def _query_loop(
         d_weights = rounded(d_rows - delta[None, :], KIND)
         d_logits = multiply(d_weights, refined)
         u = boosted(rounded(sender_prior, KIND), pair)
-        d_scores = score_gradients(u, d_weights, refined, d_logits, larger(ROWS, KIND), later, pair)
+        d_scores = score_gradients(
+            u, d_weights, refined, d_logits, larger(ROWS, KIND, RECEIVES == 2), later, pair
+        )
         row_terms = add_rows(row_terms, d_scores)
         dq = tl.dot(tl.trans(k), d_scores, dq, input_precision=PRECISION)
     return dq, prior_k, row_terms
@@ -243,7 +245,8 @@ def weak_query_gradient(
     heads, group, length, blocks, section, sums_plane, span_start, lowest_sum,
     scale, score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
+    RECEIVES: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of the span's rows, and t, interleaved with the log-sum-exp."""
     slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
@@ -267,7 +270,7 @@ def weak_query_gradient(
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
     pair = pair_message(message, q_ptr.dtype.element_ty)
-    triangle = weak_triangle(logarithm, ROWS, True)
+    triangle = weak_triangle(logarithm, ROWS, RECEIVES, True)
     dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, row_start, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
@@ -283,7 +286,7 @@ def weak_query_gradient(
             dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
             key_states, value_states, mask_base, sums_ptr + sums_base * 2,
             start, stop, tokens, score_scale, dropout,
-            ROWS, KEYS, DIM, BLOCK_DIM, EDGE, MASKED, DROPS, PRECISION, MAPPED,
+            ROWS, KEYS, DIM, BLOCK_DIM, EDGE, RECEIVES, MASKED, DROPS, PRECISION, MAPPED,
         )  # fmt: skip
     row_term = tl.sum(tl.sum(row_terms, 0), 0)
     dq = (dq - row_term[None, :] * prior_k) * scale

@@ -44,10 +44,10 @@ def weak_log_messages(a, logarithm):
 
 
 @triton.jit
-def weak_triangle(logarithm, ROWS: tl.constexpr, EARLIER: tl.constexpr):
-    """``[ROWS, ROWS]``: the messages' slope where the first row is EARLIER than the second, or where it is not; else 0."""
-    earlier = smaller(ROWS, tl.float32)
-    return ((earlier if EARLIER else 1.0 - earlier) * logarithm[0]).to(tl.float16)
+def weak_triangle(logarithm, ROWS: tl.constexpr, RECEIVES: tl.constexpr, RECEIVED: tl.constexpr):
+    """``[ROWS, ROWS]``: the messages' slope where the first row's are RECEIVED by the second, or where they are not; else 0."""
+    received = smaller(ROWS, tl.float32, RECEIVES == 2)
+    return ((received if RECEIVED else 1.0 - received) * logarithm[0]).to(tl.float16)
 
 
 @triton.jit
@@ -225,7 +225,7 @@ def weak_output(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, blocks, section, sums_plane, span_start, lowest_blocks, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, RECEIVES: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Output of a block of the span's rows, each row's base-2 log normaliser, and the block's smallest normaliser."""
@@ -247,7 +247,7 @@ def weak_output(
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
-    triangle = weak_triangle(logarithm, ROWS, True)
+    triangle = weak_triangle(logarithm, ROWS, RECEIVES, True)
     high = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
