@@ -118,7 +118,7 @@ def launches(printed: str) -> list[Reading]:
 
 
 def cases(causal: bool) -> tuple[str, ...]:
-    """The refined calls of a length; a key bias has no causal kernel."""
+    """The refined calls of a length, without the causal key bias, whose kernels no GPU has checked."""
     return ("fixed", "learned") if causal else ("fixed", "learned", "key bias")
 
 

@@ -94,6 +94,11 @@ def calls_with_key_bias() -> Iterator[dict[str, Any]]:
     for length, stride, (dtype, option) in itertools.product((100, 300), (1, 4), DTYPES_AND_OPTIONS):
         factor = "high-key-bias" if length == 300 else "low-key-bias"
         yield {"length": length, "factor": factor, "stride": stride, "dtype": dtype, "option": option}
+    for length, strength, (dtype, option) in itertools.product(
+        (100, 300, 1200), ("weak", "learned"), DTYPES_AND_OPTIONS
+    ):
+        others = {"causal": True, "strength": strength, "dtype": dtype, "option": option}
+        yield {"length": length, "factor": "low-key-bias" if length == 300 else "high-key-bias", **others}
     for dim, strength in itertools.product((64, 256), ("weak", "learned")):
         others = {"group": 2, "dim": dim, "strength": strength}
         yield {"length": 512, "factor": "high-key-bias", "stride": 4, **others}

@@ -201,6 +201,17 @@ def compile_causal_hopper(launched: list[Launched]) -> list[str]:
     )
 
 
+def compile_causal_key_bias(launched: list[Launched]) -> list[str]:
+    """Short, with stored gradients, by sweeps, and by those of weak strengths."""
+    options = {"is_causal": True, "learned": True}
+    return (
+        compile_call(launched, "high-key-bias", torch.bfloat16, 128, **options)
+        + compile_call(launched, "low-key-bias", torch.float16, 300, **options, **_padded(300))
+        + compile_call(launched, "high-key-bias", torch.bfloat16, 1100, **options)
+        + compile_call(launched, "high-key-bias", torch.bfloat16, 1100, is_causal=True)
+    )
+
+
 def compile_sweep(launched: list[Launched]) -> list[str]:
     """The sweep for statistics, causal, through Triton and then directly; then masks of single entries."""
     from saobp.kernels.statistics.launch import sweep_rows
@@ -327,6 +338,7 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
         + compile_call(launched, "low", torch.float16, 100, is_causal=True, learned=True, **_padded(100))
         + compile_call(launched, "high-listing", torch.bfloat16, 30, is_causal=True)
     ),
+    "causal key bias": compile_causal_key_bias,
     "masked": compile_masked,
     "masked float32": compile_masked_float32,
     "statistics": compile_sweep,

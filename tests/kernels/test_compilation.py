@@ -61,6 +61,16 @@ KERNELS = {
         "stored_key_gradient",
     },
     "short causal": {"short_causal_forward", "short_causal_backward"},
+    "causal key bias": {
+        "short_causal_forward",
+        "short_causal_backward",
+        "stored_mean_parts",
+        "stored_climb",
+        "causal_output",
+        "causal_value_gradient",
+        "weak_output",
+        "weak_climb",
+    },
     "statistics": {"row_sweep"},
     "decoding": {"attend_part", "attend_part_hopper", "finish_row"},
     "masked": {
@@ -96,8 +106,9 @@ KERNELS = {
 }
 
 
-SLOW = ("statistics", "masked", "steps")
-"""Cases of kernels that have been the same for long; compiling one takes 20 seconds or more."""
+SLOW = ("statistics", "masked", "steps", "causal key bias")
+"""Cases of kernels that have been the same for long, or are others' but for a matrix of ones; compiling one
+takes 20 seconds or more."""
 
 
 @pytest.fixture(scope="module")

@@ -61,11 +61,11 @@ def attention_speed(
     table.notes.append(
         f"Milliseconds, medians of {turns} turns in which every version runs once. 'fused' is `high` with "
         f"strength {STRENGTH}; 'learned' and 'key bias' are `high` and `high-key-bias` with learned "
-        f"strengths of 0.05 to 4, and their gradients; the key bias has no causal kernel. About {rows} rows "
-        f"(batch x heads x length) each. Up to length {REPLAYED} a CUDA graph is replayed. 'sdpa' is the "
-        "fastest of PyTorch's backends, named in its column; FlashAttention 3 and 4 have columns where they "
-        "are installed. The reference is left out where its maps do not fit. 'again' is the fused version "
-        "timed a second time, over the first: the noise of a ratio."
+        "strengths of 0.05 to 4, and their gradients; a causal key bias, whose kernels no GPU has checked, "
+        f"is left out. About {rows} rows (batch x heads x length) each. Up to length {REPLAYED} a CUDA graph "
+        "is replayed. 'sdpa' is the fastest of PyTorch's backends, named in its column; FlashAttention 3 and "
+        "4 have columns where they are installed. The reference is left out where its maps do not fit. "
+        "'again' is the fused version timed a second time, over the first: the noise of a ratio."
     )
     for causal in (False, True):
         for length in lengths:

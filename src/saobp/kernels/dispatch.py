@@ -202,7 +202,8 @@ faster at 320 and slower at 512, and times between are interpolated."""
 SUMS_TYPE = torch.bfloat16
 """The kernel computes in float32 for any half type; in float16 it has not run on a GPU."""
 CAUSAL_FROM, CAUSAL_UP_TO = 128, 1024
-"""Minimum heads, about one for each multiprocessor, and maximum tokens of the strict causal kernel for Hopper."""
+"""Minimum heads, about one for each multiprocessor, and maximum tokens of the strict causal kernel for Hopper, which leaves own
+messages out: a key bias takes the sweeps."""
 CAUSAL_ENTRIES = 1 << 25
 """Minimum entries of all maps for it, by which WHOLE_FROM heads of 256 tokens just pass."""
 STORED_UP_TO = 1024

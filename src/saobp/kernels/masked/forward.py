@@ -7,9 +7,9 @@
 Padding is no node: its rows send no message, and no row sees its keys. RECEIVES is 1 if a row receives the messages of all
 other rows, 2 if its own too, 0 if none: only its own is subtracted.
 
-CAUSAL, under a window: rows receive messages of earlier rows only. Sweep 2 goes down the rows and stores, before each block
-of rows, the sums so far about the keys that the block sees (``past``); within a tile, the product with a strictly triangular
-matrix sums messages of earlier rows.
+CAUSAL, under a window: rows receive messages of earlier rows only (RECEIVES is not 2). Sweep 2 goes down the rows and
+stores, before each block of rows, the sums so far about the keys that the block sees (``past``); within a tile, the product
+with a strictly triangular matrix sums messages of earlier rows.
 """
 
 from __future__ import annotations
