@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import SLOW_INTERPRETED, clear_plans, fused_operation, note_launches
+from call_helpers import clear_plans, fused_operation, note_launches
 from torch import Tensor
 
 import saobp
@@ -72,9 +72,7 @@ def test_lengths_and_padding(refinement: Refinement, length: int, padding: Any) 
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("refinement", "length"), [(LOW, 150), pytest.param(HIGH, 300, marks=SLOW_INTERPRETED)], ids=str
-)
+@pytest.mark.parametrize(("refinement", "length"), [(LOW, 150), (HIGH, 300)], ids=str)
 def test_several_blocks_of_rows(refinement: Refinement, length: int, dtype: torch.dtype) -> None:
     check(attention_inputs(1, 1, length, 16, strength=0.7, dtype=dtype, device=DEVICE), refinement)
 
@@ -88,7 +86,7 @@ def test_several_spans(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
     check(inputs, HIGH)
 
 
-@pytest.mark.parametrize("dim", [80, pytest.param(136, marks=SLOW_INTERPRETED)])
+@pytest.mark.parametrize("dim", [80, 136])
 def test_larger_heads(dim: int) -> None:
     check(attention_inputs(1, 1, 140, dim, strength=0.7, dtype=HALF, device=DEVICE), LOW)
 

@@ -257,10 +257,11 @@ def stored_climb(
         # Of rounded weights, as D is unless ATTRACTS: otherwise errors would add up in ``after`` over rows.
         d_logits = (exact if ATTRACTS else widened(refined)) * (d_rows - delta[None, :])
         narrow = rounded(d_logits, KIND)
-        within = tl.dot(narrow, larger(ROWS, KIND, RECEIVES == 2), input_precision="ieee")
+        receivers = larger(ROWS, KIND, RECEIVES == 2)
+        within = tl.dot(narrow, receivers, input_precision="ieee")
         if ATTRACTS:
             rest = rounded(d_logits - widened(narrow), KIND)
-            within = tl.dot(rest, larger(ROWS, KIND, RECEIVES == 2), within, input_precision="ieee")
+            within = tl.dot(rest, receivers, within, input_precision="ieee")
         later = within + any_column(after)[:, None]
         after = tl.dot(narrow, ones, after, input_precision="ieee")
         if ATTRACTS:
