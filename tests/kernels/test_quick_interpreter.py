@@ -51,6 +51,19 @@ def test_tiles_are_reduced_alike(axis: int, keep: bool, monkeypatch: pytest.Monk
     assert found[0].abs().min() > 0
 
 
+def test_products_do_not_depend_on_places() -> None:
+    """Equal rows and columns have equal products, and a sum of many equal terms is off by a few roundings."""
+    generator = np.random.default_rng(0)
+    row, column = (generator.normal(size=128).astype(np.float32) for _ in range(2))
+    exact = row.astype(np.float64) @ column.astype(np.float64)
+    found = quick.product(np.tile(row, (32, 1)), np.tile(column[:, None], 64), np.dtype(np.float32))
+    assert found.dtype == np.float32
+    assert (found == found[0, 0]).all()
+    assert abs(found[0, 0] - exact) < 16 * 2**-24 * np.abs(row * column).sum()
+    narrow = quick.product(row[None, :4], column[:4, None], np.dtype(np.float32))
+    np.testing.assert_allclose(narrow[0, 0], row[:4] @ column[:4], rtol=1e-5)
+
+
 def test_types_are_those_of_the_interpreter() -> None:
     kinds = [tl.int1, tl.int32, tl.float16, tl.bfloat16, tl.float32, tl.pointer_type(tl.float16)]
     for kind in [*kinds, *(tl.block_type(kind, [4, 2]) for kind in kinds)]:
