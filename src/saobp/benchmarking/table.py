@@ -115,7 +115,9 @@ class BenchmarkTable:
 
 
 def _in_words(column: str, value: str) -> str:
-    """A panel's value in words; a boolean with its column name."""
+    """A panel's value in words; a boolean or a number with its column name."""
+    if value.isdecimal():
+        return f"{column} {value}"
     return {"yes": f"with {column}", "no": f"without {column}"}.get(value, value)
 
 
