@@ -26,6 +26,8 @@ SETTINGS = [
     ("potts", "high", 2.1, 3, 0.3),
     ("potts", "low", -0.7, 1, 0.0),
     ("potts", "low", -0.4, 2, 0.5),
+    ("key-bias", "high-key-bias", 1.3, 2, 0.2),
+    ("key-bias", "low-key-bias", -0.6, 1, 0.0),
     ("listing", "high-listing", 1.0, 2, 0.0),
     ("listing", "low-listing", -1.0, 1, 0.0),
     ("elemmul", "elemmul", 0.0, 2, 0.2),
@@ -207,3 +209,18 @@ def test_a_collapsed_head_keeps_its_gaps() -> None:
     assert back[:, 1:] == pytest.approx(logs[:, 1:], rel=1e-4)
     strong = refined(torch.from_numpy(back.copy()), "high", 16.0, 1, 0.0, False)
     assert strong == pytest.approx(refined(torch.from_numpy(logs), "high", 16.0, 1, 0.0, False), abs=1e-3)
+
+
+OWN = """
+import { ownSetting } from "./controls.js";
+const own = (factor, more) => ownSetting(
+  { refinement: { factor, steps: 1, damping: 0, ...more }, strengths: [[0.4, -0.2]] }, 0, 1);
+const found = [own("high-key-bias", {}), own("high-key-bias", { message_stride: 4 }), own("sinkhorn", {})];
+console.log(JSON.stringify(found));
+"""
+
+
+@needs_node
+def test_a_models_own_refinement_is_taken_only_if_the_page_has_it() -> None:
+    key_bias = {"factor": "key-bias", "strength": -0.2, "steps": 1, "damping": 0}
+    assert run_node(OWN, {}) == [key_bias, None, None]

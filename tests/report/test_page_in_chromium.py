@@ -75,6 +75,7 @@ def test_numbers_equal_the_librarys(report: tuple[Path, Any], open_page: Open, m
         ("potts", "high", 1.0, 1, 0.0),
         ("potts", "high", 2.5, 3, 0.4),
         ("potts", "low", -0.75, 2, 0.0),
+        ("key-bias", "high-key-bias", 1.5, 1, 0.0),
         ("listing", "high-listing", 1.5, 1, 0.0),
         ("elemmul", "elemmul", 0.0, 1, 0.0),
         ("elemmul-prior", "elemmul-prior", 0.0, 2, 0.2),

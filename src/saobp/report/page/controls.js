@@ -5,6 +5,8 @@ import { PLAIN } from "./refinement.js";
 const OF_LIBRARY = /** @type {Record<string, string>} */ ({
   high: "potts",
   low: "potts",
+  "high-key-bias": "key-bias",
+  "low-key-bias": "key-bias",
   "high-listing": "listing",
   "low-listing": "listing",
   elemmul: "elemmul",
@@ -12,10 +14,10 @@ const OF_LIBRARY = /** @type {Record<string, string>} */ ({
   none: "none",
 });
 const RANGES = [1, 4, 16];
-const WITH_STRENGTH = ["potts", "listing"];
+const WITH_STRENGTH = ["potts", "key-bias", "listing"];
 
 /**
- * The model's own refinement of one head; null if the page does not implement its factor.
+ * The model's own refinement of one head; null if the page does not implement it.
  * @param {import("./types.js").Explorer} explorer
  * @param {number} layer
  * @param {number} head
@@ -25,7 +27,7 @@ export function ownSetting(explorer, layer, head) {
   const own = explorer.refinement;
   if (own === null) return PLAIN;
   const factor = OF_LIBRARY[own.factor];
-  return factor
+  return factor && (own.message_stride ?? 1) === 1
     ? { factor, strength: explorer.strengths[layer]?.[head] ?? 0, steps: own.steps, damping: own.damping }
     : null;
 }
@@ -39,7 +41,7 @@ export function settingWords({ factor, strength, steps, damping }) {
   if (factor === "none") return "not at all";
   const words = [factor];
   if (WITH_STRENGTH.includes(factor)) {
-    words[0] = `${strength < 0 ? "low" : "high"}${factor === "listing" ? "-listing" : ""}`;
+    words[0] = `${strength < 0 ? "low" : "high"}${factor === "potts" ? "" : `-${factor}`}`;
     words.push(`λ = ${Number(Math.abs(strength).toFixed(3))}`);
   }
   if (steps > 1) words.push(`${steps} steps`);

@@ -16,7 +16,7 @@ import { onThemeChange } from "./theme.js";
 import { Thumbnails } from "./thumbnails.js";
 
 const ROW_ENTRIES = 40;
-const FACTORS = ["potts", "listing", "elemmul", "elemmul-prior", "none"];
+const FACTORS = ["potts", "key-bias", "listing", "elemmul", "elemmul-prior", "none"];
 
 /** Holds the selection and updates every view, at most once a frame. */
 export class ExplorerView {

@@ -59,7 +59,7 @@ function logBeliefs(logPrior, beliefs, length, setting, inOrder) {
   const { factor, strength } = setting;
   if (factor.startsWith("elemmul")) return alike(logPrior, beliefs, length, factor === "elemmul-prior");
   const messages = logMessages(beliefs, strength);
-  if (factor === "potts") return withMessages(logPrior, messages, length, inOrder);
+  if (factor !== "listing") return withMessages(logPrior, messages, length, inOrder, factor === "key-bias");
   return logPrior.map((value, i) => value - messages[i]);
 }
 
@@ -78,13 +78,14 @@ function logMessages(beliefs, strength) {
 }
 
 /**
- * Prior and the messages of all other rows, or of all earlier rows.
+ * Prior and the messages of all other rows, or of all earlier rows; with a key bias the own message too.
  * @param {Float64Array} logPrior
  * @param {Float64Array} messages
  * @param {number} length
  * @param {boolean} inOrder
+ * @param {boolean} withOwn
  */
-function withMessages(logPrior, messages, length, inOrder) {
+function withMessages(logPrior, messages, length, inOrder, withOwn) {
   const total = new Float64Array(length);
   const result = new Float64Array(logPrior.length);
   if (!inOrder) {
@@ -92,8 +93,9 @@ function withMessages(logPrior, messages, length, inOrder) {
   }
   for (let row = 0, i = 0; row < length; row += 1) {
     for (let key = 0; key < length; key += 1, i += 1) {
-      result[i] = logPrior[i] + total[key] - (inOrder ? 0 : messages[i]);
-      if (inOrder) total[key] += messages[i];
+      if (inOrder && withOwn) total[key] += messages[i];
+      result[i] = logPrior[i] + total[key] - (inOrder || withOwn ? 0 : messages[i]);
+      if (inOrder && !withOwn) total[key] += messages[i];
     }
   }
   return result;

@@ -44,7 +44,7 @@
  * @property {string} subject
  * @property {string[]} layers
  * @property {boolean[]} in_order  per layer: causal
- * @property {{ factor: string, steps: number, damping: number } | null} refinement
+ * @property {{ factor: string, steps: number, damping: number, message_stride?: number } | null} refinement
  * @property {(number[] | null)[]} strengths  the model's own, negative for low
  * @property {Sentence[]} sentences
  * @property {string[]} left_out
@@ -65,7 +65,7 @@
  * @property {Limits} limits
  *
  * @typedef {object} Setting  how rows are refined
- * @property {string} factor  potts, listing, elemmul, elemmul-prior or none
+ * @property {string} factor  potts, key-bias, listing, elemmul, elemmul-prior or none
  * @property {number} strength  lambda; negative is low
  * @property {number} steps
  * @property {number} damping
