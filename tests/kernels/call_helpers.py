@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from saobp.arguments import BoundedStrength
 from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors
 from saobp.kernels.dispatch import TRITON_FOUND
 from saobp.refinement import Refinement
-from saobp.testing.error_budget import Operation, operation_of
-from saobp.testing.inputs import AttentionInputs
+from saobp.testing.error_budget import Operation, operation_of, run
+from saobp.testing.inputs import AttentionInputs, attention_inputs
 
 SLOW_INTERPRETED = () if torch.cuda.is_available() else pytest.mark.slow
 """Marks of a parameter that Triton's interpreter takes long for."""
@@ -37,6 +38,41 @@ def fused_operation(
         return operation(query, key, value, BoundedStrength(strength.detach(), bound))
 
     return frozen
+
+
+DROPPED = 0.3
+"""Share of entries that ``check_causal_dropout`` drops."""
+
+
+def check_causal_dropout(
+    refinement: Refinement, length: int, dtype: torch.dtype
+) -> tuple[AttentionInputs, Tensor]:
+    """Causal kernels drop the same entries in both directions; returns the inputs and the dropped rows.
+
+    Identity values show the mask; with it, all gradients follow from the specification.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    inputs = attention_inputs(1, 1, length, length, strength=0.7, dtype=dtype, device=device)
+    inputs = replace(inputs, value=torch.eye(length, dtype=dtype, device=device)[None, None])
+
+    def seeded(*leaves: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return fused_operation(refinement, inputs, is_causal=True, dropout_p=DROPPED)(*leaves)
+
+    dropped = seeded(*inputs.leaves())
+    keep = dropped != 0
+
+    def plain(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
+        eye = torch.eye(length, dtype=query.dtype, device=device)[None, None]
+        rows = operation_of(refinement, inputs, is_causal=True, backend="reference")
+        return (rows(query, key, eye, strength) * keep / (1 - DROPPED)) @ value
+
+    truth, found = run(plain, inputs.to(torch.float64)), run(seeded, inputs)
+    allowed = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
+    for name, expected in truth.items():
+        difference = float((found[name] - expected).abs().max())
+        assert difference <= allowed * max(1.0, float(expected.abs().max())), name
+    return inputs, dropped
 
 
 def spec_of(query: Tensor, key: Tensor, mask: Tensor | None, cu: Tensor | None, *numbers: Any) -> CallSpec:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import clear_plans, fused_operation, note_launches
-from torch import Tensor
+from call_helpers import check_causal_dropout, clear_plans, fused_operation, note_launches
 
 import saobp
 from saobp import Refinement
@@ -154,27 +153,7 @@ def test_heads_of_weak_strength(
 
 @each_way
 def test_dropout_drops_the_same_entries_in_both_directions(refinement: Refinement) -> None:
-    """Identity values show the mask; with it, all gradients follow from the specification."""
-    length, share = 64, 0.3
-    inputs = attention_inputs(1, 1, length, length, strength=0.7, dtype=HALF, device=DEVICE)
-    inputs = replace(inputs, value=torch.eye(length, dtype=HALF, device=DEVICE)[None, None])
-
-    def seeded(*leaves: Tensor) -> Tensor:
-        torch.manual_seed(5)
-        return fused_operation(refinement, inputs, is_causal=True, dropout_p=share)(*leaves)
-
-    keep = seeded(*inputs.leaves()) != 0
-
-    def plain(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        eye = torch.eye(length, dtype=query.dtype, device=DEVICE)[None, None]
-        whole = operation_of(refinement, inputs, is_causal=True, backend="reference")
-        return (whole(query, key, eye, strength) * keep / (1 - share)) @ value
-
-    truth, found = run(plain, inputs.to(torch.float64)), run(seeded, inputs)
-    allowed = {torch.float16: 1e-2, torch.bfloat16: 8e-2}[HALF]
-    for name, expected in truth.items():
-        difference = float((found[name] - expected).abs().max())
-        assert difference <= allowed * max(1.0, float(expected.abs().max())), name
+    check_causal_dropout(refinement, 64, HALF)
 
 
 @each_way

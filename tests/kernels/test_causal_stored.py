@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from call_helpers import note_launches, spec_of
+from call_helpers import check_causal_dropout, note_launches, spec_of
 from torch import Tensor
 
 import saobp
@@ -159,29 +158,7 @@ def test_packed_sequences_do_not_meet(refinement: Refinement) -> None:
 def test_dropout_drops_the_same_entries_in_both_directions(
     refinement: Refinement, dtype: torch.dtype
 ) -> None:
-    """Identity values show the mask; with it, all gradients follow from the specification."""
-    length, share = 64, 0.3
-    inputs = attention_inputs(1, 1, length, length, strength=0.7, dtype=dtype, device=DEVICE)
-    inputs = replace(inputs, value=torch.eye(length, dtype=dtype, device=DEVICE)[None, None])
-
-    def seeded(*leaves: Tensor) -> Tensor:
-        torch.manual_seed(5)
-        return fused(inputs, refinement, dropout_p=share)(*leaves)
-
-    keep = seeded(*inputs.leaves()) != 0
-
-    def plain(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
-        eye = torch.eye(length, dtype=query.dtype, device=DEVICE)[None, None]
-        refined = saobp.attention(
-            query, key, eye, refinement, is_causal=True, strength=strength, backend="reference"
-        )
-        return (refined * keep / (1 - share)) @ value
-
-    truth, found = run(plain, inputs.to(torch.float64)), run(seeded, inputs)
-    allowed = {torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
-    for name, expected in truth.items():
-        difference = float((found[name] - expected).abs().max())
-        assert difference <= allowed * max(1.0, float(expected.abs().max())), name
+    check_causal_dropout(refinement, 64, dtype)
 
 
 @EACH_FACTOR

@@ -152,15 +152,19 @@ def load_alone(folder, auto, **options):
         PreTrainedModel.from_pretrained = patched
 
 
+def sent_alone(model, tmp_path, auto):
+    """The model saved as a portable folder and loaded by ``load_alone``, in double precision."""
+    folder = saobp.save(model, tmp_path / "model", portable=True)
+    return load_alone(folder, auto, dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
     "text",
     ["elemmul", "elemmul-prior+qk-norm", "low-key-bias:learned,steps=2,message_stride=3", "softmax-plus-one"],
 )
 def test_factors_and_variants_of_the_folder_equal_those_of_the_package(text, tmp_path):
     model, batch = refined(tiny_model("modernbert").double(), text), tiny_batch()
-    loaded = load_alone(
-        saobp.save(model, tmp_path / "model", portable=True), AutoModelForMaskedLM, dtype=torch.float64
-    )
+    loaded = sent_alone(model, tmp_path, AutoModelForMaskedLM)
     assert type(loaded).__module__.startswith("transformers_modules")
     with torch.no_grad():
         got, expected = loaded(**batch).logits, model(**batch).logits
@@ -169,11 +173,7 @@ def test_factors_and_variants_of_the_folder_equal_those_of_the_package(text, tmp
 
 def test_the_folder_alone_decodes_in_chunks_like_the_package(tmp_path):
     model = refined(tiny_model("mistral").double(), "high:learned,steps=2")
-    loaded = load_alone(
-        saobp.save(model, tmp_path / "model", portable=True),
-        transformers.AutoModelForCausalLM,
-        dtype=torch.float64,
-    )
+    loaded = sent_alone(model, tmp_path, transformers.AutoModelForCausalLM)
     ids = tiny_batch(batch=2, length=14, padding=0)["input_ids"]
     with torch.no_grad():
         whole, cache, parts = model(ids).logits, None, []
@@ -192,11 +192,7 @@ def test_the_folder_alone_decodes_in_chunks_like_the_package(tmp_path):
 
 def test_threads_may_share_the_folder_alone(tmp_path):
     model = refined(tiny_model("llama").double(), "high:learned+gate")
-    loaded = load_alone(
-        saobp.save(model, tmp_path / "model", portable=True),
-        transformers.AutoModelForCausalLM,
-        dtype=torch.float64,
-    )
+    loaded = sent_alone(model, tmp_path, transformers.AutoModelForCausalLM)
     loaded = copy.deepcopy(loaded)
     ids = tiny_batch(batch=2, padding=0)["input_ids"]
     with torch.no_grad():
