@@ -166,8 +166,8 @@ TERMS: dict[str, str] = {
     "(low) they attract; at 0 nothing changes.",
     "strength": "λ, how strongly rows influence each other. Learned strengths are trained, one per head; "
     "fixed ones were given.",
-    "factor": "Which messages rows send about each key: high and low are the paper's equation, a key bias "
-    "counts a row's own message too, the listing is the printed program, elemmul compares whole rows.",
+    "factor": "Which messages rows send about each key: high and low are the paper's equation, the listing "
+    "its printed program; a key bias counts a row's own message too, elemmul compares whole rows.",
     "steps": "How often rows exchange messages and choose again.",
     "damping": "Share of the old choice that is kept at each of several steps.",
     "two-hop paths": "Ways from one token to another by a third in between: the product of both weights.",
