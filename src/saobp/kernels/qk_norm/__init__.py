@@ -1,0 +1,1 @@
+"""States of each head divided by their root mean square, in one pass over memory each way."""
