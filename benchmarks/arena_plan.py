@@ -52,6 +52,7 @@ class Run:
 
     family:  ``llama`` for a strict decoder of size mini
     setting: one of TUNING for small and medium; one of OTHERS, or None for the tuned recipe, for mini
+    again:   a recorded run, repeated at this commit under another name
     """
 
     form: str
@@ -59,11 +60,13 @@ class Run:
     size: str = "mini"
     setting: str | None = None
     family: str = "modernbert"
+    again: bool = False
 
     @property
     def name(self) -> str:
         form = "original" if self.form == ORIGINAL else self.form.removeprefix("high:")
-        parts = [self.size, self.setting, form.replace("+", "-").replace(":", "-"), str(self.seed)]
+        form = form.replace("+", "-").replace(":", "-")
+        parts = [self.size, self.setting, form, "again" if self.again else None, str(self.seed)]
         return "-".join([self.family, *(part for part in parts if part is not None)])
 
     @property
@@ -109,9 +112,13 @@ class Run:
 FIRST = (
     *(Run(f"{KEY_BIAS}+qk-norm", seed) for seed in RIVAL_SEEDS),
     *(Run(KEY_BIAS, seed, "mini", setting) for setting in ("wikipedia", "512-tokens") for seed in PAIR_SEEDS),
+    *(Run("qk-norm", seed, again=True) for seed in RIVAL_SEEDS),
     *(Run(KEY_BIAS, seed, family="llama") for seed in DECODER_SEEDS),
 )
-"""Does the key bias add to QK-norm, and does its gain carry over? The other run of each pair is recorded."""
+"""Does the key bias add to QK-norm, and does its gain carry over? The other run of each pair is recorded.
+
+QK-norm is made again, because its arithmetic has kernels of its own since its recorded runs.
+"""
 
 
 def tuning_runs() -> Iterator[Run]:

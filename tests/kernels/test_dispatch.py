@@ -39,8 +39,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         (call(512, longest=100), "short"),
         (call(128, is_causal=True), "short causal"),
         (call(129, is_causal=True), "causal"),
-        (call(128, KEY_BIAS, is_causal=True, backend="fused"), "short causal"),
-        (call(129, KEY_BIAS, is_causal=True, backend="fused"), "causal"),
+        (call(128, KEY_BIAS, is_causal=True), "short causal"),
+        (call(129, KEY_BIAS, is_causal=True), "causal"),
         (call(20, Refinement("elemmul")), "elemmul"),
         (call(129, PART_OF_ROWS, backend="fused"), "key bias"),
         (call(128, PART_OF_ROWS, backend="fused"), "short"),
@@ -85,7 +85,6 @@ def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
         (call(refinement=Refinement("none")), "torch", "PyTorch"),
         (call(backend="reference"), "reference", "backend='reference' was asked for"),
         (call(refinement=KEY_BIAS), "fused", "100 tokens"),
-        (call(refinement=KEY_BIAS, is_causal=True), "reference", "ask for backend='fused'"),
         (
             call(refinement=KEY_BIAS, is_causal=True, window=9),
             "reference",

@@ -102,8 +102,6 @@ def unsupported(call: Call) -> str | None:
         return f"scale {call.scale} is not positive"
     if 0 in query:
         return "there is nothing to compute"
-    if call.is_causal and POTTS[factor][1] == 2 and call.backend != "fused":
-        return "the kernels of causal attention with a key bias have not been checked on a GPU: ask for backend='fused'"
     return None
 
 
