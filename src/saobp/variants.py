@@ -13,15 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from saobp.kernels.dispatch import TRITON_FOUND
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import scaled_scores, weighted_values
 
 States = tuple[Tensor, Tensor, Tensor]
 Weights = Callable[[], States]
 
-EPSILON = 1e-6
-"""Added to the mean square of a row by QK-norm."""
 OPEN = 3.0
 """Initial bias of gates: sigmoid of it is 0.95."""
 
@@ -128,7 +125,7 @@ class QKNorm(PerHead):
     """Queries and keys of each head divided by their root mean square, scores times e^b per head."""
 
     def states(self, query: Tensor, key: Tensor, value: Tensor, weights: Weights) -> States:  # noqa: ARG002
-        return unit_scale(query, self.head_bias), unit_scale(key), value
+        return unit_scale(query) * by_head(self.head_bias.exp(), query), unit_scale(key), value
 
 
 class QueryBias(Variant):
@@ -276,12 +273,6 @@ def by_head(values: Tensor, states: Tensor) -> Tensor:
     return values.view(-1, 1, 1).to(states.dtype)
 
 
-def unit_scale(states: Tensor, log_scale: Tensor | None = None) -> Tensor:
-    """States ``[batch, heads, length, dim]`` over their root mean square, times e^``log_scale [heads]``."""
-    if states.is_cuda and TRITON_FOUND and not torch.compiler.is_exporting():
-        from saobp.kernels.qk_norm.launch import can_scale, scaled_rows
-
-        if can_scale(states):
-            return scaled_rows(states, log_scale, EPSILON)
-    scaled = functional.rms_norm(states, states.shape[-1:], eps=EPSILON)
-    return scaled if log_scale is None else scaled * by_head(log_scale.exp(), scaled)
+def unit_scale(states: Tensor) -> Tensor:
+    """``[..., dim]`` divided by the root mean square over the last dimension."""
+    return functional.rms_norm(states, states.shape[-1:], eps=1e-6)
