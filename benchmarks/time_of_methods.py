@@ -124,7 +124,7 @@ def recipe_of(given: argparse.Namespace, method: str) -> PretrainRecipe:
     return replace(
         recipe,
         steps=last + 1,
-        warmup_steps=last,  # at the full rate from the start the check of the captured step raises a false alarm
+        warmup_steps=last,  # at the full rate from the start, checks of the captured step raise false alarms
         **dict.fromkeys(("log_steps", "evaluation_steps", "checkpoint_steps"), last + 1),
         batch_size=given.rows,
         refinement=None if method == "none" else Refinement.of(method),
