@@ -26,7 +26,7 @@ def main() -> None:
     ids, vocabulary = rows()
     shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = BertForMaskedLM(BertConfig(vocab_size=vocabulary, **shape))
-    saobp.apply(model, "high-key-bias:learned")  # strengths start at 0: so far nothing has changed
+    saobp.apply(model, "high:learned")  # strengths start at 0: so far nothing has changed
 
     trainer = Trainer(
         model,
