@@ -1,4 +1,4 @@
-"""The runs of round six of results/arena/plan.md in their order, written before the runs."""
+"""The runs of round seven of results/arena/plan.md in their order, written before the runs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from saobp.refinement import Refinement
 from saobp.training.recipes import PretrainRecipe, named_recipe, with_steps
 
 ORIGINAL = "none"
+LEARNED = "high:learned"
 KEY_BIAS = "high-key-bias:learned"
 STEPS, ROWS, LENGTH = 3000, 256, 128
 MIXTURE = "wikipedia_en,gutenberg_books,imdb_reviews"
@@ -27,16 +28,9 @@ TUNING: dict[str, dict[str, Any]] = {
 """What settings of ModernBERT-small change in the recipe ``modern``; the first is the recipe itself."""
 TUNING_SEEDS = (42, 9)
 PAIR_SEEDS = (31, 32, 33, 34, 35)
-"""For Original and the key bias of small at the chosen setting, and of mini in OTHERS."""
-OTHERS: dict[str, dict[str, Any]] = {
-    "512-tokens": {"length": 512, "batch_size": 64},
-    "wikipedia": {"corpus": "wikipedia_en"},
-    "books": {"corpus": "gutenberg_books"},
-}
+"""For Original and learned strengths of small at the chosen setting, and of mini in OTHERS."""
+OTHERS: dict[str, dict[str, Any]] = {"books": {"corpus": "gutenberg_books"}}
 """What further settings of ModernBERT-mini change in the tuned recipe ``modern``."""
-DECODER: dict[str, Any] = {"masked_share": 0.15, "masked_share_end": None}
-"""Fields of the recorded decoders that differ from the tuned recipe and mean nothing there."""
-DECODER_SEEDS = (21, 22, 23, 24, 25)
 MEDIUM_SEEDS = PAIR_SEEDS[:2]
 MEDIUM_RATE = 5 / 7
 """Medium's rate over small's, as in the recipe ``modern``."""
@@ -44,36 +38,31 @@ RIVALS = ("gate", "sinkhorn", "sinkhorn-3", "sink", "softmax-plus-one", "sigma-r
 """Methods that have not been trained at the tuned recipe."""
 RIVAL_SEEDS = (11, 12, 13, 14, 15, 16, 17, 18)
 """Seeds of which Original, QK-norm and learned strengths in both forms are recorded."""
+MANY_SEEDS = tuple(range(51, 71))
+COMPARED = (ORIGINAL, LEARNED, KEY_BIAS, "qk-norm", f"{LEARNED}+qk-norm", f"{KEY_BIAS}+qk-norm")
 
 
 @dataclass(frozen=True)
 class Run:
     """A method and a seed.
 
-    family:  ``llama`` for a strict decoder of size mini
     setting: one of TUNING for small and medium; one of OTHERS, or None for the tuned recipe, for mini
-    again:   a recorded run, repeated at this commit under another name
     """
 
     form: str
     seed: int
     size: str = "mini"
     setting: str | None = None
-    family: str = "modernbert"
-    again: bool = False
 
     @property
     def name(self) -> str:
         form = "original" if self.form == ORIGINAL else self.form.removeprefix("high:")
-        form = form.replace("+", "-").replace(":", "-")
-        parts = [self.size, self.setting, form, "again" if self.again else None, str(self.seed)]
-        return "-".join([self.family, *(part for part in parts if part is not None)])
+        parts = [self.size, self.setting, form.replace("+", "-").replace(":", "-"), str(self.seed)]
+        return "-".join(["modernbert", *(part for part in parts if part is not None)])
 
     @property
     def changes(self) -> dict[str, Any]:
         """What the setting changes in the recipe ``modern`` of the size."""
-        if self.family == "llama":
-            return DECODER
         if self.size == "mini":
             return {} if self.setting is None else OTHERS[self.setting]
         own = dict(TUNING[self.setting or ""])
@@ -82,7 +71,7 @@ class Run:
     @property
     def recipe(self) -> PretrainRecipe:
         """The recipe ``modern`` for 98 million tokens, without evaluations during training."""
-        usual = with_steps(named_recipe("modern", self.family, self.size), STEPS)
+        usual = with_steps(named_recipe("modern", "modernbert", self.size), STEPS)
         usual = replace(usual, **{"batch_size": ROWS, "length": LENGTH, "corpus": MIXTURE, **self.changes})
         return replace(
             usual,
@@ -98,7 +87,7 @@ class Run:
     def command(self) -> list[str]:
         """The words that make this run again, whatever the recipe ``modern`` is by then."""
         recipe = self.recipe
-        words = ["saobp", "pretrain", "--recipe", "modern", "--family", self.family, "--size", self.size]
+        words = ["saobp", "pretrain", "--recipe", "modern", "--family", "modernbert", "--size", self.size]
         words += ["--steps", str(recipe.steps), "--refinement", self.form, "--seed", str(self.seed)]
         for name in (
             *("batch_size", "length", "learning_rate", "warmup_steps", "masked_share", "masked_share_end"),
@@ -109,16 +98,8 @@ class Run:
         return [*words, "--corpus", recipe.corpus, "--tokens", "tokens", "--out", f"runs/{self.name}"]
 
 
-FIRST = (
-    *(Run(f"{KEY_BIAS}+qk-norm", seed) for seed in RIVAL_SEEDS),
-    *(Run(KEY_BIAS, seed, "mini", setting) for setting in ("wikipedia", "512-tokens") for seed in PAIR_SEEDS),
-    *(Run("qk-norm", seed, again=True) for seed in RIVAL_SEEDS),
-    *(Run(KEY_BIAS, seed, family="llama") for seed in DECODER_SEEDS),
-)
-"""Does the key bias add to QK-norm, and does its gain carry over? The other run of each pair is recorded.
-
-QK-norm is made again, because its arithmetic has kernels of its own since its recorded runs.
-"""
+FIRST = tuple(Run(form, seed) for seed in MANY_SEEDS for form in COMPARED)
+"""How large is the gain, and do the two forms differ? All forms of a seed before the next seed."""
 
 
 def tuning_runs() -> Iterator[Run]:
@@ -163,4 +144,4 @@ def _usual_order(chosen: str | None) -> Iterator[Run]:
 
 
 def _pairs(seeds: Iterable[int], size: str, setting: str) -> Iterator[Run]:
-    return (Run(form, seed, size, setting) for seed in seeds for form in (ORIGINAL, KEY_BIAS))
+    return (Run(form, seed, size, setting) for seed in seeds for form in (ORIGINAL, LEARNED))

@@ -1,4 +1,4 @@
-"""Makes the runs of round six of results/arena/plan.md on one GPU.
+"""Makes the runs of round seven of results/arena/plan.md on one GPU.
 
     python benchmarks/arena_runs.py --tokens TOKENS --out runs/arena --jobs 9 --seconds 1200
     python benchmarks/arena_runs.py --out runs/arena --pack records.tar.xz
@@ -7,7 +7,7 @@ Each of the processes claims one run after another, in the order of ``arena_plan
 for each run. Once all runs of tuning have ended, the setting of small is chosen by the rule there, and its
 pairs come next; until then processes make later runs. A second call continues after a kill, and a run that an
 error of CUDA has ended goes on once from its last checkpoint: another process on the GPU may have caused it.
-TOKENS holds the stores of BERT's tokens and, for the decoder, of GPT-2's. ``--pack`` puts all records,
+TOKENS holds the stores of BERT's tokens. ``--pack`` puts all records,
 without models, into one file, also while runs are made. On another machine or day ``--made
 results/arena/runs.json`` counts the runs recorded there as made, as does a pack unpacked in an empty OUT.
 ``saobp arena`` writes the page, with the options that the plan names.

@@ -22,7 +22,7 @@ runs = load_script("benchmarks/arena_runs.py")
 plan = runs.sys.modules["arena_plan"]
 RECORDS: list[dict[str, Any]] = json.loads((ROOT / "results" / "arena" / "runs.json").read_text())
 LATER = time.time() + 100_000
-FORMS = ("original", "high-key-bias-learned")
+FORMS = ("original", "learned")
 
 
 def test_rivals_are_compared_with_recorded_runs_of_the_same_recipe() -> None:
@@ -35,38 +35,38 @@ def test_rivals_are_compared_with_recorded_runs_of_the_same_recipe() -> None:
 
 
 def test_the_plan_names_settings_methods_and_seeds() -> None:
-    page = (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round six")[1]
+    six, seven = (
+        (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round six")[1].split("# Round seven")
+    )
     for setting in (*plan.TUNING, *plan.OTHERS):
-        assert f"`{setting}`" in page
-    for form in plan.RIVALS:
-        assert f"`{form}`" in page
+        assert f"`{setting}`" in six
+    for form in (*plan.COMPARED[1:], *plan.RIVALS):
+        assert f"`{form}`" in seven
         assert str(Refinement.of(form)) == form
-    for seeds in (plan.PAIR_SEEDS, plan.RIVAL_SEEDS):
-        assert f"{seeds[0]} to {seeds[-1]}" in page
+    for seeds in (plan.MANY_SEEDS, plan.PAIR_SEEDS):
+        assert f"{seeds[0]} to {seeds[-1]}" in seven
 
 
 RUNS = {run.name: run for run in plan.planned_runs("rate-2e-3")}
 
 
 def test_runs_have_names_of_their_own_and_pairs_have_seeds_of_no_other_plan() -> None:
-    first, rest = list(RUNS)[:31], list(RUNS)[31:]
-    assert first[:8] == [f"modernbert-mini-high-key-bias-learned-qk-norm-{seed}" for seed in range(11, 19)]
-    assert {plan.Run("high-key-bias:learned", 31, "mini", one).name for one in plan.OTHERS} < set(RUNS)
-    assert first[-1] == "llama-mini-high-key-bias-learned-25"
+    first, rest = list(RUNS)[:120], list(RUNS)[120:]
+    assert first[1::6] == [f"modernbert-mini-learned-{seed}" for seed in range(51, 71)]
+    assert first[5] == "modernbert-mini-high-key-bias-learned-qk-norm-51"
+    assert not {run.seed for run in plan.FIRST} & {one["recipe"]["seed"] for one in RECORDS}
     assert rest[0] == "modernbert-small-rate-2.8e-3-original-42"
     assert rest[10:12] == [f"modernbert-small-rate-2e-3-{form}-31" for form in FORMS]
-    assert rest[40] == "modernbert-medium-rate-2e-3-original-31"
-    assert len(RUNS) == 8 + 10 + 8 + 5 + 10 + 4 * 10 - 10 + 4 + 6 * 8
+    assert rest[20:22] == [f"modernbert-mini-books-{form}-31" for form in FORMS]
+    assert rest[30] == "modernbert-medium-rate-2e-3-original-31"
+    assert len(rest) == 10 + 2 * 10 + 4 + 6 * 8
 
 
-@pytest.mark.parametrize("run", plan.FIRST, ids=lambda run: run.name)
-def test_what_comes_first_is_paired_with_recorded_runs(run: Any) -> None:
-    """Of the same recipe and seed but for the method."""
-    recipe = {"kind": "pretrain", **run.recipe.to_dict()}
-    other = "none" if run.form == plan.KEY_BIAS else "qk-norm"
-    partners = [
-        one for one in RECORDS if one["recipe"]["seed"] == run.seed and method_of(one["recipe"]) == other
-    ]
+@pytest.mark.parametrize("form", plan.COMPARED)
+def test_what_comes_first_may_be_pooled_with_recorded_runs(form: str) -> None:
+    """Of the same recipe but for the seed."""
+    recipe = {"kind": "pretrain", **plan.Run(form, 51).recipe.to_dict()}
+    partners = [one for one in RECORDS if one["recipe"]["seed"] == 11 and method_of(one["recipe"]) == form]
     assert any(len(settings_of([one, {**one, "recipe": recipe}])) == 1 for one in partners)
 
 
@@ -141,7 +141,7 @@ def test_processes_share_the_runs_and_pairs_follow_the_choice(tmp_path: Path) ->
     queue, other = (runs.Queue(tmp_path, LATER) for _ in range(2))
     tuning = [(queue, other)[number % 2].claim() for number in range(10)]
     assert tuning == list(plan.tuning_runs())
-    assert other.claim() == plan.Run("none", 31, "mini", "512-tokens")  # nothing waits for the choice
+    assert other.claim() == plan.Run("none", 31, "mini", "books")  # nothing waits for the choice
     for run in tuning:
         assert queue.chosen() is None
         finish(queue, run, 3.0 if run.setting == "rate-1.4e-3" else 3.1)
