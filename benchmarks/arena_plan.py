@@ -16,70 +16,75 @@ LEARNED = "high:learned"
 KEY_BIAS = "high-key-bias:learned"
 STEPS, ROWS, LENGTH = 3000, 256, 128
 MIXTURE = "wikipedia_en,gutenberg_books,imdb_reviews"
+BOOKS = "gutenberg_books"
 STRENGTHS_RATE = 0.01
 """Learning rate of numbers per head, whatever the rate of other parameters."""
-TUNING: dict[str, dict[str, Any]] = {
-    "rate-2.8e-3": {"learning_rate": 2.8e-3},
-    "rate-2e-3": {"learning_rate": 2e-3},
-    "rate-1.4e-3": {"learning_rate": 1.4e-3},
-    "rate-1e-3": {"learning_rate": 1e-3},
-    "warmup-600": {"learning_rate": 2e-3, "warmup_steps": 600},
+RECORDED = "masked-30-to-15"
+"""The setting of rounds two to six, whose runs of the tuning seeds are recorded."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    RECORDED: {},
+    "muon-falling-128-rows": {"optimizer": "muon", "batch_size": 128, "steps": 6000, "warmup_steps": 300},
+    "muon-falling": {"optimizer": "muon"},
+    "muon-falling-half": {"optimizer": "muon", "muon_rate": 0.5},
+    "muon-falling-averaged": {"optimizer": "muon", "averaged_share": 0.1},
 }
-"""What settings of ModernBERT-small change in the recipe ``modern``; the first is the recipe itself."""
-TUNING_SEEDS = (42, 9)
-PAIR_SEEDS = (31, 32, 33, 34, 35)
-"""For Original and learned strengths of small at the chosen setting, and of mini in OTHERS."""
-OTHERS: dict[str, dict[str, Any]] = {"books": {"corpus": "gutenberg_books"}}
-"""What further settings of ModernBERT-mini change in the tuned recipe ``modern``."""
-MEDIUM_SEEDS = PAIR_SEEDS[:2]
+"""What settings change in the recipe ``modern``, whose masked share falls; the longest runs come first."""
+SETTING_SEEDS = (42, 9, 16)
+SMALL_RATES = (2.8e-3, 2e-3, 1.4e-3, 1e-3)
+"""Learning rates that are tried for ModernBERT-small; the first is that of the recipe ``modern``."""
+RATE_SEEDS = (42, 9)
 MEDIUM_RATE = 5 / 7
 """Medium's rate over small's, as in the recipe ``modern``."""
-RIVALS = ("gate", "sinkhorn", "sinkhorn-3", "sink", "softmax-plus-one", "sigma-reparam")
-"""Methods that have not been trained at the tuned recipe."""
-RIVAL_SEEDS = (11, 12, 13, 14, 15, 16, 17, 18)
-"""Seeds of which Original, QK-norm and learned strengths in both forms are recorded."""
-MANY_SEEDS = tuple(range(51, 71))
+MANY_SEEDS = tuple(range(51, 61))
 COMPARED = (ORIGINAL, LEARNED, KEY_BIAS, "qk-norm", f"{LEARNED}+qk-norm", f"{KEY_BIAS}+qk-norm")
+PAIR_SEEDS = (31, 32, 33, 34, 35)
+"""For Original and learned strengths of small, and of mini on books alone."""
+MEDIUM_SEEDS = PAIR_SEEDS[:2]
+RIVALS = ("gate", "sinkhorn", "sinkhorn-3", "sink", "softmax-plus-one", "sigma-reparam")
+"""Methods that have not been trained at a tuned recipe."""
+RIVAL_SEEDS = MANY_SEEDS[:8]
 
 
 @dataclass(frozen=True)
 class Run:
     """A method and a seed.
 
-    setting: one of TUNING for small and medium; one of OTHERS, or None for the tuned recipe, for mini
+    setting: one of SETTINGS
+    rate:    learning rate of small and medium; that of mini is the recipe's
     """
 
     form: str
     seed: int
+    setting: str
     size: str = "mini"
-    setting: str | None = None
+    rate: float | None = None
+    corpus: str = MIXTURE
 
     @property
     def name(self) -> str:
         form = "original" if self.form == ORIGINAL else self.form.removeprefix("high:")
-        parts = [self.size, self.setting, form.replace("+", "-").replace(":", "-"), str(self.seed)]
-        return "-".join(["modernbert", *(part for part in parts if part is not None)])
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        """What the setting changes in the recipe ``modern`` of the size."""
-        if self.size == "mini":
-            return {} if self.setting is None else OTHERS[self.setting]
-        own = dict(TUNING[self.setting or ""])
-        return {**own, "learning_rate": MEDIUM_RATE * own["learning_rate"]} if self.size == "medium" else own
+        rate = "" if self.rate is None else f"rate-{self.rate:.2g}"
+        corpus = {MIXTURE: "", BOOKS: "books"}[self.corpus]
+        method = form.replace("+", "-").replace(":", "-")
+        parts = ["modernbert", self.size, self.setting, rate, corpus, method, str(self.seed)]
+        return "-".join(part for part in parts if part)
 
     @property
     def recipe(self) -> PretrainRecipe:
         """The recipe ``modern`` for 98 million tokens, without evaluations during training."""
         usual = with_steps(named_recipe("modern", "modernbert", self.size), STEPS)
-        usual = replace(usual, **{"batch_size": ROWS, "length": LENGTH, "corpus": MIXTURE, **self.changes})
+        changes = {"batch_size": ROWS, "length": LENGTH, "steps": STEPS, **SETTINGS[self.setting]}
+        rate = usual.learning_rate if self.rate is None else self.rate
         return replace(
             usual,
-            evaluation_steps=STEPS,
-            checkpoint_steps=STEPS // 5,
+            **changes,
+            learning_rate=rate,
+            corpus=self.corpus,
+            evaluation_steps=changes["steps"],
+            checkpoint_steps=changes["steps"] // 5,
             health_texts=0,
             refinement=None if self.form == ORIGINAL else Refinement.of(self.form),
-            strength_rate=STRENGTHS_RATE / usual.learning_rate,
+            strength_rate=STRENGTHS_RATE / rate,
             seed=self.seed,
         )
 
@@ -91,57 +96,93 @@ class Run:
         words += ["--steps", str(recipe.steps), "--refinement", self.form, "--seed", str(self.seed)]
         for name in (
             *("batch_size", "length", "learning_rate", "warmup_steps", "masked_share", "masked_share_end"),
-            *("strength_rate", "evaluation_steps", "checkpoint_steps", "health_texts"),
+            *("optimizer", "muon_rate", "averaged_share", "strength_rate"),
+            *("evaluation_steps", "checkpoint_steps", "health_texts"),
         ):
             value = getattr(recipe, name)
             words += ["--set", f"{name}={'none' if value is None else value}"]
         return [*words, "--corpus", recipe.corpus, "--tokens", "tokens", "--out", f"runs/{self.name}"]
 
 
-FIRST = tuple(Run(form, seed) for seed in MANY_SEEDS for form in COMPARED)
-"""How large is the gain, and do the two forms differ? All forms of a seed before the next seed."""
+Losses = Mapping[Run, float | None]
+"""Held-out losses of runs that have ended; None of one that failed."""
+
+
+def planned_runs(losses: Losses) -> Iterator[Run]:
+    """All runs whose settings are known, in their order: tuning, the comparison, then what is left.
+
+    Tuning of small waits for the choice of the setting, and its pairs and medium's for that of its rate.
+    """
+    yield from setting_runs()
+    setting = chosen_setting(losses)
+    if setting is None:
+        return
+    yield from (Run(form, seed, setting) for seed in MANY_SEEDS for form in COMPARED)
+    yield from rate_runs(setting)
+    rate = chosen_rate(setting, losses)
+    if rate is not None:
+        yield from _pairs(PAIR_SEEDS, setting, "small", rate)
+    yield from _pairs(PAIR_SEEDS, setting, corpus=BOOKS)
+    if rate is not None:
+        yield from _pairs(MEDIUM_SEEDS, setting, "medium", MEDIUM_RATE * rate)
+    yield from (Run(rival, seed, setting) for seed in RIVAL_SEEDS for rival in RIVALS)
 
 
 def tuning_runs() -> Iterator[Run]:
-    """Original of small, one seed after the other."""
-    return (Run(ORIGINAL, seed, "small", setting) for seed in TUNING_SEEDS for setting in TUNING)
+    """All runs on which a choice may depend."""
+    yield from setting_runs()
+    for setting in SETTINGS:
+        yield from rate_runs(setting)
 
 
-def chosen_setting(losses: Mapping[Run, float | None]) -> str | None:
-    """The setting with the lowest mean held-out loss of Original; None while a run of tuning is missing.
+def is_tuned(losses: Losses) -> bool:
+    """Whether all choices are made, so that ``planned_runs`` gives every run."""
+    setting = chosen_setting(losses)
+    needed = setting_runs() if setting is None else rate_runs(setting)
+    return all(run in losses for run in needed)
 
-    losses: of ended runs; None of one that failed. A setting with a failed run, or a loss that is not
-    finite, is left out.
+
+def setting_runs() -> Iterator[Run]:
+    """Original of mini at every setting."""
+    return (Run(ORIGINAL, seed, setting) for setting in SETTINGS for seed in SETTING_SEEDS)
+
+
+def rate_runs(setting: str) -> Iterator[Run]:
+    """Original of small at every rate, one seed after the other."""
+    return (Run(ORIGINAL, seed, setting, "small", rate) for seed in RATE_SEEDS for rate in SMALL_RATES)
+
+
+def chosen_setting(losses: Losses) -> str | None:
+    """The setting with the lowest mean loss of Original; None while one of its runs is missing."""
+    best = _best_group(setting_runs(), losses)
+    return None if best is None else best.setting
+
+
+def chosen_rate(setting: str, losses: Losses) -> float | None:
+    """The same for small's rate."""
+    best = _best_group(rate_runs(setting), losses)
+    return None if best is None else best.rate
+
+
+def _best_group(runs: Iterable[Run], losses: Losses) -> Run | None:
+    """The runs that differ in the seed alone and have the lowest mean, by one of them with seed 0.
+
+    A group with a failed run, or a loss that is not finite, is left out. None while a run is missing.
     """
-    if any(run not in losses for run in tuning_runs()):
-        return None
+    groups: dict[Run, list[float | None]] = {}
+    for run in runs:
+        if run not in losses:
+            return None
+        groups.setdefault(replace(run, seed=0), []).append(losses[run])
     means = {}
-    for setting in TUNING:
-        own = [losses[Run(ORIGINAL, seed, "small", setting)] for seed in TUNING_SEEDS]
+    for group, own in groups.items():
         finite = [loss for loss in own if loss is not None and math.isfinite(loss)]
         if len(finite) == len(own):
-            means[setting] = mean(finite)
+            means[group] = mean(finite)
     return min(means, key=means.__getitem__, default=None)
 
 
-def planned_runs(chosen: str | None = None) -> Iterator[Run]:
-    """What comes first, tuning of small, its pairs, pairs of other settings and of medium, then rivals.
-
-    chosen: the setting of small and medium; without it their pairs are left out
-    """
-    yield from dict.fromkeys((*FIRST, *_usual_order(chosen)))
-
-
-def _usual_order(chosen: str | None) -> Iterator[Run]:
-    yield from tuning_runs()
-    if chosen is not None:
-        yield from _pairs(PAIR_SEEDS, "small", chosen)
-    for setting in OTHERS:
-        yield from _pairs(PAIR_SEEDS, "mini", setting)
-    if chosen is not None:
-        yield from _pairs(MEDIUM_SEEDS, "medium", chosen)
-    yield from (Run(rival, seed) for seed in RIVAL_SEEDS for rival in RIVALS)
-
-
-def _pairs(seeds: Iterable[int], size: str, setting: str) -> Iterator[Run]:
-    return (Run(form, seed, size, setting) for seed in seeds for form in (ORIGINAL, LEARNED))
+def _pairs(
+    seeds: Iterable[int], setting: str, size: str = "mini", rate: float | None = None, corpus: str = MIXTURE
+) -> Iterator[Run]:
+    return (Run(form, seed, setting, size, rate, corpus) for seed in seeds for form in (ORIGINAL, LEARNED))

@@ -1,15 +1,15 @@
 """Makes the runs of round seven of results/arena/plan.md on one GPU.
 
-    python benchmarks/arena_runs.py --tokens TOKENS --out runs/arena --jobs 9 --seconds 1200
+    python benchmarks/arena_runs.py --tokens TOKENS --out runs/arena --jobs 12 --seconds 1200
     python benchmarks/arena_runs.py --out runs/arena --pack records.tar.xz
 
 Each of the processes claims one run after another, in the order of ``arena_plan.py``. ``log.txt`` gets a line
-for each run. Once all runs of tuning have ended, the setting of small is chosen by the rule there, and its
-pairs come next; until then processes make later runs. A second call continues after a kill, and a run that an
-error of CUDA has ended goes on once from its last checkpoint: another process on the GPU may have caused it.
-TOKENS holds the stores of BERT's tokens. ``--pack`` puts all records,
-without models, into one file, also while runs are made. On another machine or day ``--made
-results/arena/runs.json`` counts the runs recorded there as made, as does a pack unpacked in an empty OUT.
+for each run. A setting is chosen by the rules there once all runs of its tuning have ended; processes that
+have nothing to make wait for it. A second call continues after a kill, and a run that an error of CUDA has
+ended goes on once from its last checkpoint: another process on the GPU may have caused it. TOKENS holds the
+stores of BERT's tokens. ``--pack`` puts all records, without models, into one file, also while runs are made.
+On another machine or day ``--made results/arena/runs.json`` counts the runs recorded there as made, as does a
+pack unpacked in an empty OUT.
 ``saobp arena`` writes the page, with the options that the plan names.
 """
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from arena_plan import Run, chosen_setting, planned_runs, tuning_runs
+from arena_plan import Losses, Run, is_tuned, planned_runs, tuning_runs
 from filelock import BaseFileLock
 
 from saobp.runs.layout import CHECKPOINTS, MODEL, RESULT
@@ -70,12 +70,12 @@ class Queue:
         self.held: dict[str, BaseFileLock] = {}
 
     def planned(self) -> list[Run]:
-        """All runs in order; those at the chosen setting only once it is chosen."""
-        return list(planned_runs(self.chosen()))
+        """All runs in order; those at a chosen setting only once it is chosen."""
+        return list(planned_runs(self.tuned()))
 
-    def chosen(self) -> str | None:
-        """The setting chosen for small, None while runs of tuning are missing."""
-        return chosen_setting({run: self.loss(run) for run in tuning_runs() if self.is_done(run)})
+    def tuned(self) -> Losses:
+        """What has ended of the runs on which choices depend."""
+        return {run: self.loss(run) for run in tuning_runs() if self.is_done(run)}
 
     def loss(self, run: Run) -> float | None:
         """The held-out loss of a run, None if it failed."""
@@ -119,8 +119,9 @@ class Queue:
 
     def is_empty(self) -> bool:
         """Whether nothing is left to start."""
-        tuned = all(self.is_done(run) for run in tuning_runs())
-        return tuned and all(self.is_done(run) or self.is_running(run) for run in self.planned())
+        return is_tuned(self.tuned()) and all(
+            self.is_done(run) or self.is_running(run) for run in self.planned()
+        )
 
     def least_seconds(self, running: int = 0) -> float:
         """Seconds of one more run if no other follows: faster than typical where fewer share the GPU."""
@@ -133,7 +134,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/arena"))
     parser.add_argument("--made", type=Path, help="records of runs made elsewhere: results/arena/runs.json")
     parser.add_argument("--pack", type=Path, help="only put all records into this .tar.xz")
-    parser.add_argument("--jobs", type=int, default=9)
+    parser.add_argument("--jobs", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of it")
     parser.add_argument("--typical", type=float, default=150.0, help="seconds of a run, until one is done")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

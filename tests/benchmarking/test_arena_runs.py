@@ -25,52 +25,81 @@ LATER = time.time() + 100_000
 FORMS = ("original", "learned")
 
 
-def test_rivals_are_compared_with_recorded_runs_of_the_same_recipe() -> None:
-    recorded = next(one for one in RECORDS if one["run"] == "modernbert-mini-masked-30-to-15-original-16")
-    recipe = {"kind": "pretrain", **plan.Run("gate", 16).recipe.to_dict()}
-    (setting,) = settings_of([recorded, {**recorded, "recipe": recipe}])
-    assert set(setting.losses) == {"none", "gate"}
-    seeds = {one["recipe"]["seed"] for one in RECORDS}
-    assert set(plan.RIVAL_SEEDS) <= seeds
+def losses_with(best_setting: str, best_rate: float | None = None) -> dict[Any, float | None]:
+    """As if tuning had chosen these."""
+    losses: dict[Any, float | None] = {
+        run: 3.0 if run.setting == best_setting else 3.1 for run in plan.setting_runs()
+    }
+    if best_rate is not None:
+        losses |= {run: 3.0 if run.rate == best_rate else 3.1 for run in plan.rate_runs(best_setting)}
+    return losses
+
+
+RUNS = {run.name: run for run in plan.planned_runs(losses_with("muon-falling", 2e-3))}
+AS_BEFORE = {run.name: run for run in plan.planned_runs(losses_with(plan.RECORDED, 2.8e-3))}
 
 
 def test_the_plan_names_settings_methods_and_seeds() -> None:
-    six, seven = (
-        (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round six")[1].split("# Round seven")
-    )
-    for setting in (*plan.TUNING, *plan.OTHERS):
-        assert f"`{setting}`" in six
+    seven = (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round seven")[1]
+    for setting in plan.SETTINGS:
+        assert f"`{setting}`" in seven
+    for rate in plan.SMALL_RATES:
+        assert f"{1000 * rate:g}e-3" in seven
     for form in (*plan.COMPARED[1:], *plan.RIVALS):
         assert f"`{form}`" in seven
         assert str(Refinement.of(form)) == form
-    for seeds in (plan.MANY_SEEDS, plan.PAIR_SEEDS):
+    for seeds in (plan.MANY_SEEDS, plan.PAIR_SEEDS, plan.RIVAL_SEEDS):
         assert f"{seeds[0]} to {seeds[-1]}" in seven
 
 
-RUNS = {run.name: run for run in plan.planned_runs("rate-2e-3")}
+def test_runs_come_in_the_order_of_the_plan_and_the_comparison_has_seeds_of_its_own() -> None:
+    names = list(RUNS)
+    assert names[0] == "modernbert-mini-masked-30-to-15-original-42"
+    assert names[3] == "modernbert-mini-muon-falling-128-rows-original-42"
+    compared, rest = names[15:75], names[75:]
+    assert compared[1::6] == [f"modernbert-mini-muon-falling-learned-{seed}" for seed in range(51, 61)]
+    assert compared[5] == "modernbert-mini-muon-falling-high-key-bias-learned-qk-norm-51"
+    assert not {RUNS[name].seed for name in compared} & {one["recipe"]["seed"] for one in RECORDS}
+    assert rest[0] == "modernbert-small-muon-falling-rate-0.0028-original-42"
+    assert rest[8:10] == [f"modernbert-small-muon-falling-rate-0.002-{form}-31" for form in FORMS]
+    assert rest[18:20] == [f"modernbert-mini-muon-falling-books-{form}-31" for form in FORMS]
+    assert rest[28] == "modernbert-medium-muon-falling-rate-0.0014-original-31"
+    assert rest[32:] == [
+        f"modernbert-mini-muon-falling-{rival}-{seed}" for seed in range(51, 59) for rival in plan.RIVALS
+    ]
 
 
-def test_runs_have_names_of_their_own_and_pairs_have_seeds_of_no_other_plan() -> None:
-    first, rest = list(RUNS)[:120], list(RUNS)[120:]
-    assert first[1::6] == [f"modernbert-mini-learned-{seed}" for seed in range(51, 71)]
-    assert first[5] == "modernbert-mini-high-key-bias-learned-qk-norm-51"
-    assert not {run.seed for run in plan.FIRST} & {one["recipe"]["seed"] for one in RECORDS}
-    assert rest[0] == "modernbert-small-rate-2.8e-3-original-42"
-    assert rest[10:12] == [f"modernbert-small-rate-2e-3-{form}-31" for form in FORMS]
-    assert rest[20:22] == [f"modernbert-mini-books-{form}-31" for form in FORMS]
-    assert rest[30] == "modernbert-medium-rate-2e-3-original-31"
-    assert len(rest) == 10 + 2 * 10 + 4 + 6 * 8
+def test_what_waits_for_a_choice_is_not_planned_before_it() -> None:
+    nothing = list(plan.planned_runs({}))
+    assert nothing == list(plan.setting_runs())
+    chosen = losses_with("muon-falling-half")
+    without_rate = list(plan.planned_runs(chosen))
+    assert {run.setting for run in without_rate[15:]} == {"muon-falling-half"}
+    assert {(run.size, run.form) for run in without_rate if run.size != "mini"} == {("small", "none")}
+    assert not plan.is_tuned({})
+    assert not plan.is_tuned(chosen)
+    assert plan.is_tuned(losses_with("muon-falling-half", 1e-3))
 
 
 @pytest.mark.parametrize("form", plan.COMPARED)
-def test_what_comes_first_may_be_pooled_with_recorded_runs(form: str) -> None:
+def test_at_the_recipe_of_before_runs_may_be_pooled_with_recorded_ones(form: str) -> None:
     """Of the same recipe but for the seed."""
-    recipe = {"kind": "pretrain", **plan.Run(form, 51).recipe.to_dict()}
+    recipe = {"kind": "pretrain", **plan.Run(form, 51, plan.RECORDED).recipe.to_dict()}
     partners = [one for one in RECORDS if one["recipe"]["seed"] == 11 and method_of(one["recipe"]) == form]
     assert any(len(settings_of([one, {**one, "recipe": recipe}])) == 1 for one in partners)
 
 
-@pytest.mark.parametrize("name", list(RUNS)[:30:4] + [name for name in RUNS if name.endswith("learned-31")])
+def test_recorded_runs_of_the_first_setting_have_its_names_and_recipe() -> None:
+    recorded = {one["run"]: one for one in RECORDS}
+    for seed in plan.SETTING_SEEDS:
+        run = plan.Run("none", seed, plan.RECORDED)
+        recipe = {"kind": "pretrain", **run.recipe.to_dict()}
+        assert len(settings_of([recorded[run.name], {**recorded[run.name], "recipe": recipe}])) == 1
+
+
+@pytest.mark.parametrize(
+    "name", [*list(RUNS)[:27:3], *(name for name in RUNS if name.endswith("learned-31"))]
+)
 def test_a_record_names_the_command_that_makes_the_run_again(name: str) -> None:
     done = CliRunner().invoke(app, [*RUNS[name].command[1:], "--dry-run"])
     assert done.exit_code == 0, done.output
@@ -85,43 +114,38 @@ def test_every_run_has_as_many_tokens_and_numbers_per_head_learn_at_one_rate(nam
     assert recipe.size == name.split("-")[1]
 
 
-def test_other_settings_differ_from_the_tuned_recipe_in_one_thing() -> None:
-    def fields(run: Any) -> dict[str, Any]:
-        return run.recipe.to_dict()
+def test_settings_differ_from_the_recipe_in_what_they_name() -> None:
+    def fields(setting: str, **options: Any) -> dict[str, Any]:
+        return plan.Run("none", 31, setting, **options).recipe.to_dict()
 
-    usual = fields(plan.Run("none", 31))
-    for setting, changes in plan.OTHERS.items():
-        assert fields(plan.Run("none", 31, "mini", setting)) == {**usual, **changes}
-    medium, small = (plan.Run("none", 31, size, "rate-2.8e-3").recipe for size in ("medium", "small"))
-    assert medium.learning_rate == pytest.approx(2e-3)  # that of the recipe modern, as small's
-    assert small.learning_rate == 2.8e-3
+    usual = fields(plan.RECORDED)
+    for setting, changes in plan.SETTINGS.items():
+        steps = changes.get("steps", 3000)
+        intervals = {"evaluation_steps": steps, "checkpoint_steps": steps // 5}
+        assert fields(setting) == {**usual, **changes, **intervals}
+    assert fields("muon-falling", corpus=plan.BOOKS) == {**fields("muon-falling"), "corpus": plan.BOOKS}
+    small = fields("muon-falling", size="small", rate=1e-3)
+    assert small["learning_rate"] == 1e-3
+    assert small["optimizer"] == "muon"
+    medium = [run.recipe.learning_rate for run in AS_BEFORE.values() if run.size == "medium"]
+    assert medium == pytest.approx([2e-3] * 4)  # that of the recipe modern, as small's
 
 
-def test_the_first_setting_is_the_recipe_of_round_four() -> None:
-    recorded = next(one for one in RECORDS if one["run"] == "modernbert-small-original-24")
-    recipe = {"kind": "pretrain", **plan.Run("none", 24, "small", "rate-2.8e-3").recipe.to_dict()}
-    assert len(settings_of([recorded, {**recorded, "recipe": recipe}])) == 1
-
-
-def test_the_setting_with_the_lowest_mean_is_chosen_once_all_have_ended() -> None:
-    losses: dict[Any, float | None] = {
-        run: {"rate-2e-3": 3.1, "rate-1e-3": 3.0}.get(run.setting, 3.2) for run in plan.tuning_runs()
-    }
-    assert plan.chosen_setting(losses) == "rate-1e-3"
-    losses[plan.Run("none", 9, "small", "rate-1e-3")] = 3.3
-    assert plan.chosen_setting(losses) == "rate-2e-3"
-    losses[plan.Run("none", 9, "small", "rate-2e-3")] = None  # it failed
-    assert plan.chosen_setting(losses) == "rate-1e-3"
-    losses[plan.Run("none", 42, "small", "rate-1e-3")] = float("nan")
-    assert plan.chosen_setting(losses) == "rate-2.8e-3"
-    del losses[plan.Run("none", 42, "small", "warmup-600")]
+def test_what_has_the_lowest_mean_is_chosen_once_all_have_ended() -> None:
+    losses = losses_with("muon-falling-half")
+    assert plan.chosen_setting(losses) == "muon-falling-half"
+    losses[plan.Run("none", 9, "muon-falling-half")] = 3.5
+    losses[plan.Run("none", 9, "muon-falling")] = 3.0
+    assert plan.chosen_setting(losses) == "muon-falling"
+    losses[plan.Run("none", 16, "muon-falling")] = None  # it failed
+    losses[plan.Run("none", 42, "muon-falling-averaged")] = float("nan")
+    losses[plan.Run("none", 42, "muon-falling-128-rows")] = 3.09
+    assert plan.chosen_setting(losses) == "muon-falling-128-rows"
+    del losses[plan.Run("none", 42, "muon-falling-averaged")]
     assert plan.chosen_setting(losses) is None
-
-
-@pytest.fixture
-def usual_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing comes before the tuning of small."""
-    monkeypatch.setattr(plan, "FIRST", ())
+    losses = losses_with("muon-falling", 1.4e-3)
+    assert plan.chosen_rate("muon-falling", losses) == 1.4e-3
+    assert plan.chosen_rate("muon-falling-half", losses) is None
 
 
 def finish(queue: Any, run: Any, loss: float) -> None:
@@ -136,19 +160,28 @@ def finish(queue: Any, run: Any, loss: float) -> None:
         (folder / f"{name}.json").write_text(json.dumps(content))
 
 
-@pytest.mark.usefixtures("usual_order")
-def test_processes_share_the_runs_and_pairs_follow_the_choice(tmp_path: Path) -> None:
+def test_processes_share_the_runs_and_those_of_the_choice_follow_it(tmp_path: Path) -> None:
     queue, other = (runs.Queue(tmp_path, LATER) for _ in range(2))
-    tuning = [(queue, other)[number % 2].claim() for number in range(10)]
-    assert tuning == list(plan.tuning_runs())
-    assert other.claim() == plan.Run("none", 31, "mini", "books")  # nothing waits for the choice
+    tuning = [(queue, other)[number % 2].claim() for number in range(15)]
+    assert tuning == list(plan.setting_runs())
+    assert other.claim() is None  # all that is left waits for the choice
+    assert not other.is_empty()
     for run in tuning:
-        assert queue.chosen() is None
-        finish(queue, run, 3.0 if run.setting == "rate-1.4e-3" else 3.1)
-    assert queue.chosen() == "rate-1.4e-3"
-    assert other.claim() == plan.Run("none", 31, "small", "rate-1.4e-3")
-    while queue.claim() is not None:
-        pass
+        finish(queue, run, 3.0 if run.setting == "muon-falling" else 3.1)
+    assert other.claim() == plan.Run("none", 51, "muon-falling")
+    while (run := queue.claim()) is not None:
+        if run.size == "small" and run.rate == 2e-3:
+            finish(queue, run, 3.0)
+        elif run.size == "small":
+            finish(queue, run, 3.1)
+    assert plan.Run("none", 35, "muon-falling", "small", 2e-3).name in queue.held
+    assert queue.is_empty()
+
+
+def test_nothing_is_left_if_every_setting_fails(tmp_path: Path) -> None:
+    queue = runs.Queue(tmp_path, LATER)
+    for run in iter(queue.claim, None):
+        (queue.claim_of(run) / runs.FAILED).touch()
     assert queue.is_empty()
 
 
@@ -168,7 +201,7 @@ def test_an_error_of_cuda_ends_a_run_once_and_it_goes_on_from_its_checkpoint(
     miniature: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, out = miniature
-    first = next(plan.tuning_runs())
+    first = next(plan.setting_runs())
     whole = runs.train(first, runs.Queue(out.with_name("whole"), LATER), str(tokens))
     step = CallbackHandler.on_step_end
 
@@ -195,9 +228,8 @@ def test_an_error_of_cuda_ends_a_run_once_and_it_goes_on_from_its_checkpoint(
     assert [one["step"] for one in steps if "loss" in one] == [1, 2, 3, 4]
 
 
-@pytest.mark.usefixtures("usual_order")
 def test_records_from_elsewhere_count_as_runs_that_are_made(tmp_path: Path) -> None:
-    queue, (first, second, *_) = runs.Queue(tmp_path, LATER), plan.tuning_runs()
+    queue, (first, second, *_) = runs.Queue(tmp_path, LATER), plan.setting_runs()
     finish(queue, first, 3.1)  # unpacked, without the claim
     assert queue.claim() == second
 
@@ -205,12 +237,12 @@ def test_records_from_elsewhere_count_as_runs_that_are_made(tmp_path: Path) -> N
 def test_runs_in_the_recorded_list_count_as_made(tmp_path: Path) -> None:
     made = runs.recorded_losses(ROOT / "results" / "arena" / "runs.json")
     queue = runs.Queue(tmp_path, LATER, made=made)
-    recorded = plan.Run("none", 31, "mini", "wikipedia")
+    recorded = plan.Run("none", 16, plan.RECORDED)
     assert queue.is_done(recorded)
     assert queue.loss(recorded) == made[recorded.name]
-    claimed = {run.name for run in iter(queue.claim, None)}
-    assert claimed.isdisjoint(made)
-    assert claimed | made.keys() >= {run.name for run in queue.planned()}
+    claimed = [run.name for run in iter(queue.claim, None)]
+    assert len(claimed) == 12  # of four settings and three seeds each
+    assert made.keys().isdisjoint(claimed)
 
 
 def test_no_run_starts_that_would_end_too_late(tmp_path: Path) -> None:
@@ -241,18 +273,24 @@ def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pa
 
     def small(run: Any) -> Any:
         made = full(run)
-        shared = {"learning_rate": made.learning_rate, "refinement": made.refinement, "seed": made.seed}
+        names = ("learning_rate", "optimizer", "refinement", "seed")
+        shared = {name: getattr(made, name) for name in names}
         return small_recipe(**shared, family="modernbert", health_texts=0, steps=4, corpus=str(text))
 
     monkeypatch.setattr(plan.Run, "recipe", property(small))
-    monkeypatch.setattr(plan, "TUNING", {"slow": {"learning_rate": 1e-4}, "fast": {"learning_rate": 1e-2}})
-    monkeypatch.setattr(plan, "FIRST", ())
-    monkeypatch.setattr(plan, "TUNING_SEEDS", (42,))
-    monkeypatch.setattr(plan, "PAIR_SEEDS", (31,))
-    monkeypatch.setattr(plan, "MEDIUM_SEEDS", ())
-    monkeypatch.setattr(plan, "OTHERS", {"books": {}})
-    monkeypatch.setattr(plan, "RIVALS", ("gate", "sinkhorn-3"))
-    monkeypatch.setattr(plan, "RIVAL_SEEDS", (31,))
+    for name, value in {
+        "SETTINGS": {"adamw": {}, "muon": {"optimizer": "muon"}},
+        "SETTING_SEEDS": (42,),
+        "SMALL_RATES": (2e-3, 1e-3),
+        "RATE_SEEDS": (42,),
+        "MANY_SEEDS": (51,),
+        "COMPARED": ("none", "high:learned+qk-norm"),
+        "PAIR_SEEDS": (31,),
+        "MEDIUM_SEEDS": (),
+        "RIVALS": ("gate", "sinkhorn-3"),
+        "RIVAL_SEEDS": (51,),
+    }.items():
+        monkeypatch.setattr(plan, name, value)
     return tokens, tmp_path / "out"
 
 
@@ -262,9 +300,15 @@ def test_the_whole_queue_in_miniature(miniature: tuple[Path, Path], tmp_path: Pa
         (out / name).mkdir(parents=True)
     runs.work(runs.Queue(out, LATER), str(tokens))
     lines = (out / "log.txt").read_text().splitlines()
-    assert len(lines) == sum(", loss " in line for line in lines) == 8
-    names = [f"modernbert-{one}-{form}-31" for one in ("small-fast", "mini-books") for form in FORMS]
-    names += [f"modernbert-mini-{form}-31" for form in ("gate", "sinkhorn-3")]
+    assert len(lines) == sum(", loss " in line for line in lines) == 12
+    losses = runs.Queue(out, LATER).tuned()
+    setting = plan.chosen_setting(losses)
+    assert setting is not None
+    rate = plan.chosen_rate(setting, losses)
+    small, books = f"small-{setting}-rate-{rate}", f"mini-{setting}-books"
+    names = [f"modernbert-{one}-{form}-31" for one in (small, books) for form in FORMS]
+    compared = ("original", "learned-qk-norm", "gate", "sinkhorn-3")
+    names += [f"modernbert-mini-{setting}-{form}-51" for form in compared]
     assert all((out / "runs" / name / "model").is_dir() for name in names)
     runs.pack(out, tmp_path / "records.tar.xz")
     with tarfile.open(tmp_path / "records.tar.xz") as archive:
@@ -273,7 +317,7 @@ def test_the_whole_queue_in_miniature(miniature: tuple[Path, Path], tmp_path: Pa
     assert not list(back.rglob("model"))
     assert (back / "log.txt").exists()
     done = CliRunner().invoke(
-        app, ["arena", str(back / "runs"), "--out", str(tmp_path / "results"), "--fresh", "31"]
+        app, ["arena", str(back / "runs"), "--out", str(tmp_path / "results"), "--fresh", "31,51"]
     )
     assert done.exit_code == 0, done.output
-    assert "fresh seeds 31" in (tmp_path / "results" / "arena" / "README.md").read_text()
+    assert "fresh seeds 31, 51" in (tmp_path / "results" / "arena" / "README.md").read_text()
