@@ -75,6 +75,9 @@ STALLS = {
 LEAST_SHARE = 0.02
 """Kernels with a smaller share of their call's time are left out."""
 
+CASES = ("fixed", *LEARNED)
+"""The refined calls of a length."""
+
 Reading = dict[str, str]
 """One launch as ``ncu`` prints it, by the names of its columns."""
 
@@ -117,11 +120,6 @@ def launches(printed: str) -> list[Reading]:
     return list(csv.DictReader(io.StringIO("\n".join(lines))))[1:]
 
 
-def cases(causal: bool) -> tuple[str, ...]:
-    """The refined calls of a length, without the causal key bias, whose kernels no GPU has checked."""
-    return ("fixed", "learned") if causal else ("fixed", "learned", "key bias")
-
-
 def call_names(length: int | None) -> list[tuple[str, int, str]]:
     """Attention, length and version of each profiled call, in the order of ``make_calls``."""
     if length is None:
@@ -129,7 +127,7 @@ def call_names(length: int | None) -> list[tuple[str, int, str]]:
     return [
         ("causal" if causal else "bidirectional", length, by)
         for causal in (False, True)
-        for by in (*(f"saobp, {case}" for case in cases(causal)), "cuDNN")
+        for by in (*(f"saobp, {case}" for case in CASES), "cuDNN")
     ]
 
 
@@ -197,7 +195,7 @@ def attention_calls(length: int) -> list[Call]:
     for causal in (False, True):
         states = states_and_gradient(shape, torch.bfloat16, "cuda")
         fixed = one_call(partial(attend_refined, "fused", causal, strength), states, BOTH)
-        for case in cases(causal):
+        for case in CASES:
             calls.append(fixed if case == "fixed" else learned_call(LEARNED[case], causal, states, BOTH))
         calls.append(one_call(partial(attend_plain, SDPBackend.CUDNN_ATTENTION, causal), states, BOTH))
     return calls

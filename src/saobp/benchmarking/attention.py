@@ -61,11 +61,11 @@ def attention_speed(
     table.notes.append(
         f"Milliseconds, medians of {turns} turns in which every version runs once. 'fused' is `high` with "
         f"strength {STRENGTH}; 'learned' and 'key bias' are `high` and `high-key-bias` with learned "
-        "strengths of 0.05 to 4, and their gradients; a causal key bias, whose kernels no GPU has checked, "
-        f"is left out. About {rows} rows (batch x heads x length) each. Up to length {REPLAYED} a CUDA graph "
-        "is replayed. 'sdpa' is the fastest of PyTorch's backends, named in its column; FlashAttention 3 and "
-        "4 have columns where they are installed. The reference is left out where its maps do not fit. "
-        "'again' is the fused version timed a second time, over the first: the noise of a ratio."
+        f"strengths of 0.05 to 4, and their gradients. About {rows} rows (batch x heads x length) each. "
+        f"Up to length {REPLAYED} a CUDA graph is replayed. 'sdpa' is the fastest of PyTorch's backends, "
+        "named in its column; FlashAttention 3 and 4 have columns where they are installed. The reference "
+        "is left out where its maps do not fit. 'again' is the fused version timed a second time, over the "
+        "first: the noise of a ratio."
     )
     for causal in (False, True):
         for length in lengths:
@@ -107,8 +107,7 @@ def _time_all(
     states = states_and_gradient(shape, dtype, device)
     calls = {name: one_call(attend, states, direction) for name, attend in versions.items()}
     for name, refinement in LEARNED.items():
-        if not (causal and name == "key bias"):
-            calls[name] = learned_call(refinement, causal, states, direction)
+        calls[name] = learned_call(refinement, causal, states, direction)
     replayed = device == "cuda" and shape[2] <= REPLAYED
     return in_turn(calls, turns=turns, budget=budget, clock=clock_of(device), replayed=replayed)
 

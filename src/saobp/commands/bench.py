@@ -120,7 +120,7 @@ def model(
     known = {"sizes": tuple(PAPER_SIZES), "versions": tuple(REFINEMENTS), "stages": STAGES}
     asked = {"sizes": sizes, "versions": versions, "stages": stages}
     if quick and not versions:
-        asked["versions"] = "original,high,key-bias"
+        asked["versions"] = "original,high,learned"
     chosen = {name: _chosen(name, asked[name], known[name]) for name in known}
     table = model_speed(
         sizes=chosen["sizes"],
