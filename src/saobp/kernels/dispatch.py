@@ -248,38 +248,54 @@ def select_kernels(
     capability: ten times the GPU's compute capability
     ``weak`` and ``careful``, on which shapes of saved tensors depend, do not depend on these two.
     """
-    weak, half = spec.precise == 0, spec.dtype != torch.float32
-    fetched = half and aligned and spec.dim == 64 and not spec.packed and capability >= HOPPER
-    if family == "short":  # with fewer than 64 keys the tiles of the weak kernel would be mostly empty
-        weak = weak and not spec.may_underflow and all_keys(spec) >= 64 and spec.stride == 1
-        strong = spec.receives > 0 and spec.dtype == ANY_STRENGTH and not (spec.stride > 1 and spec.masked)
-        hopper = (weak or strong) and fetched and all_keys(spec) == SHORT and has_hopper_kernel(capability)
-        return KernelChoice(weak, spec.may_underflow, hopper and has_heads(spec, HOPPER_FROM))
-    long = entries(spec) >= SPLIT_FROM
-    if family == "key bias":
-        return KernelChoice(weak, split_axis=split_axis(spec) if long and not spec.masked else None)
-    whole = fetched and SHORT < spec.length <= WHOLE and spec.receives > 0 and spec.dtype == ANY_STRENGTH
-    whole = whole and has_hopper_kernel(capability)
-    in_turn = fetched and SHORT < spec.length <= CAUSAL_UP_TO and spec.receives == 1
-    in_turn = in_turn and has_hopper_kernel(capability) and has_heads(spec, CAUSAL_FROM)
-    joint = fetched and SUMS_ABOVE < spec.length <= JOINT and spec.receives > 0 and spec.dtype == SUMS_TYPE
-    joint = joint and has_hopper_kernel(capability) and has_heads(spec, SUMS_FROM)
-    fetched = fetched and entries(spec) >= COPIED_FROM
-    if family == "causal":  # the weak kernels are for messages that lower beliefs
-        weak = weak and spec.receives > 0 and spec.bound > 0
-        hopper = in_turn and entries(spec) >= CAUSAL_ENTRIES
-        stored = half and spec.receives > 0 and spec.dim <= 64 and spec.longest <= STORED_UP_TO
-        return KernelChoice(
-            weak, not weak or spec.may_underflow, hopper, stored=stored, copy_engine=weak and fetched
-        )
+    half = spec.dtype != torch.float32
+    copied = half and aligned and spec.dim == 64 and not spec.packed and capability >= HOPPER
+    hopper = copied and has_hopper_kernel(capability)
+    if family == "short":
+        return _short_kernels(spec, hopper)
     if family == "long":
-        axis = split_axis(spec) if long else None
-        forward = whole and has_heads(spec, WHOLE_FROM)
-        backward = whole and has_heads(spec, WHOLE_BACKWARD_FROM) and not spec.dropout
-        return KernelChoice(
-            weak, spec.may_underflow, forward, backward, joint, copy_engine=fetched, split_axis=axis
-        )
+        return _long_kernels(spec, copied, hopper)
+    if family == "causal":
+        return _causal_kernels(spec, copied, hopper)
+    weak = spec.precise == 0
+    if family == "key bias":
+        return KernelChoice(weak, split_axis=None if spec.masked else split_axis(spec))
     return KernelChoice(weak and family.endswith("steps"), spec.may_underflow or family == "short steps")
+
+
+def _short_kernels(spec: CallSpec, hopper: bool) -> KernelChoice:
+    """hopper: whether kernels written for Hopper can compute states of this layout."""
+    weak = spec.precise == 0 and not spec.may_underflow and spec.stride == 1
+    weak = weak and all_keys(spec) >= 64  # with fewer keys its tiles would be mostly empty
+    strong = spec.receives > 0 and spec.dtype == ANY_STRENGTH and not (spec.stride > 1 and spec.masked)
+    hopper = hopper and (weak or strong) and all_keys(spec) == SHORT and has_heads(spec, HOPPER_FROM)
+    return KernelChoice(weak, spec.may_underflow, hopper)
+
+
+def _long_kernels(spec: CallSpec, copied: bool, hopper: bool) -> KernelChoice:
+    """copied: whether the copy engine can fetch the states; hopper as above."""
+    hopper = hopper and spec.receives > 0
+    whole = hopper and SHORT < spec.length <= WHOLE and spec.dtype == ANY_STRENGTH
+    forward = whole and has_heads(spec, WHOLE_FROM)
+    backward = whole and has_heads(spec, WHOLE_BACKWARD_FROM) and not spec.dropout
+    joint = hopper and SUMS_ABOVE < spec.length <= JOINT and spec.dtype == SUMS_TYPE
+    joint = joint and has_heads(spec, SUMS_FROM)
+    copied = copied and entries(spec) >= COPIED_FROM
+    weak, axis = spec.precise == 0, split_axis(spec)
+    return KernelChoice(
+        weak, spec.may_underflow, forward, backward, joint, copy_engine=copied, split_axis=axis
+    )
+
+
+def _causal_kernels(spec: CallSpec, copied: bool, hopper: bool) -> KernelChoice:
+    """copied and hopper as above."""
+    weak = spec.precise == 0 and spec.receives > 0 and spec.bound > 0  # for messages that lower beliefs
+    in_turn = hopper and SHORT < spec.length <= CAUSAL_UP_TO and spec.receives == 1
+    in_turn = in_turn and has_heads(spec, CAUSAL_FROM) and entries(spec) >= CAUSAL_ENTRIES
+    half = spec.dtype != torch.float32
+    stored = half and spec.receives > 0 and spec.dim <= 64 and spec.longest <= STORED_UP_TO
+    copied = copied and weak and entries(spec) >= COPIED_FROM
+    return KernelChoice(weak, not weak or spec.may_underflow, in_turn, stored=stored, copy_engine=copied)
 
 
 def has_heads(spec: CallSpec, fewest: int) -> bool:
@@ -300,11 +316,11 @@ def has_hopper_kernel(capability: int) -> bool:
 
 
 def split_axis(spec: CallSpec) -> int | None:
-    """Axis of ``[batch, heads, length, dim]`` that can be halved, or None.
+    """Axis of ``[batch, heads, length, dim]`` that is halved for two streams; None if the call is not split.
 
     Not with dropout, whose seeds count heads from a call's first one, nor in float32, which stores numbers in two planes.
     """
-    if spec.packed or spec.dropout or spec.dtype == torch.float32:
+    if entries(spec) < SPLIT_FROM or spec.packed or spec.dropout or spec.dtype == torch.float32:
         return None
     if spec.batch % 2 == 0:
         return 0
