@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ BLOCK = 128
 """Tokens in a block for an encoder, as in pretraining."""
 
 Advance = Callable[[str, int, int], None]
+"""Takes a task, and how many of how many items are done."""
+TaskAdvance = Callable[[int, int], None]
 
 
 def evaluate(
@@ -66,67 +70,29 @@ def evaluate(
         raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(KNOWN)}")
     if harness:
         require_harness()
-    override = None if refinement is None else Refinement.of(refinement)
-    loaded, tokenizer, is_decoder = load_language_model(model, override)
-    if not is_decoder:
-        if tuple(tasks) in (MEASURED, KNOWN):
-            tasks = [task for task in tasks if task not in SPLITS]
-        elif any(task in SPLITS for task in tasks):
-            raise ValueError(
-                "race-middle and boolq are asked of a decoder; this model is an encoder: try wikitext, blimp"
-            )
-    splits = {
-        task: _shortened(load_split(TASKS[task], SPLITS[task], data_dir), limit)
-        for task in tasks
-        if task in SPLITS
-    }
-    if "blimp" in tasks:
-        splits["blimp"] = read_blimp(data_dir).sample(limit)
-    room = positions_of(loaded)
-    if length is not None and length > room:
-        raise ValueError(f"length {length} does not fit into the model's {room} positions")
-    text = read_wikitext(tokenizer, data_dir, documents=limit) if "wikitext" in tasks else None
-    kept = getattr(loaded.config, "saobp", None)
+    asked = Evaluation.of(
+        model, tasks, None if refinement is None else Refinement.of(refinement), data_dir,
+        harness=harness, positions=positions, length=length, limit=limit,
+    )  # fmt: skip
     recipe = {
-        "model": model_name(model), "tasks": list(tasks), "refinement": kept, "positions": positions,
+        "model": model_name(model), "tasks": list(asked.tasks),
+        "refinement": getattr(asked.model.config, "saobp", None), "positions": positions,
         "length": length, "limit": limit, "harness": harness,
     }  # fmt: skip
-    data = {"model": model_checksum(model), **{task: split.checksum for task, split in splits.items()}}
-    if text is not None:
-        data["wikitext"] = text.checksum
-    run = (
-        None
-        if folder is None
-        else RunFolder.start(folder, "evaluate", recipe, seed=0, data=data, resume=True)
-    )
+    data = {"model": model_checksum(model), **asked.checksums()}
+    run = None
+    if folder is not None:
+        run = RunFolder.start(folder, "evaluate", recipe, seed=0, data=data, resume=True)
     began = time.monotonic()
     results: dict[str, Any] = {
         "model": model_name(model),
-        "decoder": is_decoder,
-        "notes": notes_of(loaded, splits, limit),
+        "decoder": asked.is_decoder,
+        "notes": notes_of(asked.model, asked.splits, limit),
     }
     try:
-        for task in tasks:
-
-            def advance_task(done: int, total: int, task: str = task) -> None:
-                if advance is not None:
-                    advance(task, done, total)
-
-            if task == "blimp":
-                items = judge_pairs(
-                    loaded, tokenizer, splits[task], is_decoder=is_decoder, advance=advance_task
-                )
-                results[task] = accuracies(items)
-                if harness and is_decoder:
-                    results[task]["harness"] = harness_accuracy(loaded, tokenizer, task, splits[task])
-                if run is not None:
-                    save_items(items, run.path)
-            elif task in splits:
-                results[task] = _questions(loaded, tokenizer, task, splits[task], harness, advance_task)
-            elif text is not None:
-                results[task] = _wikitext(
-                    loaded, tokenizer, is_decoder, text, positions, length, advance_task
-                )
+        for task in asked.tasks:
+            progress = None if advance is None else partial(advance, task)
+            results[task] = asked.measure(task, progress, None if run is None else run.path)
     except BaseException as problem:
         if run is not None:
             run.fail(time.monotonic() - began, problem)
@@ -134,6 +100,110 @@ def evaluate(
     if run is not None:
         run.finish(results, seconds=time.monotonic() - began)
     return results
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A loaded model and the texts of its tasks; options as those of :func:`evaluate`."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    is_decoder: bool
+    tasks: tuple[str, ...]
+    splits: dict[str, Split]
+    text: WikiText | None
+    harness: bool
+    positions: int | None
+    length: int | None
+
+    @classmethod
+    def of(
+        cls, folder: str | Path, tasks: Sequence[str], refinement: Refinement | None,
+        data_dir: str | Path | None, *, harness: bool, positions: int | None, length: int | None,
+        limit: int | None,
+    ) -> Evaluation:  # fmt: skip
+        model, tokenizer, is_decoder = load_language_model(folder, refinement)
+        tasks = tasks_for(tasks, is_decoder)
+        splits = {
+            task: _shortened(load_split(TASKS[task], SPLITS[task], data_dir), limit)
+            for task in tasks
+            if task in SPLITS
+        }
+        if "blimp" in tasks:
+            splits["blimp"] = read_blimp(data_dir).sample(limit)
+        room = positions_of(model)
+        if length is not None and length > room:
+            raise ValueError(f"length {length} does not fit into the model's {room} positions")
+        text = read_wikitext(tokenizer, data_dir, documents=limit) if "wikitext" in tasks else None
+        return cls(model, tokenizer, is_decoder, tasks, splits, text, harness, positions, length)
+
+    def checksums(self) -> dict[str, str]:
+        """Of the texts."""
+        found = {task: split.checksum for task, split in self.splits.items()}
+        return found if self.text is None else {**found, "wikitext": self.text.checksum}
+
+    def measure(self, task: str, advance: TaskAdvance | None, folder: Path | None) -> dict[str, Any]:
+        """The result of one task. BLiMP's items are saved in ``folder``."""
+        if task == "wikitext":
+            return self._perplexity(advance)
+        if task == "blimp":
+            return self._pairs(advance, folder)
+        return self._questions(task, advance)
+
+    def _perplexity(self, advance: TaskAdvance | None) -> dict[str, Any]:
+        assert self.text is not None
+        room = positions_of(self.model)
+        common = {"split": "test", "checksum": self.text.checksum}
+        if self.is_decoder:
+            length = room if self.length is None else self.length
+            found = causal_perplexity(self.model, self.text.row, length=length, advance=advance)
+            by_word = math.exp(min(found.pop("nats") / self.text.words, 700))
+            return {**found, "word_perplexity": by_word, "words": self.text.words, **common}
+        length = min(room, BLOCK) if self.length is None else self.length
+        blocks = self.text.blocks(self.tokenizer, length)
+        both = self.model, self.tokenizer, blocks
+        return {
+            "pseudo": pseudo_perplexity(*both, positions=self.positions, advance=advance),
+            "masked": masked_perplexity(*both),
+            "length": blocks.shape[1],
+            "blocks": len(blocks),
+            **common,
+        }
+
+    def _pairs(self, advance: TaskAdvance | None, folder: Path | None) -> dict[str, Any]:
+        split = self.splits["blimp"]
+        items = judge_pairs(self.model, self.tokenizer, split, is_decoder=self.is_decoder, advance=advance)
+        found = accuracies(items)
+        if self.harness and self.is_decoder:
+            found["harness"] = harness_accuracy(self.model, self.tokenizer, "blimp", split)
+        if folder is not None:
+            save_items(items, folder)
+        return found
+
+    def _questions(self, task: str, advance: TaskAdvance | None) -> dict[str, Any]:
+        both, split = (self.model, self.tokenizer), self.splits[task]
+        if task == "boolq":
+            found = accuracy(*both, boolq_questions(split), advance=advance)
+        else:
+            found = accuracy(*both, race_questions(split), advance=advance)
+            found["every_question"] = accuracy(*both, race_questions(split, every=True), advance=advance)
+        if self.harness:
+            found["harness"] = harness_accuracy(*both, task, split)
+            if task == "race-middle":
+                every = harness_accuracy(*both, task, split, every=True)
+                found["every_question"]["harness"] = every
+        return {**found, "split": split.name}
+
+
+def tasks_for(tasks: Sequence[str], is_decoder: bool) -> tuple[str, ...]:
+    """Those that a model can do; raises if an encoder was asked by name what only decoders can do."""
+    if is_decoder:
+        return tuple(tasks)
+    if tuple(tasks) not in (MEASURED, KNOWN) and any(task in SPLITS for task in tasks):
+        raise ValueError(
+            "race-middle and boolq are asked of a decoder; this model is an encoder: try wikitext, blimp"
+        )
+    return tuple(task for task in tasks if task not in SPLITS)
 
 
 def load_language_model(
@@ -173,51 +243,3 @@ def notes_of(model: PreTrainedModel, splits: dict[str, Split], limit: int | None
             "future='paper' sees the tokens it has to predict: these numbers mean nothing beside others"
         )
     return notes
-
-
-def _wikitext(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    is_decoder: bool,
-    text: WikiText,
-    positions: int | None,
-    length: int | None,
-    advance: Callable[[int, int], None],
-) -> dict[str, Any]:
-    room = positions_of(model)
-    common = {"split": "test", "checksum": text.checksum}
-    if is_decoder:
-        found = causal_perplexity(model, text.row, length=room if length is None else length, advance=advance)
-        by_word = math.exp(min(found.pop("nats") / text.words, 700))
-        return {**found, "word_perplexity": by_word, "words": text.words, **common}
-    blocks = text.blocks(tokenizer, min(room, BLOCK) if length is None else length)
-    return {
-        "pseudo": pseudo_perplexity(model, tokenizer, blocks, positions=positions, advance=advance),
-        "masked": masked_perplexity(model, tokenizer, blocks),
-        "length": blocks.shape[1],
-        "blocks": len(blocks),
-        **common,
-    }
-
-
-def _questions(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    task: str,
-    split: Split,
-    harness: bool,
-    advance: Callable[[int, int], None],
-) -> dict[str, Any]:
-    if task == "boolq":
-        found = accuracy(model, tokenizer, boolq_questions(split), advance=advance)
-    else:
-        found = accuracy(model, tokenizer, race_questions(split), advance=advance)
-        found["every_question"] = accuracy(
-            model, tokenizer, race_questions(split, every=True), advance=advance
-        )
-    if harness:
-        found["harness"] = harness_accuracy(model, tokenizer, task, split)
-        if task == "race-middle":
-            every = harness_accuracy(model, tokenizer, task, split, every=True)
-            found["every_question"]["harness"] = every
-    return {**found, "split": split.name}
