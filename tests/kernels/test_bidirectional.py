@@ -154,9 +154,18 @@ def test_head_sizes(length: int, dim: int) -> None:
 @pytest.mark.parametrize("gap", [90.0, 1000.0])
 @pytest.mark.parametrize("kind", ["sink", "diagonal"])
 @pytest.mark.parametrize("length", [24, 140])
-def test_collapsed_heads(length: int, kind: str, gap: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("factor", ["high", "high-key-bias"])
+def test_collapsed_heads(factor: str, length: int, kind: str, gap: float, dtype: torch.dtype) -> None:
     inputs = attention_inputs(1, 1, length, 16, dtype=dtype, device=DEVICE, strength=2.0)
-    check(collapsed_inputs(inputs, gap, kind), Refinement("high", "learned"))
+    check(collapsed_inputs(inputs, gap, kind), Refinement(factor, "learned"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("factor", "strength"), [("high-key-bias", 1.0), ("low-key-bias", 2.0)])
+def test_rows_of_a_key_bias_with_small_normalisers(factor: str, strength: float, dtype: torch.dtype) -> None:
+    """Scores sharp enough for the log domain, without a sink."""
+    inputs = attention_inputs(1, 1, 140, 16, dtype=dtype, device=DEVICE, strength=strength)
+    check(replace(inputs, query=inputs.query * 8), Refinement(factor, "learned"))
 
 
 @pytest.mark.parametrize("gap", [2.0, 5.0, 7.0, 12.0, 90.0] if GPU else [2.0, 5.0, 12.0, 90.0])

@@ -80,6 +80,7 @@ def store_value_gradient(
     key_part = load_or_zero(key_part_ptr + row_base, keys, tokens, True, RECEIVES).to(tl.float32)
     # A key's factor is the same for all rows, so it is applied to their sum, if the type has the range.
     LATE_PART: tl.constexpr = RECEIVES and not CAREFUL and not POWER
+    RECEIVES_HERE: tl.constexpr = 0 if LATE_PART else RECEIVES
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     own = tl.zeros([KEYS, 16], tl.float32)
     for start in tl.range(0, tokens, ROWS):
@@ -101,7 +102,7 @@ def store_value_gradient(
             inverse = sender_inverse(a, rows_real[None, :], message, PRECISE, MASKED)
             refined = before_normalising(
                 scores, a if RECEIVES == 2 else a * inverse, inverse, anchor[None, :], power[None, :], key_part[:, None],
-                RECEIVES and not LATE_PART, CAREFUL, POWER,
+                RECEIVES_HERE, CAREFUL, POWER,
             ).to(KIND)  # fmt: skip
         if PRECISE == 2 or CAREFUL:
             delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, TAIL)
