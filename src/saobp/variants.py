@@ -26,7 +26,7 @@ OPEN = 3.0
 class Variant(nn.Module):
     """One change to attention; parameters with a few numbers per head are called ``head_bias``.
 
-    They stay in single precision, have no weight decay, and learn at the rate of learned strengths.
+    They have no weight decay and learn at the rate of learned strengths.
     """
 
     needs_inputs = False

@@ -186,6 +186,21 @@ def test_a_model_compared_with_its_own_refinement_is_said_to_be(
     assert "already" not in run(*given, "high:0.2").output
 
 
+def test_several_are_compared_and_untrained_strengths_are_said_to_change_nothing(
+    folders: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    others = ("--compare", "low:0.2", "--compare", "high:learned", "--compare", folders["refined"])
+    shown = run(folders["bert"], "--text", text, "--out", out, *others)
+    assert shown.exit_code == 0, shown.output
+    subjects = [one["subject"] for one in json.loads((out / "diagnosis.json").read_text())]
+    assert [name.rsplit("/", 1)[-1] for name in subjects] == [
+        *("bert", "bert with low:0.2", "bert with high:learned", "refined"),
+    ]
+    assert "learned strengths start at 0" in shown.stderr
+    assert "is the plain model: name a strength, as in high:1" in shown.stderr
+
+
 def test_a_missing_model_is_named_first(text: Path, tmp_path: Path) -> None:
     (tmp_path / "diagnosis.json").write_text("{}")
     assert "there is no model" in run(tmp_path / "none", "--text", text, "--out", tmp_path).output

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import saobp
 from saobp.testing.tiny_models import FAMILIES, tiny_batch, tiny_model
-from saobp.transformers import strength_parameters
+from saobp.transformers import separate_strengths, strength_parameters
 
 
 class Sentences(Dataset):
@@ -79,18 +79,38 @@ def test_learned_strengths_get_no_weight_decay(tmp_path):
     assert found == dict.fromkeys(strengths, 0.0)
 
 
-def test_learned_strengths_can_have_their_own_group():
+def test_learned_strengths_can_have_a_rate_of_their_own(tmp_path):
     model = fresh("llama", "learned")
-    strengths = strength_parameters(model)
-    ours = {id(parameter) for parameter in strengths}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in ours]
-    optimizer = torch.optim.SGD([{"params": rest, "lr": 0.0}, {"params": strengths, "lr": 1.0}])
-    before = [parameter.clone() for parameter in rest]
-    batch = tiny_batch()
-    model(**batch, labels=batch["input_ids"]).loss.backward()
-    optimizer.step()
-    assert all(torch.equal(old, new) for old, new in zip(before, rest, strict=True))
-    assert all(parameter.abs().max() > 0 for parameter in strengths)
+    plain = trainer(tiny_model("llama"), tmp_path).create_optimizer()
+    trained = trainer(model, tmp_path)
+    separate_strengths(trained.create_optimizer(), model, rate=0.25)
+    *others, own = trained.optimizer.param_groups
+    assert [len(group["params"]) for group in others] == [
+        len(group["params"]) for group in plain.param_groups
+    ]
+    assert (own["params"], own["lr"], own["weight_decay"]) == (strength_parameters(model), 0.25, 0.0)
+    rates = []
+    trained.add_callback(RatesSeen(rates))
+    trained.train()
+    assert rates == [(0.25 * share, 0.01 * share) for share in (1, 2 / 3, 1 / 3)]  # both by the schedule
+
+
+class RatesSeen(TrainerCallback):
+    """Learning rates of the last and the first group in every step."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def on_step_begin(self, *_, optimizer=None, **others):  # noqa: ARG002
+        self.seen.append((optimizer.param_groups[-1]["lr"], optimizer.param_groups[0]["lr"]))
+
+
+def test_a_model_without_learned_strengths_keeps_its_groups(tmp_path):
+    model = fresh("bert", "0.5")
+    optimizer = trainer(model, tmp_path).create_optimizer()
+    before = len(optimizer.param_groups)
+    separate_strengths(optimizer, model)
+    assert len(optimizer.param_groups) == before
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])

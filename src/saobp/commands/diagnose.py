@@ -61,7 +61,8 @@ def diagnose(
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     column: Annotated[str | None, typer.Option(help="Column of the dataset; default: first of text.")] = None,
     compare: Annotated[
-        str | None, typer.Option(help="Another model, or a refinement such as high:0.2.")
+        list[str] | None,
+        typer.Option(help="Another model, or a refinement such as high:0.2; may be given several times."),
     ] = None,
     limit: Annotated[int, typer.Option(help="At most so many texts.", min=1)] = 64,
     length: Annotated[int | None, typer.Option(help="Cut texts to so many tokens.", min=2)] = None,
@@ -104,7 +105,7 @@ def diagnose(
             texts = [EXAMPLE_TEXT]
         else:
             raise ValueError("there is nothing to read: give texts by --text FILE or --dataset NAME")
-        subjects = _subjects(EXAMPLE if model is None else model, compare)
+        subjects = _subjects(EXAMPLE if model is None else model, compare or [])
         diagnoses, explorer = _diagnoses(stderr_console(), subjects, texts, length, batch_size, method, full)
         if as_json:
             print_json([diagnosis.to_dict() for diagnosis in diagnoses])
@@ -115,18 +116,20 @@ def diagnose(
         fail(problem)
 
 
-def _subjects(model: str, compare: str | None) -> list[tuple[str, str | None]]:
-    """Models with the refinement to apply to each, or None."""
+def _subjects(model: str, compare: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Models with the refinement to apply to each, or None. Raises before anything is measured."""
     from saobp.commands.asked_refinement import asked_refinement
     from saobp.metrics.diagnosis.loading import is_refinement
 
-    if compare is None:
-        return [(model, None)]
-    if not is_refinement(compare):
-        checked_folder(compare)  # raises before anything is measured
-        return [(model, None), (compare, None)]
-    asked_refinement(compare)  # raises before anything is measured
-    return [(model, None), (model, compare)]
+    subjects: list[tuple[str, str | None]] = [(model, None)]
+    for other in compare:
+        if is_refinement(other):
+            asked_refinement(other)
+            subjects.append((model, other))
+        else:
+            checked_folder(other)
+            subjects.append((other, None))
+    return subjects
 
 
 def _diagnoses(
@@ -162,6 +165,11 @@ def _diagnoses(
             elif own == asked:
                 print_note(
                     f"{name} has {refinement} already, so both tables are alike: name another by --compare"
+                )
+            elif asked.is_learned:
+                print_note(
+                    f"learned strengths start at 0, so {name} with {refinement} is the plain model: name a "
+                    "strength, as in high:1"
                 )
             found.append(
                 measured(

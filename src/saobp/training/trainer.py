@@ -33,18 +33,13 @@ from saobp.training.batches import (
     held_out_batches,
 )
 from saobp.training.graphed_step import GraphedStep
-from saobp.training.head_records import (
-    MEASURED,
-    delay_strengths,
-    health_line,
-    separate_strengths,
-    strengths_of,
-)
+from saobp.training.head_records import MEASURED, health_line, strengths_of
 from saobp.training.lean_steps import LeanTrainer
 from saobp.training.muon import MuonWithAdamW, hidden_matrices
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.sharding import shard_by_layers
 from saobp.training.trackers import trackers
+from saobp.transformers.strength_rates import delay_strengths, separate_strengths
 
 CLOCK = "clock.json"
 """In a checkpoint: seconds of training so far, and whether the run has fallen back to eager."""

@@ -12,6 +12,7 @@ from saobp.transformers.capture import AttentionCall, record_attention, watch
 from saobp.transformers.layer_refinement import IMPLEMENTATION, strength_parameters
 from saobp.transformers.load import load, patch_from_pretrained
 from saobp.transformers.masks import saobp_mask
+from saobp.transformers.strength_rates import separate_strengths
 
 AttentionInterface.register(IMPLEMENTATION, saobp_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, saobp_mask)  # under the same name: else no mask would apply
@@ -26,6 +27,7 @@ __all__ = [
     "load",
     "record_attention",
     "remove",
+    "separate_strengths",
     "strength_parameters",
     "watch",
 ]

@@ -25,8 +25,9 @@ from saobp.training.finetune.examples import Batch, EpochBatches, Examples, Leng
 from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.graphed_step import Capture, GraphedStep, capture_on_gpu
-from saobp.training.head_records import MEASURED, health_line, separate_strengths, strengths_of
+from saobp.training.head_records import MEASURED, health_line, strengths_of
 from saobp.training.lean_steps import LeanTrainer, LeanZeroGrad
+from saobp.transformers.strength_rates import separate_strengths
 
 CHECKPOINT_SECONDS = 60.0
 """Minimum time between checkpoints, written at the end of epochs; short runs restart instead."""
