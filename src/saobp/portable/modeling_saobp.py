@@ -337,7 +337,7 @@ class Messages:
 
     def crop(self, *_: Any) -> None:
         raise ValueError(
-            "taking rows back from the cache of refined attention needs saobp: pip install saobp"
+            "taking rows back from the cache of refined attention needs the package saobp: install it"
         )
 
     def reset(self) -> None:

@@ -160,8 +160,8 @@ def _results(results: Sequence[CardResult]) -> str:
 
 def _loading(auto: str, portable: bool) -> str:
     with_package = (
-        "`FOLDER` stands for the path of this folder, or its name on the hub. With the package "
-        "(`pip install saobp`), which is faster and has kernels for GPUs:\n\n```python\n"
+        "`FOLDER` stands for the path of this folder, or its name on the hub. With the package saobp "
+        "installed, which is faster and has kernels for GPUs:\n\n```python\n"
         f'import saobp\nfrom transformers import {auto}\n\nmodel = saobp.load("FOLDER", {auto})\n```\n'
     )
     if portable:
