@@ -69,10 +69,19 @@ def layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class CallNumbers(NamedTuple):
-    """Scalars of a call, in the order of every operator: length of the longest sequence, scale of scores, dropout
-    probability, sign of the strength, whose messages a row receives (0: no others', 1: all others', 2: its own too), a
-    bound on gamma (0 if unknown), steps of propagation, the share of the old belief that each of several keeps, and the
-    distance of rows that send messages (1: all rows do)."""
+    """Scalars of a call, in the order of every operator.
+
+    longest:  tokens of the longest sequence
+    scale:    of scores
+    dropout:  probability
+    sign:     of the strength: 1 for factors that repel, -1 for those that attract
+    receives: whose messages a row receives: 0, nobody's; 1, those of all other rows; 2, its own too (a key bias). A
+              number, not a flag: 1 and 2 differ in every kernel
+    bound:    gamma of each head lies between 0 and this number; 0 if such a number is not known
+    steps:    of propagation
+    damping:  share of the old belief that each of several steps keeps
+    stride:   every so-many-th row sends messages
+    """
 
     longest: int
     scale: float
@@ -87,9 +96,14 @@ class CallNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSpec:
-    """Everything about a call but its tensors. ``sequences`` differs from ``batch`` when packed.
+    """Everything about a call but its tensors. Fields that ``CallNumbers`` has mean the same here.
 
-    ``receives`` is that of ``CallNumbers``; gamma = 1 - e^(-sign strength) is the weight of messages.
+    sequences: ``batch``, or those of a packed batch
+    group:     heads that share a head of keys and values
+    length:    tokens of a row of the batch, in which a packed batch has all its sequences
+    masked:    whether there is padding
+
+    gamma = 1 - e^(-sign strength) is the weight of messages.
     """
 
     batch: int

@@ -25,9 +25,10 @@ POTTS = {
 class Call(NamedTuple):
     """All that the path of a call depends on, apart from the memory layout of its tensors.
 
-    ``strongest`` bounds the strengths if known without a device sync; ``longest`` is the longest sequence of a packed
-    batch; ``window``: rows see keys less than this many places away; ``values_only``: no gradient, compiler or tracer is
-    involved (used on a CPU only).
+    strongest:   no strength is negative or above this; None if that is not known without asking the GPU
+    longest:     tokens of the longest sequence of a packed batch
+    window:      rows see keys less than this many places away
+    values_only: no gradient, compiler or tracer is involved (used on a CPU only)
     """
 
     query: tuple[int, ...]
