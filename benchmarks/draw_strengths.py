@@ -45,7 +45,7 @@ def picture(found: dict[str, Any]) -> Figure:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
     draw_course(axes[0], found["course"], "strengths", "strength of each head over training, seed 11")
-    draw_course(axes[1], found["course"], "temperatures", "log of what multiplies its scores, same run")
+    draw_course(axes[1], found["course"], "temperatures", "temperature b of each head, same run")
     axes[0].legend(fontsize=7.5, frameon=False)
     draw_pairs(axes[2], found["final"])
     return figure

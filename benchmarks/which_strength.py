@@ -38,7 +38,8 @@ def main() -> None:
     left.axhline(0, color="#999999", linewidth=0.8)
     left.set_xticks(range(len(methods) - 1), [str(method) for method in methods[1:]])
     left.set_xlabel("strength of high", fontsize=8)
-    left.set_title("BERT-mini: perplexity above the plain run of its seed", fontsize=9, loc="left")
+    left.set_ylabel("perplexity above plain, same seed", fontsize=8)
+    left.set_title("BERT-mini: one mark per seed, bar: mean", fontsize=9, loc="left")
     learned = {
         "BERT-mini": ([run for run in runs if strength_of(run) == "learned"], "#1f5fa8", -0.1),
         "ModernBERT-mini": (
@@ -63,7 +64,8 @@ def main() -> None:
     right.minorticks_off()
     right.set_xticks(range(4))
     right.set_xlabel("layer", fontsize=8)
-    right.set_title("what heads learn when they may: one dot per head", fontsize=9, loc="left")
+    right.set_ylabel("strength after training", fontsize=8)
+    right.set_title("high:learned: one dot per head", fontsize=9, loc="left")
     right.legend(fontsize=7, frameon=False, loc="upper left", ncols=2)
     for panel in (left, right):
         panel.tick_params(labelsize=7)

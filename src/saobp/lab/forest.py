@@ -53,7 +53,7 @@ def forest(settings: Sequence[Setting]) -> Figure:
             _draw(axis, place, row)
         axis.set_yticks(range(len(own)), [row.label for row in own], fontsize=9)
         axis.set_ylim(len(own) - 0.5, -0.5)
-        axis.tick_params(axis="y", length=0)
+        axis.tick_params(axis="y", length=0, pad=9)  # room for an arrow
         axis.set_title(" ", fontsize=10)  # room for the text, which begins at the left of the labels
         axis.text(
             *(0.01, 1.02, setting.title),
