@@ -1,4 +1,4 @@
-"""Trainer with learned strengths: apply before training, and train as ever.
+"""Trainer with learned strengths: apply before training, and give them a rate of their own.
 
 python examples/train_with_trainer.py --steps 100
 """
@@ -34,6 +34,7 @@ def main() -> None:
         train_dataset=[{"input_ids": line} for line in ids],
         data_collator=lambda lines: masked(torch.stack([line["input_ids"] for line in lines])),
     )
+    saobp.transformers.separate_strengths(trainer.create_optimizer(), model, rate=1e-2)
     trainer.train()
 
     for name, parameter in model.named_parameters():
