@@ -164,6 +164,18 @@ def test_the_command_refuses_in_a_sentence() -> None:
         assert "Traceback" not in shown.output
 
 
+def test_ctrl_c_ends_the_command_from_its_first_line_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before the server waits for requests, which takes a while where a browser has to open."""
+
+    def interrupted(address: str) -> None:
+        raise KeyboardInterrupt(address)
+
+    monkeypatch.setattr("webbrowser.open", interrupted)
+    shown = CliRunner().invoke(app, ["explore", "--example"])
+    assert shown.exit_code == 0
+    assert "ended" in shown.output
+
+
 @pytest.fixture
 def echo_port() -> Iterator[int]:
     """A server whose model takes a moment, so that posts have to wait for each other."""

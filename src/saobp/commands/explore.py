@@ -54,11 +54,11 @@ def explore(
     except (ValueError, OSError, MissingPackageError) as problem:
         fail(problem)
     address = f"http://127.0.0.1:{server.server_address[1]}/"
-    print_result(f"{subject}: {address} (this machine only; Ctrl-C ends it)")
-    if browser:
-        webbrowser.open(address)
     with server:
         try:
+            print_result(f"{subject}: {address} (this machine only; Ctrl-C ends it)")
+            if browser:
+                webbrowser.open(address)
             server.serve_forever()
         except KeyboardInterrupt:
             print_note("ended")
