@@ -66,7 +66,7 @@ def calls() -> Iterator[dict[str, Any]]:
         yield {"length": length, "causal": causal, "factor": factor, "option": option, "dtype": "float32"}
     for dtype, (dim, option) in itertools.product(("bfloat16", "float16", "float32"), dims):
         yield {"length": 300, "factor": "elemmul", "dtype": dtype, "dim": dim, "option": option}
-    for causal, strength in itertools.product(ways, strengths):  # copy engine, two streams
+    for causal, strength in itertools.product(ways, strengths):  # TMA, two streams
         yield {"length": 8192, "causal": causal, "strength": strength, "heads": 4}
     for factor in ("high", "high-listing"):  # several spans of rows
         yield {"length": 20000, "causal": True, "factor": factor}

@@ -331,7 +331,7 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
     ),
     "causal": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 512, is_causal=True)
-        + compile_call(launched, "high", torch.bfloat16, 8192, heads=4, is_causal=True)  # by the copy engine
+        + compile_call(launched, "high", torch.bfloat16, 8192, heads=4, is_causal=True)  # by TMA
     ),
     "short causal": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 128, is_causal=True)

@@ -208,7 +208,7 @@ STORED_UP_TO = 1024
 """Maximum tokens of the strict causal backward pass that stores the gradients of scores: 2 bytes for each, so 1 KiB per token and
 head at 1024 tokens, 2 KiB in a packed batch."""
 COPIED_FROM = 1 << 28
-"""Minimum entries of all maps for tiles fetched by the copy engine, for the same reason. At half as many, 512 heads of 512
+"""Minimum entries of all maps for tiles fetched by TMA, for the same reason. At half as many, 512 heads of 512
 tokens, a call with its backward pass waited for the host (1.1 ms instead of 0.8 on an H200)."""
 SPLIT_FROM = 1 << 29
 """Minimum entries of all maps for a split over two streams, which doubles the number of launches."""
@@ -244,7 +244,7 @@ def select_kernels(
 ) -> KernelChoice:
     """Kernels of a family that a call launches.
 
-    aligned:    whether the copy engine can fetch its states
+    aligned:    whether TMA can fetch its states
     capability: ten times the GPU's compute capability
     ``weak`` and ``careful``, on which shapes of saved tensors depend, do not depend on these two.
     """
@@ -273,7 +273,7 @@ def _short_kernels(spec: CallSpec, hopper: bool) -> KernelChoice:
 
 
 def _long_kernels(spec: CallSpec, copied: bool, hopper: bool) -> KernelChoice:
-    """copied: whether the copy engine can fetch the states; hopper as above."""
+    """copied: whether TMA can fetch the states; hopper as above."""
     hopper = hopper and spec.receives > 0
     whole = hopper and SHORT < spec.length <= WHOLE and spec.dtype == ANY_STRENGTH
     forward = whole and has_heads(spec, WHOLE_FROM)
@@ -282,9 +282,7 @@ def _long_kernels(spec: CallSpec, copied: bool, hopper: bool) -> KernelChoice:
     joint = joint and has_heads(spec, SUMS_FROM)
     copied = copied and entries(spec) >= COPIED_FROM
     weak, axis = spec.precise == 0, split_axis(spec)
-    return KernelChoice(
-        weak, spec.may_underflow, forward, backward, joint, copy_engine=copied, split_axis=axis
-    )
+    return KernelChoice(weak, spec.may_underflow, forward, backward, joint, tma=copied, split_axis=axis)
 
 
 def _causal_kernels(spec: CallSpec, copied: bool, hopper: bool) -> KernelChoice:
@@ -295,7 +293,7 @@ def _causal_kernels(spec: CallSpec, copied: bool, hopper: bool) -> KernelChoice:
     half = spec.dtype != torch.float32
     stored = half and spec.receives > 0 and spec.dim <= 64 and spec.longest <= STORED_UP_TO
     copied = copied and weak and entries(spec) >= COPIED_FROM
-    return KernelChoice(weak, not weak or spec.may_underflow, in_turn, stored=stored, copy_engine=copied)
+    return KernelChoice(weak, not weak or spec.may_underflow, in_turn, stored=stored, tma=copied)
 
 
 def has_heads(spec: CallSpec, fewest: int) -> bool:

@@ -1,4 +1,4 @@
-"""Tiles that a GPU's copy engine fetches are those that threads would load: the same results bit by bit."""
+"""Tiles that TMA fetches are those that threads would load: the same results bit by bit."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def test_strict_causal_results_do_not_depend_on_who_fetches(
         assert torch.equal(one, other)
 
 
-def test_what_the_copy_engine_cannot_fetch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tma_cannot_fetch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "COPIED_FROM", 0)
 
     def fits(one: Tensor) -> bool:
         spec = spec_of(one, one, None, None, one.shape[2], 1.0, 0.0, 1.0, True, 0.18)
-        return kernels_for("long", spec, one).copy_engine
+        return kernels_for("long", spec, one).tma
 
     good = states(2, 256)
     assert fits(good)
