@@ -9,7 +9,7 @@ import saobp
 from saobp import Refinement
 from saobp.kernels.call_spec import CallSpec
 from saobp.kernels.calls import Call, KernelChoice, Path
-from saobp.kernels.dispatch import is_replayed, replayed, select, select_kernels
+from saobp.kernels.dispatch import for_cuda_graph, is_for_cuda_graph, select, select_kernels
 
 HIGH = Refinement("high", 0.2)
 TWO_STEPS = Refinement("high", 0.2, steps=2)
@@ -221,13 +221,13 @@ def test_kernels_follow_from_the_call(
 
 def test_graphs_of_two_threads_may_overlap() -> None:
     """The one that began first ends first."""
-    first, second = replayed(), replayed()
+    first, second = for_cuda_graph(), for_cuda_graph()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert is_replayed()
+    assert is_for_cuda_graph()
     second.__exit__(None, None, None)
-    assert not is_replayed()
-    with pytest.raises(KeyError), replayed():
+    assert not is_for_cuda_graph()
+    with pytest.raises(KeyError), for_cuda_graph():
         raise KeyError
-    assert not is_replayed()
+    assert not is_for_cuda_graph()

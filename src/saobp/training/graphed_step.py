@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from saobp.kernels.dispatch import replayed
+from saobp.kernels.dispatch import for_cuda_graph
 from saobp.storage.atomic import first_line
 from saobp.training.batches import Batch
 
@@ -130,7 +130,7 @@ class GraphedStep:
                 self._try_to_capture(batch, shapes)
             self._warm[shapes] += 1
         if shapes not in self._captured:
-            with replayed() if self._may_capture else nullcontext():
+            with for_cuda_graph() if self._may_capture else nullcontext():
                 return self.compute(batch)
         held, loss, gradients, replay = self._captured[shapes]
         for name, tensor in held.items():
@@ -189,7 +189,7 @@ class GraphedStep:
         for parameter in self.parameters:
             parameter.grad = None
         try:
-            with replayed():
+            with for_cuda_graph():
                 loss, replay = self.capture(lambda: self.compute(held))
         except RuntimeError as problem:
             self._may_capture = False
