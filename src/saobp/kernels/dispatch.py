@@ -299,7 +299,9 @@ def _causal_kernels(spec: CallSpec, tma: bool, hopper: bool) -> KernelChoice:
 
 def has_heads(spec: CallSpec, min_heads: int) -> bool:
     """Whether a call has enough heads for a Hopper kernel, which the host needs more time for."""
-    return spec.sequences * spec.heads >= (min(min_heads, WHOLE_MIN_HEADS) if is_for_cuda_graph() else min_heads)
+    return spec.sequences * spec.heads >= (
+        min(min_heads, WHOLE_MIN_HEADS) if is_for_cuda_graph() else min_heads
+    )
 
 
 def entries(spec: CallSpec) -> int:

@@ -14,7 +14,7 @@ from transformers.models.auto import modeling_auto
 from saobp.refinement import Refinement
 from saobp.storage.json_files import read_object, write_json
 from saobp.transformers.apply import attention_modules
-from saobp.transformers.layer_refinement import attached, is_causal_call
+from saobp.transformers.layer_refinement import is_causal_call, named_refinements
 from saobp.transformers.load import STRENGTHS
 
 CODE = "modeling_saobp.py"
@@ -32,7 +32,7 @@ VARIANTS = ("temperature", "qk-norm", "gate", "sink", "softmax-plus-one")
 
 def refinement_of(model: PreTrainedModel) -> Refinement | None:
     """The refinement that is applied to a model."""
-    return next((own.refinement for _, own in attached(model)), None)
+    return next((layer.refinement for _, layer in named_refinements(model)), None)
 
 
 def check_portable(model: PreTrainedModel) -> None:
@@ -95,7 +95,7 @@ def weights_of(model: PreTrainedModel, weights: dict[str, Tensor] | None = None)
     The latter are in the config too. Among the weights they make Transformers report an unexpected tensor
     where the model is loaded as a plain one, as learned strengths do.
     """
-    own = [layer() for _, layer in attached(model)]
+    own = [layer() for _, layer in named_refinements(model)]
     if not own or any(layer.requires_grad for layer in own):
         return weights
     return {**(model.state_dict() if weights is None else weights), STRENGTHS: torch.cat(own).cpu()}

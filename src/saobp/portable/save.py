@@ -20,7 +20,7 @@ from saobp.portable.run_facts import CardResult, RunFacts, checked_results, fact
 from saobp.refinement import Refinement
 from saobp.storage.atomic import replacing
 from saobp.storage.manifest import CARD
-from saobp.transformers.layer_refinement import ATTACHED, attached
+from saobp.transformers.layer_refinement import CONFIG_FIELD, named_refinements
 
 
 def save(
@@ -48,7 +48,7 @@ def save(
         raise FileExistsError(f"{str(path)!r} exists already: name a folder that does not")
     if refinement_of(model) is None:
         raise ValueError("the model is not refined: save it with model.save_pretrained(folder)")
-    if getattr(model.config, ATTACHED, None) is None:
+    if getattr(model.config, CONFIG_FIELD, None) is None:
         raise ValueError(
             "only a part of the model is refined, so it would load as a plain one: apply the refinement to "
             "the whole model, or save that part by itself"
@@ -134,7 +134,9 @@ def _refinement(model: PreTrainedModel, refinement: Refinement, facts: RunFacts)
         ("factor", f"`{refinement.factor}`" + (f" ({words})" if words else "")),
     ]
     if refinement.is_learned:
-        values = facts.strengths or torch.cat([own() for _, own in attached(model)]).tolist()
+        values = (
+            facts.strengths or torch.cat([strengths() for _, strengths in named_refinements(model)]).tolist()
+        )
         spread = f"{min(values):.3g} to {max(values):.3g}, mean {sum(values) / len(values):.3g}"
         rows.append(("strength", f"learned, one number per head, in the weights: {spread}"))
     elif refinement.factor.startswith(("high", "low")):

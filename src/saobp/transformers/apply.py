@@ -20,13 +20,14 @@ from saobp.functional import LEAK_WARNING
 from saobp.propagation.factors import get_factor, has_strength
 from saobp.refinement import NO_CAUSAL_STRIDE, Refinement
 from saobp.transformers.layer_refinement import (
-    ATTACHED,
+    CONFIG_FIELD,
     IMPLEMENTATION,
-    WRITTEN,
+    IMPLEMENTATION_FIELD,
+    SUBMODULE,
     LayerRefinement,
     add_cache_hook,
-    attached,
     is_causal_call,
+    named_refinements,
     reject_cross_attention,
     remove_cache_hook,
     strength_parameters,
@@ -60,14 +61,14 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
     if refinement.strength == "auto":
         refinement = refinement.resolved(parameters)
         warn_of_strength(refinement, parameters)
-    owns = build(modules, refinement)
-    before = dict(attached(model))
-    for (name, _), own in zip(modules, owns, strict=True):
+    layer_refinements = build(modules, refinement)
+    before = dict(named_refinements(model))
+    for (name, _), layer_refinement in zip(modules, layer_refinements, strict=True):
         if name in before and before[name].refinement == refinement:
-            own.load_state_dict(before[name].state_dict())
+            layer_refinement.load_state_dict(before[name].state_dict())
     _detach(model)
     separate_configs(model)
-    attach(modules, owns)
+    attach(modules, layer_refinements)
     switch_on(model, modules, refinement)
     return model
 
@@ -110,16 +111,16 @@ def refined_as_asked(model: Model, refinement: Refinement | None) -> Model:
 
 def _detach(model: PreTrainedModel) -> None:
     """Remove refinements, and restore configs and attention implementations."""
-    for name, _ in list(attached(model)):
+    for name, _ in list(named_refinements(model)):
         module = model.get_submodule(name)
         remove_cache_hook(module)
-        delattr(module, ATTACHED)
+        delattr(module, SUBMODULE)
     model.__dict__.pop(_FLASH, None)
     for config, implementation in model.__dict__.pop(_BEFORE, ()):
         config._attn_implementation_internal = implementation
     for config in _configs(model, []):
-        vars(config).pop(ATTACHED, None)
-        vars(config).pop(WRITTEN, None)
+        vars(config).pop(CONFIG_FIELD, None)
+        vars(config).pop(IMPLEMENTATION_FIELD, None)
     if model.__dict__.get("generate") is refuse_to_generate:
         del model.__dict__["generate"]
 
@@ -187,7 +188,7 @@ def through_registry(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(module for module in changed if not hasattr(module, ATTACHED))
+        _restore(module for module in changed if not hasattr(module, SUBMODULE))
 
 
 def uses_registry(kind: type) -> bool:
@@ -237,9 +238,9 @@ def separate_configs(model: PreTrainedModel) -> None:
                 vars(module)[name] = copy.deepcopy(value, copies)
 
 
-def attach(modules: Modules, owns: list[LayerRefinement]) -> None:
-    for (_, module), own in zip(modules, owns, strict=True):
-        module.add_module(ATTACHED, own.train(module.training))
+def attach(modules: Modules, layer_refinements: list[LayerRefinement]) -> None:
+    for (_, module), layer_refinement in zip(modules, layer_refinements, strict=True):
+        module.add_module(SUBMODULE, layer_refinement.train(module.training))
         add_cache_hook(module)
 
 
@@ -256,9 +257,9 @@ def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) 
         if config is not model.config and isinstance(strength, tuple):
             strength = tuple(strength[layer] for layer in layers)
         if layers or config is model.config:
-            setattr(config, ATTACHED, replace(refinement, strength=strength).to_dict())
+            setattr(config, CONFIG_FIELD, replace(refinement, strength=strength).to_dict())
             if not refinement.is_plain:
-                setattr(config, WRITTEN, IMPLEMENTATION)
+                setattr(config, IMPLEMENTATION_FIELD, IMPLEMENTATION)
         config._attn_implementation_internal = IMPLEMENTATION
     model.__dict__[_FLASH] = False  # so that servers do not switch to a plain softmax that is faster
     if refinement.future == "paper" and any(is_causal_call(module) for _, module in modules):

@@ -17,10 +17,10 @@ from saobp.refinement import Refinement
 from saobp.transformers.cache import MessageCacheLayer
 from saobp.transformers.cached_attention import Prefill, cached_attention, fused_step, why_not_fused_step
 from saobp.transformers.layer_refinement import (
-    ATTACHED,
+    CONFIG_FIELD,
     LayerRefinement,
+    get_layer_refinement,
     is_causal_call,
-    own_layer,
     reject_cross_attention,
     variants_of,
 )
@@ -64,17 +64,17 @@ def saobp_attention(
     """
     reject(module, kwargs)
     query, key, value = under_autocast(query, key, value)
-    own, sink = own_layer(module), None
-    variants = variants_of(own)
+    layer_refinement, sink = get_layer_refinement(module), None
+    variants = variants_of(layer_refinement)
     if variants:
         if module.training and not is_recomputation():
             for variant in variants:
                 variant.update(partial(projection_weights, module))
-        query, key, value = varied_states(module, query, key, value)
+        query, key, value = apply_variants(module, query, key, value)
         sink = sink_of(variants)
-    refinement, strength, messages = own_refinement(module, own, query, key.shape[-2])
-    if messages is not None and own is not None:
-        own.call.messages = None
+    refinement, strength, messages = resolve_refinement(module, layer_refinement, query, key.shape[-2])
+    if messages is not None and layer_refinement is not None:
+        layer_refinement.call.messages = None
         if is_causal is None:
             is_causal = True  # the pre-hook gives a cache layer to causal modules only
     causal = is_causal_call(module, is_causal)
@@ -119,10 +119,10 @@ def saobp_attention(
                 output, rows, _ = reference_attention(*call, bias=bias, **options)
             else:
                 output, rows = cached_attention(*call, messages, bias=bias, wants_rows=wants_rows, **options)
-    if variants and own is not None:
+    if variants and layer_refinement is not None:
         for variant in variants:
-            output = variant.output(output, own.call.inputs)
-        own.call.inputs = None
+            output = variant.output(output, layer_refinement.call.inputs)
+        layer_refinement.call.inputs = None
     return output.transpose(1, 2).contiguous(), rows if wants_rows else None
 
 
@@ -131,9 +131,9 @@ def is_recomputation() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def varied_states(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> States:
+def apply_variants(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> States:
     """Query, key and value as variants of the module's attention change them."""
-    for variant in variants_of(own_layer(module)):
+    for variant in variants_of(get_layer_refinement(module)):
         query, key, value = variant.states(query, key, value, partial(projection_weights, module))
     return query, key, value
 
@@ -208,18 +208,18 @@ def rows_wanted(kwargs: dict[str, Any]) -> bool:
     return collected is not None and "attentions" in collected
 
 
-def own_refinement(
-    module: nn.Module, own: LayerRefinement | None, query: Tensor, keys: int
+def resolve_refinement(
+    module: nn.Module, layer_refinement: LayerRefinement | None, query: Tensor, keys: int
 ) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
     """The module's refinement, strengths of this call and the cache layer set by its pre-hook."""
-    if own is None:
-        reject_cross_attention(module)
-    else:
-        if own.heads != query.shape[1]:
-            name = type(module).__name__
-            raise ValueError(f"{name} was expected to have {own.heads} heads but has {query.shape[1]}")
-        return own.of_rows, own.strengths((query.shape[-2], keys)), own.call.messages
-    written = getattr(getattr(module, "config", None), ATTACHED, None)
+    if layer_refinement is not None:
+        if layer_refinement.heads != query.shape[1]:
+            name, heads = type(module).__name__, layer_refinement.heads
+            raise ValueError(f"{name} was expected to have {heads} heads but has {query.shape[1]}")
+        strength = layer_refinement.strengths((query.shape[-2], keys))
+        return layer_refinement.row_refinement, strength, layer_refinement.call.messages
+    reject_cross_attention(module)
+    written = getattr(getattr(module, "config", None), CONFIG_FIELD, None)
     if written is None:
         raise ValueError(
             "attn_implementation='saobp' says nothing about how to refine: call "
@@ -235,8 +235,8 @@ def own_refinement(
             f"{what} in config.saobp needs a value for each layer: use "
             "saobp.load(path, AutoClass), or saobp.apply(model, refinement)"
         )
-    strength = refinement.strength if weighted else 0.0
-    return refinement, torch.full((query.shape[1],), strength, device=query.device), None  # type: ignore[arg-type]
+    number = refinement.strength if weighted else 0.0
+    return refinement, torch.full((query.shape[1],), number, device=query.device), None  # type: ignore[arg-type]
 
 
 def reject(module: nn.Module, kwargs: dict[str, Any]) -> None:

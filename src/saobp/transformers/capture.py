@@ -18,19 +18,19 @@ from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
 from saobp.transformers.apply import attention_modules, through_registry
 from saobp.transformers.attention_function import (
+    apply_variants,
     is_recomputation,
-    own_refinement,
     reject,
+    resolve_refinement,
     route_of,
     rows_wanted,
     sink_of,
-    varied_states,
 )
 from saobp.transformers.cache import MessageCacheLayer
 from saobp.transformers.layer_refinement import (
     IMPLEMENTATION,
+    get_layer_refinement,
     is_causal_call,
-    own_layer,
     reject_cross_attention,
     variants_of,
 )
@@ -127,7 +127,7 @@ class AttentionCall:
         refinement, strength, messages = self._own()
         return route_of(
             (self.query, self.key, self.value), refinement, strength, self._full_mask(), self.sliding_window,
-            messages if self.is_causal else None, sink_of(variants_of(own_layer(self.module))),
+            messages if self.is_causal else None, sink_of(variants_of(get_layer_refinement(self.module))),
             causal=self.is_causal, wants_rows=rows_wanted(self.options), dropout_p=self.dropout,
             scale=self.scaling,
         )  # fmt: skip
@@ -138,7 +138,9 @@ class AttentionCall:
 
     def _own(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
         if self.is_refined:
-            return own_refinement(self.module, own_layer(self.module), self.query, self.key.shape[-2])
+            return resolve_refinement(
+                self.module, get_layer_refinement(self.module), self.query, self.key.shape[-2]
+            )
         return PLAIN, torch.zeros(self.query.shape[1], device=self.query.device), None
 
     def _plain_graph(self) -> tuple[FactorGraph, Tensor | None]:
@@ -256,7 +258,7 @@ def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -
     options = {name: value for name, value in arguments.items() if name not in _ARGUMENTS}
     states = arguments["query"], arguments["key"], arguments["value"]
     if implementation == IMPLEMENTATION:
-        states = varied_states(module, *states)
+        states = apply_variants(module, *states)
     query, key, value = states
     mask, sequences, lengths = arguments.get("attention_mask"), None, options.get("cu_seq_lens_q")
     if implementation == IMPLEMENTATION and are_sequences(mask):
