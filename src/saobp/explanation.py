@@ -71,16 +71,16 @@ def explain_model(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Model
 def _layer_path(call: AttentionCall) -> LayerPath:
     if not call.is_refined:
         return LayerPath(call.name, None, f"{call.implementation} attention: its rows are not refined")
-    route, why, masked = call.route()
-    if route == "step":
+    route = call.route()
+    if route.name == "step":
         keys = call.key.shape[-2]
         return LayerPath(
             call.name, None, f"fused decoding kernels: one row against the {keys} keys of a cache"
         )
-    if route == "map":
-        return LayerPath(call.name, None, f"reference path with the whole map: because {why}")
-    if masked is not None:
-        return LayerPath(call.name, masked, masked.reason)
+    if route.name == "reference":
+        return LayerPath(call.name, None, f"reference path with the whole map: because {route.reason}")
+    if route.path is not None:
+        return LayerPath(call.name, route.path, route.path.reason)
     refinement, strength = call.refinement()
     path = explain_call(
         call.query, call.key, call.value, refinement, attention_mask=call.mask, is_causal=call.is_causal,

@@ -36,11 +36,11 @@ class Prefill:
         cached_attention(*call, messages, scale=self.scaling)
 
 
-def why_not_fused_step(
+def fused_step_obstacle(
     query: Tensor, key: Tensor, value: Tensor, refinement: Refinement, strength: Tensor, mask: Tensor | None,
     messages: MessageCacheLayer | None, dropout_p: float,
 ) -> str | None:  # fmt: skip
-    """Why a call with a cache is not a decoding step of the kernels; None if it is."""
+    """Why the decoding kernels do not take a call with a cache; None if they do."""
     if messages is None or messages.past is None:
         return "no row before it has sent messages"
     if strength.ndim != 1:

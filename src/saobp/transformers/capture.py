@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from saobp.functional import build_graph
-from saobp.kernels.calls import Path
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
@@ -22,7 +21,6 @@ from saobp.transformers.attention_function import (
     is_recomputation,
     reject,
     resolve_refinement,
-    route_of,
     rows_wanted,
     sink_of,
 )
@@ -41,6 +39,7 @@ from saobp.transformers.packed_sequences import (
     sequence_numbers,
     with_sequences,
 )
+from saobp.transformers.routes import RefinedCall, Route, select_route
 
 PLAIN = Refinement("none")
 _ARGUMENTS = ("query", "key", "value", "attention_mask", "dropout", "scaling")
@@ -88,7 +87,7 @@ class AttentionCall:
 
     def refinement(self) -> tuple[Refinement, Tensor]:
         """How the rows are refined, with their strengths; factor ``none`` for other models."""
-        refinement, strength, _ = self._own()
+        refinement, strength, _ = self._refinement()
         return refinement, strength
 
     def graph(self) -> tuple[FactorGraph, Tensor | None]:
@@ -98,7 +97,7 @@ class AttentionCall:
                 self._full_mask(),
                 self.query,
                 self.key.shape[-2],
-                self._own()[0],
+                self._refinement()[0],
                 self.is_causal,
                 self.sliding_window,
             )
@@ -108,7 +107,7 @@ class AttentionCall:
         """The attention rows ``[batch, heads, queries, keys]`` before dropout, refined if the model's are."""
         reject_cross_attention(self.module)
         reject(self.module, self.options)
-        refinement, strength, messages = self._own()
+        refinement, strength, messages = self._refinement()
         graph, bias = self.graph()
         return reference_attention(
             self.query,
@@ -122,21 +121,23 @@ class AttentionCall:
             past=None if messages is None else messages.past_of(self.key.shape[-2]),
         ).rows
 
-    def route(self) -> tuple[str, str | None, Path | None]:
-        """What computes a refined call: see :func:`route_of`."""
-        refinement, strength, messages = self._own()
-        return route_of(
-            (self.query, self.key, self.value), refinement, strength, self._full_mask(), self.sliding_window,
-            messages if self.is_causal else None, sink_of(variants_of(get_layer_refinement(self.module))),
-            causal=self.is_causal, wants_rows=rows_wanted(self.options), dropout_p=self.dropout,
-            scale=self.scaling,
+    def route(self) -> Route:
+        """What computes a refined call."""
+        refinement, strength, messages = self._refinement()
+        return select_route(
+            RefinedCall(
+                self.query, self.key, self.value, refinement, strength, self._full_mask(),
+                self.sliding_window, messages if self.is_causal else None,
+                sink_of(variants_of(get_layer_refinement(self.module))), self.is_causal,
+                rows_wanted(self.options), self.dropout, self.scaling,
+            )
         )  # fmt: skip
 
     def _full_mask(self) -> Any:
         """The mask that also separates packed sequences."""
         return self.mask if self.sequences is None else with_sequences(self.mask, self.sequences)
 
-    def _own(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
+    def _refinement(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
         if self.is_refined:
             return resolve_refinement(
                 self.module, get_layer_refinement(self.module), self.query, self.key.shape[-2]
