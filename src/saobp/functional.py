@@ -95,7 +95,7 @@ def attention(
     )  # fmt: skip
     query, key, value, refinement, strength, padding_mask, seen, bias, call = given
     warn_of_leak(refinement, is_causal)
-    path = choose_path(call)
+    path = select_path(call)
     if path.family == "masked":
         from saobp.kernels.masked.attention import masked_attention
 
@@ -244,7 +244,7 @@ def checked_call(
     return CheckedCall(query, key, value, refinement, strengths, real, seen, bias, call)
 
 
-def choose_path(call: Call) -> Path:
+def select_path(call: Call) -> Path:
     """The path of this call.
 
     Warns once on a fallback from the kernels; raises if backend='fused' and they do not support the call.

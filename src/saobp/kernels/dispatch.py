@@ -35,7 +35,7 @@ def select(call: Call) -> Path:
         return Path("reference", call)
     obstacle: str | None = f"the tensors are on {call.device}, not on a CUDA GPU"
     if call.backend == "fused" or call.device == "cuda":
-        obstacle = unsupported(call)
+        obstacle = fused_obstacle(call)
         if obstacle is None:
             longest = call.query[2] if call.longest is None else call.longest
             kernels = family(call.refinement, call.is_causal, longest, call.query[3], call.dtype)
@@ -54,7 +54,7 @@ def select(call: Call) -> Path:
     return Path("reference" if obstacle else "cpu inference", call, obstacle=obstacle)
 
 
-def unsupported(call: Call) -> str | None:
+def fused_obstacle(call: Call) -> str | None:
     """Why the kernels do not support this call, in words that fit behind 'because'; None if they do."""
     query, key, value, dtype, device, refinement = call[:6]
     factor = refinement.factor
@@ -127,7 +127,7 @@ def _masked_obstacle(call: Call) -> str | None:
     return None
 
 
-def step_obstacle(call: Call) -> str | None:
+def decoding_obstacle(call: Call) -> str | None:
     """Why the kernels do not do a decoding step, one row against a cache; None if they do."""
     query, key, value, dtype, device, refinement = call[:6]
     if not TRITON_FOUND:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saobp.kernels.calls import POTTS, Call
-from saobp.kernels.dispatch import step_obstacle
+from saobp.kernels.dispatch import decoding_obstacle
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention, weighted_values
 from saobp.refinement import Refinement
@@ -54,7 +54,7 @@ def fused_step_obstacle(
         query.shape, key.shape, value.shape, query.dtype, query.device.type, refinement, is_causal=True,
         dropout_p=dropout_p,
     )  # fmt: skip
-    return step_obstacle(call)
+    return decoding_obstacle(call)
 
 
 def _is_key_mask(mask: Tensor, query: Tensor, key: Tensor) -> bool:
