@@ -118,10 +118,10 @@ def model(
 
     _require_cuda()
     known = {"sizes": tuple(PAPER_SIZES), "versions": tuple(REFINEMENTS), "stages": STAGES}
-    asked = {"sizes": sizes, "versions": versions, "stages": stages}
+    selections = {"sizes": sizes, "versions": versions, "stages": stages}
     if quick and not versions:
-        asked["versions"] = "original,high,learned"
-    chosen = {name: _chosen(name, asked[name], known[name]) for name in known}
+        selections["versions"] = "original,high,learned"
+    chosen = {name: _chosen(name, selections[name], known[name]) for name in known}
     table = model_speed(
         sizes=chosen["sizes"],
         versions=chosen["versions"],

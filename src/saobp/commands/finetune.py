@@ -11,7 +11,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from saobp.commands.own_code import Imports, import_own
+from saobp.commands.import_option import Imports, import_user_code
 from saobp.commands.streams import (
     check_data_dir,
     fail,
@@ -59,19 +59,19 @@ def finetune(
     """Fine-tune a checkpoint on GLUE, SQuAD, HellaSwag or RACE-Middle, and score every epoch."""
     changes = {"epochs": epochs, "batch": batch, "rate": rate, "length": length, "compiled": compiled}
     try:
-        from saobp.commands.asked_refinement import asked_refinement
+        from saobp.commands.refinement_option import parse_refinement_option
         from saobp.data.tasks import choose_tasks
         from saobp.training.checkpoints import config_of
         from saobp.training.finetune import recipe_for
 
-        import_own(imports)
+        import_user_code(imports)
         checked_folder(model)
         specs = choose_tasks(task)
         check_data_dir(data_dir)
         recipes = {spec.name: recipe_for(spec, **changes) for spec in specs}
         numbers = parse_seeds(seeds)
         if refinement is not None:
-            asked_refinement(refinement)
+            parse_refinement_option(refinement)
         config_of(model)  # checked once, not per task
         if jobs > 1 and len(specs) > 1:
             options: dict[str, Any] = {

@@ -129,11 +129,11 @@ def reproduce(
 def _stages(text: str) -> list[str]:
     from saobp.lab.session import STAGES
 
-    asked = [part.strip() for part in text.split(",")]
-    unknown = [one for one in asked if one not in STAGES]
+    requested = [part.strip() for part in text.split(",")]
+    unknown = [stage for stage in requested if stage not in STAGES]
     if unknown:
         raise ValueError(f"unknown stage {unknown[0]!r}: choose from {', '.join(STAGES)}")
-    return [one for one in STAGES if one in asked]
+    return [stage for stage in STAGES if stage in requested]
 
 
 def _list(console: Console) -> None:

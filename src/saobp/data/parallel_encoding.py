@@ -33,12 +33,12 @@ class EncodedGroup:
     size: int
 
 
-def processes_for(size: int, asked: int | None) -> int:
+def processes_for(size: int, requested: int | None) -> int:
     """Processes to tokenise ``size`` bytes: as asked, else by cores and size."""
-    if asked is not None:
-        if asked < 1:
-            raise ValueError(f"at least 1 process must tokenise, not {asked}")
-        return asked
+    if requested is not None:
+        if requested < 1:
+            raise ValueError(f"at least 1 process must tokenise, not {requested}")
+        return requested
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, size // WORTH_A_PROCESS))
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from saobp.refinement import Refinement
 from saobp.storage.model_folders import has_tokenizer, intact_folder
-from saobp.transformers.apply import refined_as_asked
+from saobp.transformers.apply import override_refinement
 from saobp.transformers.input_length import max_input_length
 from saobp.transformers.load import saved_class
 from saobp.transformers.load_errors import clear_load_errors
@@ -86,7 +86,7 @@ def load_token_model(name: str, refinement: Refinement | None = None) -> TokenMo
     with clear_load_errors(place, "a model"):
         model: Any = saved_class(AutoConfig.from_pretrained(place), place).from_pretrained(place)
         tokenizer: Any = AutoTokenizer.from_pretrained(place) if has_tokenizer(place) else None
-    return token_model(refined_as_asked(model, refinement), tokenizer, name)
+    return token_model(override_refinement(model, refinement), tokenizer, name)
 
 
 def token_model(model: PreTrainedModel, tokenizer: Any = None, name: str = "the model") -> TokenModel:

@@ -155,36 +155,40 @@ class ExperimentPlan:
 
     def finetune_runs(self) -> list[FinetuneRun]:
         """All fine-tuning, seed after seed; of each seed all methods on one task, then on the next."""
-        asked = [
+        runs = [
             FinetuneRun(model, task, self.task_seeds_of(experiment))
             for experiment in self.experiments
             for model in self.models_of(experiment)
             if model.family == "bert" and model.other_corpus is None
             for task in experiment.tasks
         ]
-        kept = {one.name: one for one in asked if matches(one.name, self.only)}
-        tasks = list(dict.fromkeys(one.task for one in kept.values()))
+        kept = {run.name: run for run in runs if matches(run.name, self.only)}
+        tasks = list(dict.fromkeys(run.task for run in kept.values()))
 
-        def order(one: FinetuneRun) -> tuple[int, int, int]:
-            seed, tier = self._order(one.model)
-            return seed, tasks.index(one.task), tier
+        def order(run: FinetuneRun) -> tuple[int, int, int]:
+            seed, tier = self._order(run.model)
+            return seed, tasks.index(run.task), tier
 
         return self._by_pattern(sorted(kept.values(), key=order))
 
     def measurements(self) -> list[Measurement]:
         """All measurements."""
-        asked = [
+        measurements = [
             Measurement(model, measure)
             for experiment in self.experiments
             for model in self.models_of(experiment)
             if model.other_corpus is None
             for measure in experiment.measures
         ]
-        kept = {one.name: one for one in asked if matches(one.name, self.only)}
-        return self._by_pattern(sorted(kept.values(), key=lambda one: self._order(one.model)))
+        kept = {
+            measurement.name: measurement
+            for measurement in measurements
+            if matches(measurement.name, self.only)
+        }
+        return self._by_pattern(sorted(kept.values(), key=lambda measurement: self._order(measurement.model)))
 
     def _by_pattern(self, work: list[Work]) -> list[Work]:
-        return sorted(work, key=lambda one: matching_pattern(one.name, self.only) or 0)
+        return sorted(work, key=lambda item: matching_pattern(item.name, self.only) or 0)
 
     def _kept(self, models: Iterable[PretrainRun]) -> list[PretrainRun]:
         named: dict[str, PretrainRun] = {}
@@ -204,10 +208,10 @@ def check_same(run: RunFolder, recipe: PretrainRecipe, *, whole: bool = True) ->
 
     whole: whether a run that stopped early counts as another one
     """
-    found = PretrainRecipe.from_dict(run.recipe)
+    stored = PretrainRecipe.from_dict(run.recipe)
     if not whole:
-        found = replace(found, stop_after=recipe.stop_after)
-    if replace(found, checkpoint_steps=recipe.checkpoint_steps) != recipe:
-        was, asked = found.to_dict(), recipe.to_dict()
-        changed = sorted(name for name in asked if was[name] != asked[name])
+        stored = replace(stored, stop_after=recipe.stop_after)
+    if replace(stored, checkpoint_steps=recipe.checkpoint_steps) != recipe:
+        actual, expected = stored.to_dict(), recipe.to_dict()
+        changed = sorted(name for name in expected if actual[name] != expected[name])
         raise RunError(f"the run in {run.path} differs in {', '.join(changed)}: name other --runs")

@@ -169,27 +169,27 @@ def _claims(outcomes: list[dict[str, Any]], status: Status, *, questions: bool =
 def _not_run(outcomes: list[dict[str, Any]], own: Sequence[str]) -> Iterable[str]:
     """own: experiments with a page of their own, as the arena's, which says what of them was not run"""
     yield "## Pages without results"
-    there = {(one["target"], one["scale"]) for one in outcomes}
+    there = {(outcome["target"], outcome["scale"]) for outcome in outcomes}
     lines, nothing_of = [], []
     for scale in (name for name in SCALES if name != "smoke"):
-        asked = [
+        expected = [
             name
-            for name, one in EXPERIMENTS.items()
-            if (scale in PRINTED or not one.batches) and name not in own
+            for name, experiment in EXPERIMENTS.items()
+            if (scale in PRINTED or not experiment.batches) and name not in own
         ]
-        absent = [name for name in asked if (name, scale) not in there]
-        if len(absent) == len(asked):
+        absent = [name for name in expected if (name, scale) not in there]
+        if len(absent) == len(expected):
             nothing_of.append(scale)
         elif absent:
             lines.append(f"- {scale}: {', '.join(absent)}")
     if nothing_of:
         lines.append(f"- {', '.join(nothing_of)}: everything")
     lines += [f"- {name}: [see its page]({name}/README.md)" for name in own]
-    for one in outcomes:
-        skipped = [claim["words"] for claim in one["claims"] if claim["status"] == "not run"]
-        if skipped and one["scale"] != "smoke":
+    for outcome in outcomes:
+        skipped = [claim["words"] for claim in outcome["claims"] if claim["status"] == "not run"]
+        if skipped and outcome["scale"] != "smoke":
             words = "; ".join(skipped) if len(skipped) <= LISTED else f"{len(skipped)} claims of the page"
-            lines.append(f"- {_link(one)}: {words}")
+            lines.append(f"- {_link(outcome)}: {words}")
     yield "\n".join(lines) if lines else "Nothing was left out."
 
 

@@ -69,7 +69,6 @@ class RunFolder:
         run = cls(path)
         if run.is_finished:
             run.clean_up()
-        asked = {"kind": kind, **recipe}
         data = dict(data or {})
         run.check_free(resume)  # before the folder is touched
         run.path.mkdir(parents=True, exist_ok=True)
@@ -85,7 +84,7 @@ class RunFolder:
             raise
         clear_unfinished(run.path)
         clear_unfinished(run.checkpoints)
-        write_json(run.file(RECIPE), asked)
+        write_json(run.file(RECIPE), {"kind": kind, **recipe})
         started = run.record.get("started", _now())
         run._write_record(
             status="running",

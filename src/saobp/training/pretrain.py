@@ -27,7 +27,7 @@ from saobp.training.head_records import strengths_of
 from saobp.training.objectives import objective_of
 from saobp.training.progress import TrainingProgress
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.sharding import gather_weights, sharding_asked_for
+from saobp.training.sharding import fsdp_requested, gather_weights
 from saobp.training.trainer import PretrainTrainer, arguments
 from saobp.transformers.apply import apply
 
@@ -69,7 +69,7 @@ def pretrain(
     in place, or with an uncompiled recipe, because a compiled step is captured once on a single GPU. In a
     distributed launch every process calls this; rank 0 writes.
     """
-    sharded = sharding_asked_for(recipe.regularizer)
+    sharded = fsdp_requested(recipe.regularizer)
     if sharded and (recipe.optimizer == "muon" or recipe.averaged_share):
         raise ValueError(
             "optimizer=muon and averaged_share need whole matrices, which FSDP divides: leave --use_fsdp out"

@@ -102,7 +102,7 @@ def remove(model: Model) -> Model:
     return model
 
 
-def refined_as_asked(model: Model, refinement: Refinement | None) -> Model:
+def override_refinement(model: Model, refinement: Refinement | None) -> Model:
     """A loaded model with the refinement given instead of its own, if one is; ``none`` takes it off."""
     if refinement is None:
         return model

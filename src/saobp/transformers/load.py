@@ -86,7 +86,7 @@ def patch_from_pretrained() -> None:
 
     @wraps(original)
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
-        if _loading.get() or asks_for_refinement(args, kwargs):
+        if _loading.get() or loads_refined(args, kwargs):
             with _prepared(False):
                 return _load_refined(original, cls, args, kwargs)
         loaded = original(cls, *args, **kwargs)
@@ -106,7 +106,7 @@ def patch_from_pretrained() -> None:
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
 
 
-def asks_for_refinement(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def loads_refined(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a checkpoint was saved refined, and the caller asks for no other attention implementation."""
     config = kwargs.get("config")
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")

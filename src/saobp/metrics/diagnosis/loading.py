@@ -26,7 +26,7 @@ from transformers import (
 from saobp.refinement import Refinement
 from saobp.storage.atomic import first_line
 from saobp.storage.model_folders import check_file, check_tokenizer, intact_folder
-from saobp.transformers.apply import refined_as_asked
+from saobp.transformers.apply import override_refinement
 from saobp.transformers.load_errors import clear_load_errors
 
 EXAMPLE = "planted example"
@@ -44,7 +44,7 @@ def load_model(
         model, tokenizer = example_model()
     else:
         model, tokenizer = _from_pretrained(name)
-    refined_as_asked(model, refinement)
+    override_refinement(model, refinement)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device), tokenizer
 

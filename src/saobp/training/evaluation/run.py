@@ -70,29 +70,29 @@ def evaluate(
         raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(KNOWN)}")
     if harness:
         require_harness()
-    asked = Evaluation.of(
+    evaluation = Evaluation.of(
         model, tasks, None if refinement is None else Refinement.of(refinement), data_dir,
         harness=harness, positions=positions, length=length, limit=limit,
     )  # fmt: skip
     recipe = {
-        "model": model_name(model), "tasks": list(asked.tasks),
-        "refinement": getattr(asked.model.config, "saobp", None), "positions": positions,
+        "model": model_name(model), "tasks": list(evaluation.tasks),
+        "refinement": getattr(evaluation.model.config, "saobp", None), "positions": positions,
         "length": length, "limit": limit, "harness": harness,
     }  # fmt: skip
-    data = {"model": model_checksum(model), **asked.checksums()}
+    data = {"model": model_checksum(model), **evaluation.checksums()}
     run = None
     if folder is not None:
         run = RunFolder.start(folder, "evaluate", recipe, seed=0, data=data, resume=True)
     began = time.monotonic()
     results: dict[str, Any] = {
         "model": model_name(model),
-        "decoder": asked.is_decoder,
-        "notes": notes_of(asked.model, asked.splits, limit),
+        "decoder": evaluation.is_decoder,
+        "notes": notes_of(evaluation.model, evaluation.splits, limit),
     }
     try:
-        for task in asked.tasks:
+        for task in evaluation.tasks:
             progress = None if advance is None else partial(advance, task)
-            results[task] = asked.measure(task, progress, None if run is None else run.path)
+            results[task] = evaluation.measure(task, progress, None if run is None else run.path)
     except BaseException as problem:
         if run is not None:
             run.fail(time.monotonic() - began, problem)

@@ -37,13 +37,13 @@ def race_questions(split: Split, *, every: bool = False) -> list[Question]:
     ``every`` asks every question by itself instead, each as if its article had no other.
     """
     letters = "ABCD"
-    asked = []
+    questions = []
     for problems in articles_of(split, every=every):
         *solved, last = problems
         earlier = "".join(_solved(row, letters.index(row["answer"])) for row in solved)
         prompt = f"Article: {last['article']}\n\n{earlier}{last['question']}"
-        asked.append(Question(prompt, tuple(last["options"]), letters.index(last["answer"])))
-    return asked
+        questions.append(Question(prompt, tuple(last["options"]), letters.index(last["answer"])))
+    return questions
 
 
 def boolq_questions(split: Split) -> list[Question]:

@@ -71,17 +71,17 @@ def finetune(
     intact_folder(model)
     folder = Path(folder)
     spec = task.spec
-    asked = recipe_for(spec) if recipe is None else recipe
-    if asked.task != spec.name:
-        raise ValueError(f"the recipe is for {asked.task}, not for {spec.name}")
+    settings = recipe_for(spec) if recipe is None else recipe
+    if settings.task != spec.name:
+        raise ValueError(f"the recipe is for {settings.task}, not for {spec.name}")
     positions = most_positions(model)
-    if positions is not None and positions < asked.length:
+    if positions is not None and positions < settings.length:
         notify(f"{spec.name}: sequences are cut to the model's {positions} positions")
-        asked = replace(asked, length=positions)
+        settings = replace(settings, length=positions)
     override = None if refinement is None else Refinement.of(refinement)
     if portable:
         check_portable(load_with_head(model, spec, load_tokenizer_of(model), override))
-    session = _Session(model, task, asked, override, keep_model, portable, checkpoint_seconds, notify)
+    session = _Session(model, task, settings, override, keep_model, portable, checkpoint_seconds, notify)
     results: dict[int, dict[str, Any]] = {}
     for seed in chosen:
         results[seed] = session.one(seed_folder(folder, seed), seed, progress)
@@ -144,9 +144,9 @@ class _Session:
             raise
 
     def _check_same(self, run: RunFolder) -> None:
-        asked = {"kind": "finetune", **self.described()}
-        found = run.recipe
-        changed = sorted(name for name in asked if found.get(name) != asked[name])
+        settings = {"kind": "finetune", **self.described()}
+        stored = run.recipe
+        changed = sorted(name for name in settings if stored.get(name) != settings[name])
         data = run.record.get("data", {})
         changed += sorted(f"{name} data" for name in self.data if data.get(name) != self.data[name])
         if changed:
