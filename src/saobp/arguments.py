@@ -208,7 +208,7 @@ def read_attn_mask(
             f"attn_mask must be bool (True: attend) or floating point (added to scores), not {mask.dtype}"
         )
     fits = 2 <= mask.ndim <= 4 and all(
-        own in (1, size) for own, size in zip(mask.shape[::-1], shape[::-1], strict=False)
+        mask_size in (1, size) for mask_size, size in zip(mask.shape[::-1], shape[::-1], strict=False)
     )
     if not fits:
         raise ValueError(

@@ -62,10 +62,10 @@ def explain_model(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Model
         raise TypeError(
             f"a model's inputs are a mapping or a tensor of token ids, not {type(inputs).__name__}"
         )
-    found: list[LayerPath] = []
-    with watch(model, lambda call: found.append(_layer_path(call))):
+    paths: list[LayerPath] = []
+    with watch(model, lambda call: paths.append(_layer_path(call))):
         model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
-    return ModelPaths(found)
+    return ModelPaths(paths)
 
 
 def _layer_path(call: AttentionCall) -> LayerPath:
@@ -102,7 +102,7 @@ def explain_call(first: Tensor, *others: Any, **options: Any) -> Path:
         return path
     from saobp.kernels.runtime.launcher import kernels_for
 
-    known = None if checked.strength.requires_grad else call.strongest
-    numbers = numbers_of(call.refinement, call.query[2], call.query[3], call.scale, call.dropout_p, known)
+    strongest = None if checked.strength.requires_grad else call.strongest
+    numbers = numbers_of(call.refinement, call.query[2], call.query[3], call.scale, call.dropout_p, strongest)
     spec = CallSpec.of(CallTensors(*states, checked.strength, checked.padding_mask), numbers)
     return path._replace(kernels=kernels_for(path.family, spec, *states))

@@ -163,8 +163,8 @@ def _check_lengths(cu_seqlens: Tensor, max_seqlen: int | None, query: Tensor) ->
 def _check_values(cu_seqlens: Tensor, max_seqlen: int | None, total: int) -> None:
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != total:
-        found = f"from {ends[0]} to {ends[-1]}"
-        raise ValueError(f"cu_seqlens must run from 0 to the {total} tokens of query, not {found}")
+        bounds = f"from {ends[0]} to {ends[-1]}"
+        raise ValueError(f"cu_seqlens must run from 0 to the {total} tokens of query, not {bounds}")
     lengths = [end - start for start, end in pairwise(ends)]
     if min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens must not decrease, unlike {ends}")

@@ -260,15 +260,15 @@ def regularizer(name: str, **options: Any) -> Regularizer:
     name, *written = [part.strip() for part in name.split(",")]
     if name not in PENALTIES:
         raise ValueError(f"unknown regularizer {name!r}: choose one of {', '.join(PENALTIES)}")
-    known = inspect.signature(PENALTIES[name]).parameters
+    parameters = inspect.signature(PENALTIES[name]).parameters
     for part in written:
         option, equals, value = (word.strip() for word in part.partition("="))
         if not equals:
             raise ValueError(f"cannot read {part!r}: options are written name=value, as in weight=1e-4")
-        options[option] = _value(option, value, known[option].default) if option in known else value
+        options[option] = _value(option, value, parameters[option].default) if option in parameters else value
     for option in options:
-        if option not in known:
-            raise ValueError(f"{name} has no option {option!r}: it has {', '.join(known)}")
+        if option not in parameters:
+            raise ValueError(f"{name} has no option {option!r}: it has {', '.join(parameters)}")
     return PENALTIES[name](**options)
 
 

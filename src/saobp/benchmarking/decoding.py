@@ -79,8 +79,10 @@ def decoding_speed(
             calls["again"] = calls["sdpa"]
             for replayed in (False, True) if device == "cuda" else (False,):
                 notify(f"batch {batch}, {part}, {'CUDA graph' if replayed else 'launched from Python'} ...")
-                found = in_turn(calls, turns=turns, budget=budget, clock=clock_of(device), replayed=replayed)
-                table.rows.append(_row(batch, part, replayed, found))
+                results = in_turn(
+                    calls, turns=turns, budget=budget, clock=clock_of(device), replayed=replayed
+                )
+                table.rows.append(_row(batch, part, replayed, results))
                 save(table)
     return table
 
@@ -115,7 +117,7 @@ def step_call(name: str, step: Step, shape: Shape, part: str) -> Call:
     layer: Any = DynamicLayer() if name == "sdpa" else MessageDynamicLayer()
     layer.lazy_initialization(step.key, step.value)
     past = step.keys.shape[2] - 1
-    old_keys, old_values = (one[:, :, :past].contiguous() for one in (step.keys, step.values))
+    old_keys, old_values = (cached[:, :, :past].contiguous() for cached in (step.keys, step.values))
     old_totals = step.totals[..., :past]
 
     def call() -> object:

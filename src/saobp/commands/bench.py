@@ -31,10 +31,10 @@ def _keep(table: BenchmarkTable, out: Path | None) -> None:
 
 def _show(tables: Sequence[BenchmarkTable], width: int, as_json: bool) -> None:
     if as_json:
-        print_json([asdict(own) for own in tables])
+        print_json([asdict(table) for table in tables])
         return
-    for own in tables:
-        own.show(Console(width=width))
+    for table in tables:
+        table.show(Console(width=width))
 
 
 def _require_cuda(instead: str = "saobp bench cpu") -> None:

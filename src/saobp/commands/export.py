@@ -71,9 +71,9 @@ def show(result: Export, form: str) -> None:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("batch x tokens", "PyTorch", name, "times as fast"):
         table.add_column(column, justify="right")
-    for one in result.speeds:
-        shape = f"{one.batch} x {one.length}"
-        table.add_row(shape, f"{one.pytorch:.2f}", f"{one.exported:.2f}", f"{one.ratio:.2f}")
+    for speed in result.speeds:
+        shape = f"{speed.batch} x {speed.length}"
+        table.add_row(shape, f"{speed.pytorch:.2f}", f"{speed.exported:.2f}", f"{speed.ratio:.2f}")
     stdout_console().print(table)
     apart = result.difference
     print_result(

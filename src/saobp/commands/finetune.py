@@ -193,8 +193,8 @@ def results_table(results: list[dict[str, Any]]) -> Table:
     for result in results:
         several = len(result["seeds"]) > 1
         cells = [
-            f"{one['mean']:.2f} ± {one['std']:.2f}" if several else f"{one['mean']:.2f}"
-            for one in (result["best"], result["last"])
+            f"{metrics['mean']:.2f} ± {metrics['std']:.2f}" if several else f"{metrics['mean']:.2f}"
+            for metrics in (result["best"], result["last"])
         ]
         mark = "partial data" if result["partial"] else ""
         table.add_row(result["task"], result["metric"], str(len(result["seeds"])), *cells, mark)

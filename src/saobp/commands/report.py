@@ -79,7 +79,7 @@ def _explore(runs: list[Path], sentences: list[str]) -> None:
     from saobp.report import explorer_data, write_explorer
     from saobp.runs.layout import MODEL, run_folders, seed_folders
 
-    for run in (own for folder in runs if folder.is_dir() for own in run_folders(folder)):
+    for run in (run_folder for folder in runs if folder.is_dir() for run_folder in run_folders(folder)):
         folders = [run / MODEL, *(seed / MODEL for seed in seed_folders(run))]
         saved = next((folder for folder in folders if folder.is_dir()), None)
         if saved is None:

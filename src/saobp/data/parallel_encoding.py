@@ -49,9 +49,9 @@ def encode_in_parallel(
     """The tokens of the documents, group by group, in order."""
     groups = _groups(documents)
     if processes == 1:
-        own = word_encoder.CachedEncoder(tokenizer_json)
+        encoder = word_encoder.CachedEncoder(tokenizer_json)
         for group in groups:
-            yield EncodedGroup(*own.encode(group), sum(map(len, group)))
+            yield EncodedGroup(*encoder.encode(group), sum(map(len, group)))
         return
     with _WorkerPool(processes, tokenizer_json) as pool:
         waiting: deque[Future[EncodedGroup]] = deque()

@@ -71,15 +71,15 @@ def parquet_bytes(file: Path, column: str) -> int:
 
 def text_documents(file: Path) -> Iterator[str]:
     """A UTF-8 file as a document of paragraphs; only a very long file becomes several."""
-    kept: list[str] = []
+    lines: list[str] = []
     characters = 0
     for line in _lines(file):
         if characters >= LONGEST_DOCUMENT and (not line.strip() or characters >= 2 * LONGEST_DOCUMENT):
-            yield from _unless_blank(kept)
-            kept, characters = [], 0
-        kept.append(line)
+            yield from _unless_blank(lines)
+            lines, characters = [], 0
+        lines.append(line)
         characters += len(line)
-    yield from _unless_blank(kept)
+    yield from _unless_blank(lines)
 
 
 def cut_row(text: str) -> Iterator[str]:

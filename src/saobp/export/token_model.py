@@ -53,12 +53,12 @@ class TokenModel:
         mask = torch.ones_like(tokens)
         for row in range(rows if padding else 0):
             mask[row, max(2, length - row) :] = 0
-        given = {
+        encoded = {
             "input_ids": tokens,
             "attention_mask": mask,
             "token_type_ids": torch.zeros_like(tokens),
         }
-        return tuple(given[name] for name in self.inputs)
+        return tuple(encoded[name] for name in self.inputs)
 
 
 class Forward(nn.Module):
@@ -82,10 +82,10 @@ def load_token_model(name: str, refinement: Refinement | None = None) -> TokenMo
     ``refinement`` overrides the one that it was saved with; the factor ``none`` removes it.
     Raises on what cannot be exported.
     """
-    place = intact_folder(name)
-    with clear_load_errors(place, "a model"):
-        model: Any = saved_class(AutoConfig.from_pretrained(place), place).from_pretrained(place)
-        tokenizer: Any = AutoTokenizer.from_pretrained(place) if has_tokenizer(place) else None
+    folder = intact_folder(name)
+    with clear_load_errors(folder, "a model"):
+        model: Any = saved_class(AutoConfig.from_pretrained(folder), folder).from_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder) if has_tokenizer(folder) else None
     return token_model(override_refinement(model, refinement), tokenizer, name)
 
 

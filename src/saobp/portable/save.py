@@ -141,8 +141,10 @@ def _refinement(model: PreTrainedModel, refinement: Refinement, facts: RunFacts)
         rows.append(("strength", f"learned, one number per head, in the weights: {spread}"))
     elif refinement.factor.startswith(("high", "low")):
         strongest = refinement.strongest
-        own = f"{refinement.strength:g}" if isinstance(refinement.strength, float) else f"up to {strongest:g}"
-        rows.append(("strength", f"{own}, fixed, in `config.json`"))
+        number = (
+            f"{refinement.strength:g}" if isinstance(refinement.strength, float) else f"up to {strongest:g}"
+        )
+        rows.append(("strength", f"{number}, fixed, in `config.json`"))
     rows.append(("steps", refinement.steps))
     if refinement.variants:
         rows.append(("variants", ", ".join(refinement.variants)))

@@ -94,9 +94,9 @@ def put_in_place(new: Path, folder: Path) -> None:
 def clear_unfinished(folder: Path) -> None:
     """Remove incomplete files of a killed process; restore a folder that it was about to replace."""
     for left in folder.glob(f"{UNFINISHED}*"):
-        own = left.with_name(left.name.removeprefix(REPLACED))
-        if left.name.startswith(REPLACED) and not own.exists():
-            left.rename(own)
+        original = left.with_name(left.name.removeprefix(REPLACED))
+        if left.name.startswith(REPLACED) and not original.exists():
+            left.rename(original)
         else:
             _remove(left)
 

@@ -41,9 +41,9 @@ def checked_folder(folder: str | PathLike[str]) -> str:
 
 def intact_folder(folder: str | PathLike[str]) -> str:
     """The same, for a model that is to be loaded: its files must be those of its manifest, if it has one."""
-    place = checked_folder(folder)
-    check_manifest(Path(place))
-    return place
+    model_folder = checked_folder(folder)
+    check_manifest(Path(model_folder))
+    return model_folder
 
 
 def check_file(path: Path) -> None:

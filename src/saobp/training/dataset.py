@@ -81,17 +81,17 @@ def find_pretraining_data(
     )
     if family not in DECODERS:
         MaskedLM.of(words)
-    made = prepare_corpora(raw, words, folder, data_dir=data_dir, progress=progress) if raw else {}
+    new_stores = prepare_corpora(raw, words, folder, data_dir=data_dir, progress=progress) if raw else {}
     ready = ready_stores(folder, words)
     for name in mixture:
-        if name not in made and name not in ready:
+        if name not in new_stores and name not in ready:
             raise ValueError(
                 f"the tokens of {name} in {folder} come from another tokenizer: name it by --tokenizer"
             )
-    stores = {name: made.get(name) or ready[name] for name in mixture} if mixture else ready
+    stores = {name: new_stores.get(name) or ready[name] for name in mixture} if mixture else ready
     if not stores:
         raise ValueError(f"{folder} holds no token store for this tokenizer: name texts by --corpus")
-    for name in stores.keys() - made.keys():
+    for name in stores.keys() - new_stores.keys():
         stores[name].verify()
     weights = mixture if any(weight is not None for weight in mixture.values()) else None
     blocks = partial(
@@ -129,8 +129,8 @@ def find_tokenizer(
         return load_tokenizer(str(stored))
     if not raw:
         _check_not_learned(folder, family)
-    found = load_tokenizer(tokenizer_family(family), data_dir)
-    return save_family_tokenizer(found, folder, family) if raw else found
+    loaded = load_tokenizer(tokenizer_family(family), data_dir)
+    return save_family_tokenizer(loaded, folder, family) if raw else loaded
 
 
 def _check_not_learned(folder: Path, family: str) -> None:
@@ -147,15 +147,15 @@ def stores_in(folder: Path) -> list[TokenStore]:
     """The token stores in a folder, not yet verified."""
     if not folder.is_dir():
         return []
-    found = sorted(path.parent for path in folder.glob(f"*/{METADATA}"))
-    return [TokenStore.open(path, verify=False) for path in found if not is_unfinished(path)]
+    folders = sorted(path.parent for path in folder.glob(f"*/{METADATA}"))
+    return [TokenStore.open(path, verify=False) for path in folders if not is_unfinished(path)]
 
 
 def ready_stores(folder: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, TokenStore]:
     """Token stores that this tokenizer made, by the name of their corpus, not yet verified."""
     mark = tokenizer_checksum(tokenizer)
-    found = [store for store in stores_in(folder) if store.metadata.tokenizer_checksum == mark]
-    return {store.metadata.corpus: store for store in found}
+    stores = [store for store in stores_in(folder) if store.metadata.tokenizer_checksum == mark]
+    return {store.metadata.corpus: store for store in stores}
 
 
 def _is_text(name: str, data_dir: str | Path | None) -> bool:

@@ -29,5 +29,7 @@ def health_line(step: int, health: Health, strengths: list[list[float]] | None) 
 
 def strengths_of(model: nn.Module) -> list[list[float]] | None:
     """Strength of each head by layer, None without refinement; a collective call."""
-    found = [full_tensor(layer().detach()).float().cpu().tolist() for _, layer in named_refinements(model)]
-    return found or None
+    strengths = [
+        full_tensor(layer().detach()).float().cpu().tolist() for _, layer in named_refinements(model)
+    ]
+    return strengths or None

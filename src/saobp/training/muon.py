@@ -66,12 +66,12 @@ def orthogonalised(
     """Matrices ``[count, rows, columns]`` with singular values near 1, by Newton-Schulz in bfloat16."""
     a, b, c = coefficients
     is_tall = matrices.shape[1] > matrices.shape[2]
-    found = (matrices.mT if is_tall else matrices).bfloat16()
-    found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    product = (matrices.mT if is_tall else matrices).bfloat16()
+    product = product / product.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
-        gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.mT if is_tall else found
+        gram = product @ product.mT
+        product = torch.baddbmm(product, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), product, beta=a)
+    return product.mT if is_tall else product
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -82,9 +82,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, adamw: torch.optim.Optimizer, matrices: list[nn.Parameter], rate: float) -> None:
-        taken = {id(matrix) for matrix in matrices}
+        moved = {id(matrix) for matrix in matrices}
         for group in adamw.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in taken]
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
         decay = max(group["weight_decay"] for group in adamw.param_groups)
         self.parts = {"adamw": adamw, "muon": BatchedMuon(matrices, rate, decay)}
         super().__init__([group for part in self.parts.values() for group in part.param_groups], {})

@@ -48,7 +48,7 @@ CLOCK = "clock.json"
 def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingArguments:
     """Arguments of Trainer; data, loss and checkpoints are handled here."""
     cuda = torch.cuda.is_available()
-    given = TrainingArguments(
+    args = TrainingArguments(
         output_dir=str(folder),
         max_steps=recipe.steps,
         gradient_accumulation_steps=recipe.accumulation,
@@ -75,10 +75,10 @@ def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingA
         disable_tqdm=True,
         use_cpu=not cuda,
     )
-    if given.n_gpu > 1:
+    if args.n_gpu > 1:
         # One process drives one GPU; more come by `accelerate launch`.
-        given._n_gpu = 1
-    return given
+        args._n_gpu = 1
+    return args
 
 
 class PretrainTrainer(LeanTrainer):

@@ -151,9 +151,9 @@ def attention_modules(model: nn.Module) -> Modules:
     """The attention modules of a model that use the attention registry, with names, first layer first."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a Transformers model is needed, not {type(model).__name__}")
-    found = [(name, module) for name, module in model.named_modules() if uses_registry(type(module))]
-    others = _other_attention(model, [name for name, _ in found])
-    if not found:
+    modules = [(name, module) for name, module in model.named_modules() if uses_registry(type(module))]
+    others = _other_attention(model, [name for name, _ in modules])
+    if not modules:
         what = "computes its attention" if others else "has no attention layers, or computes them"
         raise ValueError(
             f"{type(model).__name__} {what} without Transformers' attention registry, so saobp cannot "
@@ -164,7 +164,7 @@ def attention_modules(model: nn.Module) -> Modules:
             f"{type(model).__name__} computes part of its attention without Transformers' attention registry "
             f"({', '.join(others)}), so saobp cannot reach all of it"
         )
-    return found
+    return modules
 
 
 def put_through_registry(model: nn.Module) -> list[nn.Module]:
@@ -287,14 +287,14 @@ def head_count(module: nn.Module) -> int:
 
 def width(module: nn.Module) -> int:
     """Hidden size of an attention module's input."""
-    found: Any = getattr(getattr(module, "config", None), "hidden_size", 0)
-    return found if isinstance(found, int) else 0
+    size: Any = getattr(getattr(module, "config", None), "hidden_size", 0)
+    return size if isinstance(size, int) else 0
 
 
 def head_dim(module: nn.Module) -> int:
     """Size of a head's queries."""
-    found: Any = getattr(module, "head_dim", None) or width(module) // head_count(module)
-    return found if isinstance(found, int) else 0
+    size: Any = getattr(module, "head_dim", None) or width(module) // head_count(module)
+    return size if isinstance(size, int) else 0
 
 
 def _configs(model: PreTrainedModel, modules: Modules) -> list[Any]:
@@ -305,14 +305,15 @@ def _configs(model: PreTrainedModel, modules: Modules) -> list[Any]:
     return list({id(config): config for config in configs}.values())
 
 
-def _other_attention(model: nn.Module, found: list[str]) -> list[str]:
+def _other_attention(model: nn.Module, reachable: list[str]) -> list[str]:
     """Classes of attention modules that neither use the registry nor hold or belong to one that does."""
     kinds = []
     for name, module in model.named_modules():
         if "attention" not in type(module).__name__.lower() or not any(True for _ in module.parameters()):
             continue
         related = any(
-            name == one or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in found
+            name == other or other.startswith(f"{name}.") or name.startswith(f"{other}.")
+            for other in reachable
         )
         if not related:
             kinds.append(type(module).__name__)

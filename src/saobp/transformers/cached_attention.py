@@ -48,7 +48,7 @@ def fused_step_obstacle(
     if mask is None or not _is_key_mask(mask, query, key):
         return "its mask says something else than which keys one row sees"
     states = (query, key, value, strength)
-    if torch.is_grad_enabled() and any(one.requires_grad for one in states):
+    if torch.is_grad_enabled() and any(state.requires_grad for state in states):
         return "a decoding step of the kernels has no gradient"
     call = Call(
         query.shape, key.shape, value.shape, query.dtype, query.device.type, refinement, is_causal=True,

@@ -69,13 +69,13 @@ def load(path: str | PathLike[str], auto_class: Any = None, **kwargs: Any) -> An
 def saved_class(config: Any, path: str | PathLike[str]) -> Any:
     """The class of Transformers that the config of a saved model names."""
     names = getattr(config, "architectures", None) or ["no class"]
-    found = getattr(transformers, names[0], None)
-    if found is None:
+    model_class = getattr(transformers, names[0], None)
+    if model_class is None:
         raise ValueError(
             f"the config of {str(path)!r} names {names[0]}, which Transformers does not have: give a class, "
             "as in saobp.load(path, AutoModelForMaskedLM), or save the model with save_pretrained"
         )
-    return found
+    return model_class
 
 
 def patch_from_pretrained() -> None:

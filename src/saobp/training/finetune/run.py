@@ -219,13 +219,13 @@ def outcome(lines: Iterable[Mapping[str, Any]], main: str, metrics: Iterable[str
 
 def summarise(results: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Aggregate all seeds of a task: means and standard deviations (0 for a single seed)."""
-    kept = ("best", "last", "best_epoch", "best_metrics", "last_metrics")
+    reported = ("best", "last", "best_epoch", "best_metrics", "last_metrics")
     shared = ("partial", "rows", "official_rows", "files", "notes", "truncated")
     first = next(iter(results.values()))
     return {
         "task": first["task"],
         "metric": first["metric"],
-        "seeds": {str(seed): {name: result[name] for name in kept} for seed, result in results.items()},
+        "seeds": {str(seed): {name: result[name] for name in reported} for seed, result in results.items()},
         "best": _spread([result["best"] for result in results.values()]),
         "last": _spread([result["last"] for result in results.values()]),
         **{name: first[name] for name in shared},
