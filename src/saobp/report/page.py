@@ -103,7 +103,7 @@ def render(
         explorers.append((str(explorer["subject"]), explorer))
     drawn = thinned(runs)
     data = script_data(drawn)
-    series = [one for run in drawn for own in run.curves.values() for one in own]
+    series = [curve for run in drawn for curves in run.curves.values() for curve in curves]
     words = {
         "title": title or _title(runs),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -112,8 +112,8 @@ def render(
         "runs": [{"run": run, "words": summary(run), "facts": dict(run.facts)} for run in runs],
         "head_tables": [head_table(run) for run in runs if run.health],
         "facts": fact_tables(runs),
-        "axes": [axis for axis in AXES if any(axis in one.axes for one in series)],
-        "longest": max((one.thinned or 0 for one in series), default=0),
+        "axes": [axis for axis in AXES if any(axis in curve.axes for curve in series)],
+        "longest": max((curve.thinned or 0 for curve in series), default=0),
         "tables": tables,
         "sample": sample,
         "live": live,
@@ -126,11 +126,11 @@ def render(
             f"a page of these {len(runs)} runs would have {frame / 1e6:.1f} MB and may have "
             f"{max_bytes / 1e6:.1f}: report fewer at a time"
         )
-    room = (max_bytes - frame - 20_000) // max(1, len(explorers))
-    if explorers and room <= 0:
+    bytes_each = (max_bytes - frame - 20_000) // max(1, len(explorers))
+    if explorers and bytes_each <= 0:
         words["notes"] = ["The scores of the explorer are left out; they would make the page too large."]
         explorers = []
-    data["explorers"] = [explored(fitted(own, room), name) for name, own in explorers]
+    data["explorers"] = [explored(fitted(scores, bytes_each), name) for name, scores in explorers]
     return _filled(words, data, bool(explorers))
 
 
@@ -154,9 +154,9 @@ def explored(explorer: dict[str, Any], run: str) -> dict[str, Any]:
 
 def _own_colours(runs: Sequence[Run]) -> str:
     """CSS for runs with colours of their own."""
-    own = [(index, run.colours) for index, run in enumerate(runs) if run.colours is not None]
-    light, dark = ("".join(f"--run-{index}: {pair[side]}; " for index, pair in own) for side in (0, 1))
-    if not own:
+    coloured = [(index, run.colours) for index, run in enumerate(runs) if run.colours is not None]
+    light, dark = ("".join(f"--run-{index}: {pair[side]}; " for index, pair in coloured) for side in (0, 1))
+    if not coloured:
         return ""
     return (
         f':root {{ {light}}}\n:root[data-theme="dark"] {{ {dark}}}\n'
@@ -165,8 +165,8 @@ def _own_colours(runs: Sequence[Run]) -> str:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    named = ", ".join(run.name for run in runs[:3]) + (", …" if len(runs) > 3 else "")
-    return f"Attention report: {named}" if runs else "Attention explorer"
+    names = ", ".join(run.name for run in runs[:3]) + (", …" if len(runs) > 3 else "")
+    return f"Attention report: {names}" if runs else "Attention explorer"
 
 
 def _filled(words: dict[str, Any], data: dict[str, Any], has_explorer: bool) -> str:
@@ -221,7 +221,7 @@ def thinned(runs: Sequence[Run]) -> list[Run]:
     return [
         replace(
             run,
-            curves={name: [one.thin(points) for one in series] for name, series in run.curves.items()},
+            curves={name: [curve.thin(points) for curve in series] for name, series in run.curves.items()},
             health=_spread(run.health, snapshots),
         )
         for run in runs
@@ -268,9 +268,9 @@ def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:
 def _trimmed(scores: list[list[Any]], room: int) -> list[list[Any]]:
     """Drop heads that do not fit; the first one stays."""
     used, trimmed = 0, []
-    for own in scores:
+    for layer in scores:
         row = []
-        for head in own:
+        for head in layer:
             size = 0 if head is None else len(head["codes"])
             row.append(head if used == 0 or used + size <= room else None)
             used += size if row[-1] is not None else 0
@@ -279,4 +279,4 @@ def _trimmed(scores: list[list[Any]], room: int) -> list[list[Any]]:
 
 
 def _size(scores: list[list[Any]]) -> int:
-    return sum(len(head["codes"]) + 64 for own in scores for head in own if head is not None)
+    return sum(len(head["codes"]) + 64 for layer in scores for head in layer if head is not None)

@@ -30,7 +30,7 @@ class ExpectedTime:
     def __init__(
         self, encoded: Sequence[Tensor], layers: int, progress: Callable[[float], object], note: Note
     ) -> None:
-        self.lengths, self.layers = [len(one) for one in encoded], max(1, layers)
+        self.lengths, self.layers = [len(ids) for ids in encoded], max(1, layers)
         self.progress, self.note, self.start, self.announced = progress, note, monotonic(), False
         self._texts, self._layers_done, self._passed_on, self._layer_before = 0, 0, 0.0, self.start
 

@@ -183,10 +183,10 @@ class QKClip(MeasuredSteps):
             self.clipped, self.largest = 0, 0.0
 
     def _clip(self) -> None:
-        found = self.monitor.health.reduced().max_logits()
+        max_logits = self.monitor.health.reduced().max_logits()
         self.monitor.health.reset()
         tops: dict[str, Tensor] = {}
-        for layer, top in found.items():  # a module that serves several layers has several entries
+        for layer, top in max_logits.items():  # a module that serves several layers has several entries
             name = re.sub(r" \(\d+\)$", "", layer)
             tops[name] = top if name not in tops else torch.maximum(tops[name], top)
         together = torch.cat(list(tops.values())).tolist()  # one synchronisation for all layers
