@@ -22,7 +22,7 @@ SMOKE_SEEDS = 2
 
 def matching_pattern(name: str, patterns: str) -> int | None:
     """Index of the first matching pattern of a comma-separated list, or None."""
-    matches = (index for index, one in enumerate(patterns.split(",")) if fnmatch(name, one.strip()))
+    matches = (index for index, pattern in enumerate(patterns.split(",")) if fnmatch(name, pattern.strip()))
     return next(matches, None)
 
 
@@ -110,7 +110,7 @@ class ExperimentPlan:
         """Models of one experiment, in the order of its tables."""
         most = SMOKE_SEEDS if self.scale.name == "smoke" else len(SEEDS)
         seeds = first_seeds(self.seeds or min(experiment.seeds, most))
-        found = [
+        models = [
             self.model(family, key, seed, batch=batch)
             for batch in self.batches_of(experiment)
             for family in FAMILIES
@@ -118,13 +118,13 @@ class ExperimentPlan:
             for seed in seeds
         ]
         if self.scale.name != "smoke":
-            found += [
+            models += [
                 self.model("bert", key, seed, corpus)
                 for corpus in experiment.corpora
                 for key in experiment.bert
                 for seed in seeds
             ]
-        return found
+        return models
 
     def batches_of(self, experiment: Experiment) -> tuple[int | None, ...]:
         """Batch sizes of an experiment: its own for the recipe ``paper`` at the default, else the scale's."""

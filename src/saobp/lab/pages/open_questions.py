@@ -161,8 +161,8 @@ def _tally(page: Page, methods: Sequence[str]) -> None:
     }
     rows = []
     for title in (METHODS[key].title for key in methods):
-        found = Counter(one.status for one in page.claims if one.words.startswith(f"{title} against "))
-        rows.append([title, *(str(found[status]) for status in columns)])
+        counts = Counter(claim.status for claim in page.claims if claim.words.startswith(f"{title} against "))
+        rows.append([title, *(str(counts[status]) for status in columns)])
     page.table(("form", *columns.values()), rows)
 
 

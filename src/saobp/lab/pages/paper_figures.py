@@ -29,15 +29,15 @@ NOTHING = "Not run: no model of this experiment has been measured yet."
 def attention_maps(results: Results, page: Page) -> None:
     rows = {}
     for model in _shown(results):
-        taken = results.measured(model, "maps")
-        if taken is None:
+        measured = results.measured(model, "maps")
+        if measured is None:
             continue
         with results.reading(model):
             if model.recipe.refinement is None:
-                rows[model.method.title] = unpacked(taken["after"])
+                rows[model.method.title] = unpacked(measured["after"])
             else:
-                rows[f"{model.method.title}\nbefore"] = unpacked(taken["before"])
-                rows[f"{model.method.title}\nafter"] = unpacked(taken["after"])
+                rows[f"{model.method.title}\nbefore"] = unpacked(measured["before"])
+                rows[f"{model.method.title}\nafter"] = unpacked(measured["after"])
     if not rows:
         page.text(NOTHING)
         return
@@ -60,10 +60,10 @@ def _shown(results: Results) -> list[PretrainRun]:
 def sparsity_maps(results: Results, page: Page) -> None:
     rows, shares = {}, []
     for model in _shown(results):
-        taken = results.measured(model, "maps")
-        if taken is not None:
+        measured = results.measured(model, "maps")
+        if measured is not None:
             with results.reading(model):
-                maps = unpacked(taken["after"])
+                maps = unpacked(measured["after"])
             sparse = maps < 1 / maps.shape[-1]
             rows[model.method.title] = 1.0 - sparse
             shares.append([model.name, f"{sparse.mean():.3f}", *(f"{head.mean():.3f}" for head in sparse)])
@@ -90,12 +90,13 @@ def gtd_graph(results: Results, page: Page) -> None:
         everything: list[dict[str, float]] = []
         by_run: dict[PretrainRun, float | None] = {}
         for model in results.models():
-            taken = results.measured(model, "race-middle")
-            if taken is None:
+            measured = results.measured(model, "race-middle")
+            if measured is None:
                 continue
             with results.reading(model):
                 points = [
-                    {"gtd": float(point["gtd"]), "score": float(point[measure])} for point in taken["points"]
+                    {"gtd": float(point["gtd"]), "score": float(point[measure])}
+                    for point in measured["points"]
                 ]
             pairs = [(point["gtd"], point["score"]) for point in points]
             series[measure].setdefault(model.method.key, []).extend(pairs)
