@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from saobp.training.fast_gradients import FastZeroGrad
 from saobp.training.fast_layers import (
     fast_output_layer,
     fused_projections,
     no_masks_for_full_rows,
     temporary_class,
 )
-from saobp.training.lean_steps import LeanZeroGrad
 from saobp.training.objectives import Objective
 
 REGULARIZER = "saobp_regularizer"
@@ -34,8 +34,8 @@ BERT-mini, 3.3 % instead of 4.3 % idle, on an H200.
 """
 
 
-class LossModel(LeanZeroGrad):
-    """Mixed into a model's class by :func:`temporary_class`: forward is the loss; a lean zero_grad."""
+class LossModel(FastZeroGrad):
+    """Mixed into a model's class by :func:`temporary_class`: forward is the loss; a cheap zero_grad."""
 
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -101,8 +101,8 @@ def loss_as_forward(
                 stack.enter_context(fast_output_layer(model))
         if regularizer is not None:
             stack.callback(delattr, model, REGULARIZER)
-        learning = None if sharded else [p for p in model.parameters() if p.requires_grad]
-        stack.enter_context(temporary_class(model, LossModel, loss=forward, learning=learning))
+        trainable = None if sharded else [p for p in model.parameters() if p.requires_grad]
+        stack.enter_context(temporary_class(model, LossModel, loss=forward, trainable=trainable))
         yield model
 
 

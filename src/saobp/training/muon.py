@@ -35,26 +35,26 @@ class BatchedMuon(torch.optim.Muon):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
-            learning = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not learning:
+            trainable = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not trainable:
                 continue
-            gradients = [parameter.grad for parameter in learning]
-            for parameter in learning:
+            gradients = [parameter.grad for parameter in trainable]
+            for parameter in trainable:
                 if not self.state[parameter]:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            momenta = [self.state[parameter]["momentum_buffer"] for parameter in learning]
+            momenta = [self.state[parameter]["momentum_buffer"] for parameter in trainable]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             updates = torch._foreach_lerp(gradients, momenta, group["momentum"])  # Nesterov's
-            torch._foreach_mul_(learning, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(trainable, 1 - group["lr"] * group["weight_decay"])
             alike: dict[torch.Size, list[int]] = defaultdict(list)
-            for number, parameter in enumerate(learning):
+            for number, parameter in enumerate(trainable):
                 alike[parameter.shape].append(number)
             for shape, numbers in alike.items():
                 together = torch.stack([updates[number] for number in numbers])
                 together = orthogonalised(together, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 torch._foreach_add_(
-                    [learning[number] for number in numbers],
-                    together.to(learning[numbers[0]].dtype).unbind(),
+                    [trainable[number] for number in numbers],
+                    together.to(trainable[numbers[0]].dtype).unbind(),
                     alpha=-group["lr"] * 0.2 * max(shape) ** 0.5,
                 )
         return loss

@@ -32,9 +32,9 @@ from saobp.training.batches import (
     health_batch,
     held_out_batches,
 )
+from saobp.training.fast_gradients import FastGradientTrainer
 from saobp.training.graphed_step import GraphedStep
 from saobp.training.head_records import MEASURED, health_line, strengths_of
-from saobp.training.lean_steps import LeanTrainer
 from saobp.training.muon import MuonWithAdamW, hidden_matrices
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.sharding import shard_by_layers
@@ -81,7 +81,7 @@ def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingA
     return args
 
 
-class PretrainTrainer(LeanTrainer):
+class PretrainTrainer(FastGradientTrainer):
     """Trains a model whose forward is its loss (``loss_as_forward``) and writes all to a run folder."""
 
     def __init__(
@@ -247,7 +247,7 @@ class PretrainTrainer(LeanTrainer):
         """Capture compiled steps as a CUDA graph on a single GPU without accumulation."""
         model = self.model
         assert model is not None
-        self.learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         alone = self.args.world_size == self.recipe.accumulation == 1
         if alone and self.recipe.compiled and self.args.device.type == "cuda":
 
@@ -257,7 +257,7 @@ class PretrainTrainer(LeanTrainer):
 
             self._graphed = GraphedStep(
                 lambda batch: self._loss(model, batch),
-                self.learning,
+                self.trainable,
                 self.notify,
                 eager=None if self.recipe.dropout else uncompiled,
             )
