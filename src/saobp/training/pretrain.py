@@ -17,7 +17,7 @@ from transformers.utils import logging as hf_logging
 
 from saobp.data import TokenStore
 from saobp.portable.code import check_portable, weights_of
-from saobp.portable.run_facts import facts_of
+from saobp.portable.run_summary import summarise_run
 from saobp.portable.save import finish_folder
 from saobp.runs.folder import RunFolder
 from saobp.training.architectures import build_model
@@ -251,11 +251,11 @@ def _save_model(
     if trainer.is_fsdp_enabled:
         weights = gather_weights(trainer.accelerator, model)
     if trainer.is_world_process_zero():
-        facts = facts_of(run.recipe, run.record, asdict(result))
+        summary = summarise_run(run.recipe, run.record, asdict(result))
         run.save_model(
             model,
             tokenizer,
             weights_of(model, weights),
-            finish=lambda folder: finish_folder(model, folder, run.path.name, facts, portable=portable),
+            finish=lambda folder: finish_folder(model, folder, run.path.name, summary, portable=portable),
         )
     trainer.accelerator.wait_for_everyone()

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, set_seed
 
 from saobp.data.tasks import Task
 from saobp.portable.code import check_portable, weights_of
-from saobp.portable.run_facts import facts_of
+from saobp.portable.run_summary import summarise_run
 from saobp.portable.save import finish_folder
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunError, RunFolder
@@ -178,13 +178,13 @@ class _Session:
             **self.task.describe(),
         }
         if self.keep_model:
-            facts = facts_of(run.recipe, run.record, result)
+            summary = summarise_run(run.recipe, run.record, result)
             name = f"{model_name(self.model)} {spec.name}"
             run.save_model(
                 model,
                 tokenizer,
                 weights_of(model),
-                finish=lambda folder: finish_folder(model, folder, name, facts, portable=self.portable),
+                finish=lambda folder: finish_folder(model, folder, name, summary, portable=self.portable),
             )
         run.finish(result, seconds=trainer.seconds)
         return result
