@@ -33,7 +33,7 @@ REFINEMENTS = {
 """Version of a model to the refinement applied to it; ``original`` is Transformers' own SDPA attention."""
 
 
-def bert(kind: type[Model], size: Size, version: str, *, vocabulary: int = VOCABULARY) -> Model:
+def bert(model_class: type[Model], size: Size, version: str, *, vocabulary: int = VOCABULARY) -> Model:
     """A BERT of a kind (a Transformers class) in evaluation mode, refined as its version says."""
     torch.manual_seed(0)
     config = BertConfig(
@@ -43,7 +43,7 @@ def bert(kind: type[Model], size: Size, version: str, *, vocabulary: int = VOCAB
         num_attention_heads=size.heads,
         intermediate_size=size.ffn,
     )
-    model = kind(config).eval()
+    model = model_class(config).eval()
     model.set_attn_implementation("sdpa")
     refinement = REFINEMENTS[version]
     return model if refinement is None else apply(model, refinement)

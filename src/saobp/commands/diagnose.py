@@ -238,12 +238,12 @@ def show(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
         heads = len(diagnosis.heads)
         words = f"{diagnosis.subject}: {heads} head{'s' if heads > 1 else ''}, {', '.join(counts)}"
         console.print(Text(words), soft_wrap=True)
-        known = [_in_words(kind, diagnosis.of_kind(kind)) for kind in KINDS if diagnosis.of_kind(kind)]
+        known = [_format_heads(kind, diagnosis.of_kind(kind)) for kind in KINDS if diagnosis.of_kind(kind)]
         if known:
             console.print(Text(f"known kinds (layer.head): {'; '.join(known)}"), soft_wrap=True)
 
 
-def _in_words(kind: Kind, heads: Sequence[HeadHealth]) -> str:
+def _format_heads(kind: Kind, heads: Sequence[HeadHealth]) -> str:
     """``3 induction 5.1, 6.0, 9.2``, the clearest heads first."""
     named = ", ".join(f"{head.layer}.{head.head}" for head in heads[:NAMED_HEADS])
     return f"{len(heads)} {kind} {named}" + (", …" if len(heads) > NAMED_HEADS else "")

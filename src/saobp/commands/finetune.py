@@ -14,8 +14,8 @@ from rich.table import Table
 from saobp.commands.import_option import Imports, import_user_code
 from saobp.commands.streams import (
     check_data_dir,
+    error_message,
     fail,
-    in_words,
     print_error,
     print_note,
     print_result,
@@ -143,7 +143,7 @@ def _in_turn(
                     )
                 )  # fmt: skip
             except (ValueError, OSError) as problem:
-                print_error(f"{spec.name} failed: {in_words(problem)}")
+                print_error(f"{spec.name} failed: {error_message(problem)}")
     return found
 
 

@@ -52,10 +52,10 @@ def open_parquet(file: Path, column: str) -> Any:
     schema = opened.schema_arrow
     if column not in schema.names:
         raise ValueError(f"{file} has no column {column!r}; its columns are {', '.join(schema.names)}")
-    kind = schema.field(column).type
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise ValueError(f"column {column!r} in {file} holds {kind}, not text")
+    column_type = schema.field(column).type
+    column_type = column_type.value_type if pyarrow.types.is_dictionary(column_type) else column_type
+    if not (pyarrow.types.is_string(column_type) or pyarrow.types.is_large_string(column_type)):
+        raise ValueError(f"column {column!r} in {file} holds {column_type}, not text")
     if opened.metadata.num_rows == 0:
         raise ValueError(f"{file} is empty: its column {column!r} has 0 rows")
     return opened

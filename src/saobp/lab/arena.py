@@ -32,14 +32,14 @@ from saobp.lab.arena_records import (
 from saobp.lab.figures import save_figure
 from saobp.lab.forest import forest
 from saobp.lab.result_page import (
-    gain_in_words,
-    in_words,
+    format_gain,
+    format_percent,
+    format_spread,
+    format_verdict,
     made_on,
     markdown_table,
-    per_cent,
-    verdict_in_words,
 )
-from saobp.lab.statistics import LEAST_PAIRS, in_per_cent, paired_gain, pairs_needed, spread
+from saobp.lab.statistics import LEAST_PAIRS, as_percent, paired_gain, pairs_needed, spread
 from saobp.lab.tuning import tuning_tables
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_json, read_object, write_json
@@ -113,7 +113,7 @@ def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[s
             HEADERS if measured is None else (*HEADERS, "time of a step"), list(rows(setting, measured))
         )
         if measured is not None:
-            yield measured.in_words(ORIGINAL)
+            yield measured.describe(ORIGINAL)
         if len(setting.gains()) > 1 and setting.fresh == confirmed:
             yield _against_each_other(setting)
         combined = list(_together(setting))
@@ -165,11 +165,11 @@ def rows(setting: Setting, times: StepTimes | None = None) -> Iterable[list[str]
             yield [title_of(method), mean_text, "", "", "", f"{plain:,}", *time]
         else:
             gain = gains[method]
-            verdict = verdict_in_words(gain, perplexities)
+            verdict = format_verdict(gain, perplexities)
             yield [
                 title_of(method),
                 mean_text,
-                per_cent(gain),
+                format_percent(gain),
                 setting.lower_in(method),
                 verdict,
                 f"+{more:,}",
@@ -184,7 +184,7 @@ def _against_each_other(setting: Setting) -> str:
     for method in methods[:-1]:
         gains = [setting.gain_over(method, other) for other in methods[1:]]
         after = methods.index(method)
-        cells = ["" if n < after or gain is None else per_cent(gain) for n, gain in enumerate(gains)]
+        cells = ["" if n < after or gain is None else format_percent(gain) for n, gain in enumerate(gains)]
         lines.append([title_of(method), *cells])
     return markdown_table(("less the column's", *map(title_of, methods[1:])), lines)
 
@@ -194,7 +194,7 @@ def _together(setting: Setting) -> Iterable[list[str]]:
     for first, second, both in combinations(setting.losses, ORIGINAL):
         for one, other in ((first, second), (second, first)):
             gains = two_by_two(setting.losses, ORIGINAL, (one, other, both))
-            cells = ["" if gain is None else per_cent(in_per_cent(gain)) for gain in gains]
+            cells = ["" if gain is None else format_percent(as_percent(gain)) for gain in gains]
             yield [title_of(one), title_of(other), *cells]
 
 
@@ -209,8 +209,8 @@ def _scores(setting: Setting, measure: str, title: str) -> str:
             if method == ORIGINAL
             else paired_gain(scores[method], scores.get(ORIGINAL, {}), least_pairs=setting.least_pairs)
         )
-        verdict = "" if gain is None else verdict_in_words(gain, summary)
-        lines.append([title_of(method), in_words(summary, 2), gain_in_words(gain, 2), verdict])
+        verdict = "" if gain is None else format_verdict(gain, summary)
+        lines.append([title_of(method), format_spread(summary, 2), format_gain(gain, 2), verdict])
     return markdown_table(("method", title, "difference [95 % interval]", "verdict"), lines)
 
 
@@ -275,7 +275,7 @@ class StepTimes:
         )
         return f"{1 + gain.difference:.2f}{interval}"
 
-    def in_words(self, original: str) -> str:
+    def describe(self, original: str) -> str:
         plain = self.seconds[original]
         gpu = self.environment.get("GPU", self.environment["CPU"]).partition(",")[0]
         return (

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from saobp.lab.methods import METHODS
-from saobp.lab.statistics import LEAST_PAIRS, Gain, in_per_cent, paired_gain, spread
+from saobp.lab.statistics import LEAST_PAIRS, Gain, as_percent, paired_gain, spread
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
 from saobp.runs.layout import RESULT, run_folders
@@ -83,8 +83,8 @@ class Setting:
         tokens = self.budget[-1]
         family = FAMILY_NAMES.get(self.recipe["family"], self.recipe["family"])
         size, length = self.recipe["size"], self.recipe["length"]
-        recipe = "".join(f", {change}" for change in _in_words(self.distinct))
-        seeds = f", fresh seeds {_seeds_in_words(self.compared_seeds())}" if self.fresh else ""
+        recipe = "".join(f", {change}" for change in _format_fields(self.distinct))
+        seeds = f", fresh seeds {_format_seeds(self.compared_seeds())}" if self.fresh else ""
         return f"{family}-{size}, length {length}, {tokens / 1e6:,.0f} M tokens{recipe}{seeds}"
 
     def compared_seeds(self) -> list[int]:
@@ -108,7 +108,7 @@ class Setting:
             higher_is_better=False,
             least_pairs=self.least_pairs,
         )
-        return None if gain is None else in_per_cent(gain)
+        return None if gain is None else as_percent(gain)
 
     def differences(self, method: str, other: str = ORIGINAL) -> dict[int, float]:
         """Differences from another method with the same seed, in per cent of perplexity."""
@@ -241,7 +241,7 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[i
     return settings
 
 
-def _in_words(values: Mapping[str, Any]) -> list[str]:
+def _format_fields(values: Mapping[str, Any]) -> list[str]:
     """As ``in_fields``, with masked shares as ``30 to 15 % masked`` and corpora as ``3 corpora``."""
     changes = []
     if "masked_share" in values:
@@ -255,7 +255,7 @@ def _in_words(values: Mapping[str, Any]) -> list[str]:
     return changes + in_fields({name: value for name, value in values.items() if name not in described})
 
 
-def _seeds_in_words(seeds: Sequence[int]) -> str:
+def _format_seeds(seeds: Sequence[int]) -> str:
     """``11 to 18`` or ``6, 8, 9``."""
     if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
         return f"{seeds[0]} to {seeds[-1]}"

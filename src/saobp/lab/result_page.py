@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from saobp.lab.experiments import Experiment
-from saobp.lab.figures import brief, dots, save_figure
+from saobp.lab.figures import dots, save_figure, three_digits
 from saobp.lab.methods import METHODS
 from saobp.lab.scales import Scale
 from saobp.lab.statistics import Gain, Spread, Status, answer_status, claim_status, paired_gain, spread
@@ -96,7 +96,7 @@ class Page:
     ) -> None:
         """A dot plot of every seed by measure and method, if any; its alt text has the means."""
         if any(any(methods.values()) for methods in measures.values()):
-            alternative = f"{caption} Means: {means_in_words(measures)}."
+            alternative = f"{caption} Means: {format_means(measures)}."
             self.figure(name, dots(measures, paper), caption, alternative)
 
     def compare(
@@ -147,11 +147,11 @@ class Page:
                     arrow,
                     METHODS[method].title,
                     "" if printed is None else f"{printed:.{theirs_to}f}",
-                    in_words(ours, digits),
+                    format_spread(ours, digits),
                     "" if printed is None or ours is None else f"{ours.mean - printed:+.{digits}f}",
                     "" if their_gain is None else f"{their_gain:+.{theirs_to}f}",
-                    gain_in_words(gain, digits),
-                    "" if is_base else verdict_in_words(gain, ours),
+                    format_gain(gain, digits),
+                    "" if is_base else format_verdict(gain, ours),
                 ]
                 self.lines.append(line)
             if method in claims and their_gain is not None:
@@ -178,7 +178,7 @@ class Page:
             self.claims.append(Claim(words, status, "no pair of runs"))
             return
         unit = "seed" if detail else "pair"
-        difference = f"{gain_in_words(gain, digits)} ({gain.pairs} {unit}{'s' if gain.pairs > 1 else ''})"
+        difference = f"{format_gain(gain, digits)} ({gain.pairs} {unit}{'s' if gain.pairs > 1 else ''})"
         self.claims.append(Claim(words, status, f"{detail} {difference}".strip()))
 
     def answer(self, words: str, gain: Gain | None, digits: int = 2) -> None:
@@ -237,22 +237,22 @@ def paper_digits(values: Iterable[float], digits: int) -> int:
     return min(digits, max([2, *map(len, printed)]))
 
 
-def in_words(found: Spread | None, digits: int) -> str:
+def format_spread(summary: Spread | None, digits: int) -> str:
     """``12.30 ± 0.40 (3)``: mean, standard deviation, seeds."""
-    if found is None:
+    if summary is None:
         return "not run"
-    if found.deviation is None:
-        return f"{found.mean:.{digits}f} (1)"
-    return f"{found.mean:.{digits}f} ± {found.deviation:.{digits}f} ({found.seeds})"
+    if summary.deviation is None:
+        return f"{summary.mean:.{digits}f} (1)"
+    return f"{summary.mean:.{digits}f} ± {summary.deviation:.{digits}f} ({summary.seeds})"
 
 
-def means_in_words(measures: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
+def format_means(measures: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
     """``perplexity: 300 (Original), 303 (High); ...``, over the seeds of each method."""
     parts = []
     for measure, methods in measures.items():
         spreads = {key: spread(by_seed.values()) for key, by_seed in methods.items()}
         means = [
-            f"{brief(summary.mean)} ({METHODS[key].title})"
+            f"{three_digits(summary.mean)} ({METHODS[key].title})"
             for key, summary in spreads.items()
             if summary is not None
         ]
@@ -261,7 +261,7 @@ def means_in_words(measures: Mapping[str, Mapping[str, Mapping[int, float]]]) ->
     return "; ".join(parts)
 
 
-def gain_in_words(gain: Gain | None, digits: int) -> str:
+def format_gain(gain: Gain | None, digits: int) -> str:
     if gain is None:
         return ""
     if gain.low is None or gain.high is None:
@@ -269,7 +269,7 @@ def gain_in_words(gain: Gain | None, digits: int) -> str:
     return f"{gain.difference:+.{digits}f} [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}]"
 
 
-def per_cent(gain: Gain) -> str:
+def format_percent(gain: Gain) -> str:
     """``-1.4 % [-2.3, -0.5]``, with another digit where an end would be printed as zero."""
     if gain.low is None or gain.high is None:
         return f"{gain.difference:+.1f} %"
@@ -277,9 +277,9 @@ def per_cent(gain: Gain) -> str:
     return f"{gain.difference:+.{digits}f} % [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}]"
 
 
-def verdict_in_words(gain: Gain | None, found: Spread | None) -> str:
+def format_verdict(gain: Gain | None, summary: Spread | None) -> str:
     if gain is None:
-        return "not run" if found is None else "no pair"
+        return "not run" if summary is None else "no pair"
     if gain.verdict == "undecided":
         return f"undecided ({gain.pairs} pair{'s' if gain.pairs > 1 else ''})"
     return "no gain (within the spread)" if gain.verdict == "no gain" else gain.verdict

@@ -152,7 +152,7 @@ def claim_status(paper: float, gain: Gain | None, *, same_size: bool = True) -> 
     return "reproduces" if gain.difference * paper > 0 else "does not reproduce"
 
 
-def in_per_cent(gain: Gain) -> Gain:
+def as_percent(gain: Gain) -> Gain:
     """Differences of losses in nats as per cent of perplexity."""
     low, high = (None if end is None else 100 * math.expm1(end) for end in (gain.low, gain.high))
     return Gain(100 * math.expm1(gain.difference), low, high, gain.pairs, gain.verdict)

@@ -138,15 +138,15 @@ def _sampled(
         text = heads.unpadded_text(item)
         tokens, dim = text.query.shape[-2:]
         draws, parts = Draws.of(tokens, sampling, generator, text.causal), []
-        kind = _at_least_bfloat16_range(text.query[:0]).dtype
-        bytes_per_entry = STATES_HELD * kind.itemsize + SUMS_HELD * max(4, kind.itemsize)
+        dtype = _at_least_bfloat16_range(text.query[:0]).dtype
+        bytes_per_entry = STATES_HELD * dtype.itemsize + SUMS_HELD * max(4, dtype.itemsize)
         for _, some in blocks(1, text.query.shape[1], bytes_per_entry * tokens * max(sampling.probes, dim)):
             part = text.select(slice(0, 1), some)
             query, key = _at_least_bfloat16_range(part.query[0]), _at_least_bfloat16_range(part.key[0])
             operator = operator_for(query, key, part.refinement, part.strength, part.mask(), scale=part.scale)
             parts.append(observe(operator, query, names, beta, hops, draws))
         seen = {name: torch.cat([part[name] for part in parts]) for name in names}
-        texts.append({name: estimate(name, values, draws, kind) for name, values in seen.items()})
+        texts.append({name: estimate(name, values, draws, dtype) for name, values in seen.items()})
     return {name: Estimate.joined([text[name] for text in texts], torch.stack) for name in names}
 
 

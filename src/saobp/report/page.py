@@ -104,7 +104,7 @@ def render(
     drawn = thinned(runs)
     data = script_data(drawn)
     series = [curve for run in drawn for curves in run.curves.values() for curve in curves]
-    words = {
+    context = {
         "title": title or _title(runs),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": __version__,
@@ -120,7 +120,7 @@ def render(
         "notes": [],
         "colours": _own_colours(runs),
     }
-    frame = len(_filled(words, {**data, "explorers": []}, bool(explorers)).encode(errors="replace"))
+    frame = len(_filled(context, {**data, "explorers": []}, bool(explorers)).encode(errors="replace"))
     if frame > max_bytes:
         raise ValueError(
             f"a page of these {len(runs)} runs would have {frame / 1e6:.1f} MB and may have "
@@ -128,10 +128,10 @@ def render(
         )
     bytes_each = (max_bytes - frame - 20_000) // max(1, len(explorers))
     if explorers and bytes_each <= 0:
-        words["notes"] = ["The scores of the explorer are left out; they would make the page too large."]
+        context["notes"] = ["The scores of the explorer are left out; they would make the page too large."]
         explorers = []
     data["explorers"] = [explored(fitted(scores, bytes_each), name) for name, scores in explorers]
-    return _filled(words, data, bool(explorers))
+    return _filled(context, data, bool(explorers))
 
 
 def script_data(runs: Sequence[Run]) -> dict[str, Any]:

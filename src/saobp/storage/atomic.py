@@ -103,13 +103,13 @@ def clear_unfinished(folder: Path) -> None:
 
 def reason(problem: BaseException) -> str:
     """Why a write failed; normalises the libraries' messages for a full disk."""
-    words, number = str(problem), getattr(problem, "errno", None)
+    message, number = str(problem), getattr(problem, "errno", None)
     for code, plain in NO_ROOM.items():
-        if number == code or f"os error {code}" in words:
+        if number == code or f"os error {code}" in message:
             return plain
-    if "unexpected pos" in words:  # torch, which does not say why
+    if "unexpected pos" in message:  # torch, which does not say why
         return NO_ROOM[errno.EFBIG if _files_are_limited() else errno.ENOSPC]
-    return words
+    return message
 
 
 def first_line(problem: BaseException) -> str:

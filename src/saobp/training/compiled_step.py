@@ -66,7 +66,7 @@ def loss_as_forward(
     where memory matters more.
     """
     autocast = sharded and precision == "bf16"
-    kind = next(model.parameters()).device.type
+    device_type = next(model.parameters()).device.type
     inner = "fp32" if autocast else precision
 
     def loss(ids: Tensor, seeds: Tensor, counts: Tensor | None) -> Tensor:
@@ -81,11 +81,11 @@ def loss_as_forward(
         model.add_module(REGULARIZER, regularizer)
         step = penalised
     if compiled and not (sharded or (regularizer is not None and model.is_gradient_checkpointing)):
-        options = gpu_options() if kind == "cuda" else None
+        options = gpu_options() if device_type == "cuda" else None
         step = torch.compile(with_own_code(step), dynamic=False, options=options)
 
     def forward(input_ids: Tensor, seeds: Tensor, counts: Tensor | None = None) -> Tensor:
-        with torch.autocast(kind, torch.bfloat16, enabled=autocast):
+        with torch.autocast(device_type, torch.bfloat16, enabled=autocast):
             if regularizer is not None and model.training and torch.is_grad_enabled():
                 with regularizer.watch(model):
                     return step(input_ids, seeds, counts)
@@ -97,7 +97,7 @@ def loss_as_forward(
         stack.enter_context(no_masks_for_full_rows())
         if not (sharded or model.is_gradient_checkpointing):
             stack.enter_context(fused_projections(model))
-            if kind == "cuda":
+            if device_type == "cuda":
                 stack.enter_context(fast_output_layer(model))
         if regularizer is not None:
             stack.callback(delattr, model, REGULARIZER)

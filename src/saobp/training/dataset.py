@@ -76,13 +76,15 @@ def find_pretraining_data(
                 + ("" if data_dir is None else f" in {data_dir}")
                 + f" and no token store of it in {folder}: check --corpus, --data-dir and --tokens"
             )
-    words = find_tokenizer(
+    found_tokenizer = find_tokenizer(
         family, folder, raw, data_dir=data_dir, tokenizer=tokenizer, vocabulary=vocabulary, progress=progress
     )
     if family not in DECODERS:
-        MaskedLM.of(words)
-    new_stores = prepare_corpora(raw, words, folder, data_dir=data_dir, progress=progress) if raw else {}
-    ready = ready_stores(folder, words)
+        MaskedLM.of(found_tokenizer)
+    new_stores = (
+        prepare_corpora(raw, found_tokenizer, folder, data_dir=data_dir, progress=progress) if raw else {}
+    )
+    ready = ready_stores(folder, found_tokenizer)
     for name in mixture:
         if name not in new_stores and name not in ready:
             raise ValueError(
@@ -101,9 +103,11 @@ def find_pretraining_data(
         length=length,
         seed=seed,
         held_out=held_out,
-        prefix=None if family in DECODERS else prefix_of(words),
+        prefix=None if family in DECODERS else prefix_of(found_tokenizer),
     )
-    return PretrainingData(blocks(split="train"), blocks(split="validation") if held_out else None, words)
+    return PretrainingData(
+        blocks(split="train"), blocks(split="validation") if held_out else None, found_tokenizer
+    )
 
 
 def find_tokenizer(

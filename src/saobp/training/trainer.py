@@ -284,12 +284,12 @@ class PretrainTrainer(FastGradientTrainer):
                     problem = error
             if problem is not None and main:
                 shutil.rmtree(folder, ignore_errors=True)
-                words, problem = reason(problem), None
+                why, problem = reason(problem), None
                 gc.collect()  # an open, half-written file still takes disk space
                 good = self.last_checkpoint
                 last = "there is none before it" if good is None else f"the last good one is of step {good}"
                 self.notify(
-                    f"The checkpoint of step {step} could not be written ({words}); {last}, and the run "
+                    f"The checkpoint of step {step} could not be written ({why}); {last}, and the run "
                     "goes on."
                 )
             elif problem is None:

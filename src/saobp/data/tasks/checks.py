@@ -69,9 +69,9 @@ def _identities(table: pa.Table, spec: TaskSpec) -> Iterator[tuple[str, ...]]:
 
 
 def _check_text(table: pa.Table, name: str, where: str) -> None:
-    kind = table.schema.field(name).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise WrongRowsError(f"column {name!r} of {where} holds {kind}, not text")
+    column_type = table.schema.field(name).type
+    if not (pa.types.is_string(column_type) or pa.types.is_large_string(column_type)):
+        raise WrongRowsError(f"column {name!r} of {where} holds {column_type}, not text")
     _no_nulls(table, name, where)
 
 
@@ -115,9 +115,9 @@ def _classes(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
 
 
 def _scores(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
-    kind = table.schema.field(spec.label).type
-    if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
-        raise WrongRowsError(f"column {spec.label!r} of {where} holds {kind}, not numbers")
+    column_type = table.schema.field(spec.label).type
+    if not (pa.types.is_floating(column_type) or pa.types.is_integer(column_type)):
+        raise WrongRowsError(f"column {spec.label!r} of {where} holds {column_type}, not numbers")
     scores = table[spec.label].to_numpy().astype(np.float64)
     wrong = np.flatnonzero(~((scores >= 0) & (scores <= 5)))
     if len(wrong):

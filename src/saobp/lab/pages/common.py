@@ -123,7 +123,7 @@ def _gtd(health: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def correlation_in_words(points: Sequence[Mapping[str, float]], statistic: str) -> str:
+def format_correlation(points: Sequence[Mapping[str, float]], statistic: str) -> str:
     """``-0.91 (p = 0.012, 16 points)``, or the reason for none."""
     pairs = [(point[statistic], point["score"]) for point in points if statistic in point]
     try:

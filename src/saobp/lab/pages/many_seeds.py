@@ -5,7 +5,7 @@ from __future__ import annotations
 from saobp.lab.figures import Gap, gaps_beside_chance
 from saobp.lab.methods import METHODS
 from saobp.lab.paper import paper_table, paper_values
-from saobp.lab.result_page import PARTIAL, Page, gain_in_words, in_words
+from saobp.lab.result_page import PARTIAL, Page, format_gain, format_spread
 from saobp.lab.results import EPOCH, Results, Values
 from saobp.lab.statistics import Chance, Gain, chance, paired_gain, spread
 
@@ -65,7 +65,7 @@ def _scores(results: Results, page: Page, tasks: dict[str, Values]) -> None:
                 [
                     f"{task}{' *' if results.is_partial(task) else ''}",
                     METHODS[method].title,
-                    in_words(spread(numbers), 2),
+                    format_spread(spread(numbers), 2),
                     ", ".join(f"{score:.2f}" for score in by_seed.values()),
                     f"{max(numbers) - min(numbers):.2f}",
                 ]
@@ -117,7 +117,7 @@ def _row(name: str, gap: Gap) -> list[str]:
         f"{chance.apart:.1f}",
         "" if paper is None else f"{paper:+.2f}",
         "" if paper is None else "within" if abs(paper) <= chance.apart else "larger",
-        gain_in_words(gap.gain, 2),
+        format_gain(gap.gain, 2),
     ]
 
 

@@ -10,9 +10,9 @@ from saobp.lab.pages.common import (
     SPREAD,
     by_layer,
     claim_correlation,
-    correlation_in_words,
     correlation_of,
     deepest_mean_of,
+    format_correlation,
     last_layer_by_head,
     score_points,
 )
@@ -101,11 +101,11 @@ def gtd_graph(results: Results, page: Page) -> None:
             pairs = [(point["gtd"], point["score"]) for point in points]
             series[measure].setdefault(model.method.key, []).extend(pairs)
             everything += points
-            rows.append([measure, model.name, theirs, correlation_in_words(points, "gtd")])
+            rows.append([measure, model.name, theirs, format_correlation(points, "gtd")])
             by_run[model] = correlation_of(points, "gtd")
         if by_run:
             claim_correlation(page, f"GTD against {measure}", float(theirs), by_run)
-        notes[measure] = f"r = {correlation_in_words(everything, 'gtd')}; the paper: {theirs}"
+        notes[measure] = f"r = {format_correlation(everything, 'gtd')}; the paper: {theirs}"
     if not rows:
         page.text(NOTHING)
         return
@@ -134,8 +134,8 @@ def gtd_performance(results: Results, page: Page) -> None:
             series.setdefault(score, {}).setdefault(model.method.key, []).extend(pairs)
             everything += points
             if points:
-                rows.append([score, model.name, correlation_in_words(points, "gtd")])
-        notes[score] = f"r = {correlation_in_words(everything, 'gtd')}" if everything else "not run"
+                rows.append([score, model.name, format_correlation(points, "gtd")])
+        notes[score] = f"r = {format_correlation(everything, 'gtd')}" if everything else "not run"
     series = {score: methods for score, methods in series.items() if any(methods.values())}
     if not series:
         page.text(NOTHING)

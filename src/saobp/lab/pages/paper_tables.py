@@ -12,9 +12,9 @@ from saobp.lab.pages.common import (
     BUDGET,
     by_seed,
     claim_correlation,
-    correlation_in_words,
     correlation_of,
     deepest_mean_of,
+    format_correlation,
     has_any,
     held_out_curves,
     mean_of,
@@ -251,9 +251,9 @@ def gtd_correlation(results: Results, page: Page) -> None:
                     score,
                     METHODS[key].title,
                     paper["single"][column] if mini else "",
-                    correlation_in_words(points, "gtd") if points else "not run",
+                    format_correlation(points, "gtd") if points else "not run",
                     paper["cross"][column] if mini else "",
-                    correlation_in_words(points, CROSS_LAYER) if points else "not run",
+                    format_correlation(points, CROSS_LAYER) if points else "not run",
                 ]
             )
         if mini:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from saobp.lab.methods import METHODS
 from saobp.lab.pages.common import held_out
 from saobp.lab.plateau_figures import BASE, LoggedRun, differences, perplexities
-from saobp.lab.result_page import Page, gain_in_words, per_cent
+from saobp.lab.result_page import Page, format_gain, format_percent
 from saobp.lab.results import Results
-from saobp.lab.statistics import Gain, in_per_cent, paired_gain
+from saobp.lab.statistics import Gain, as_percent, paired_gain
 
 PLATEAU_END = 5.5
 """Held-out loss in nats below which a run has left the plateau, as in the page of pretraining."""
@@ -129,9 +129,9 @@ def _compare(page: Page, title: str, runs: Sequence[LoggedRun]) -> None:
         ends, ratios = _end_differences(runs, method)
         if ends is None or ratios is None:
             continue
-        in_words, pairs = per_cent(ratios), f"{ends.pairs} pair{'s' if ends.pairs > 1 else ''}"
+        ratio_text, pairs = format_percent(ratios), f"{ends.pairs} pair{'s' if ends.pairs > 1 else ''}"
         page.text(
-            f"{title}: {name}'s perplexity is {gain_in_words(ends, 1)} from {base}'s, {in_words} ({pairs})."
+            f"{title}: {name}'s perplexity is {format_gain(ends, 1)} from {base}'s, {ratio_text} ({pairs})."
         )
         _, whole = _end_differences([run for run in runs if run.is_whole], method)
         if whole is not None:
@@ -152,4 +152,4 @@ def _end_differences(runs: Sequence[LoggedRun], method: str) -> tuple[Gain | Non
     ]
     losses = [{seed: math.log(value) for seed, value in points.items()} for points in ends]
     ratios = paired_gain(*losses, higher_is_better=False)
-    return paired_gain(*ends, higher_is_better=False), None if ratios is None else in_per_cent(ratios)
+    return paired_gain(*ends, higher_is_better=False), None if ratios is None else as_percent(ratios)

@@ -149,7 +149,7 @@ class HealthLog:
         reasons = {}
         has_meaning = "gtd" in head.values or not all(map(math.isfinite, head.values.values()))
         if has_meaning and head.verdict in ALARMING:  # without GTD only ``undefined`` has
-            reasons["verdict", str(head.verdict)] = _in_words(head)
+            reasons["verdict", str(head.verdict)] = _format_reason(head)
         for statistic, (low, high) in self.ranges.items():
             value = head.values.get(statistic, math.nan)
             if low is not None and value < low:
@@ -192,7 +192,7 @@ def _together(statistic: str, values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _in_words(head: HeadHealth) -> str:
+def _format_reason(head: HeadHealth) -> str:
     return f"{head.verdict} (GTD {head.values['gtd']:.2f})" if "gtd" in head.values else head.verdict
 
 

@@ -162,8 +162,8 @@ class TaskTrainer(FastGradientTrainer):
                 self._save_rng_state(str(folder))
                 self.state.save_to_json(str(folder / "trainer_state.json"))
         except (OSError, RuntimeError, SafetensorError) as problem:
-            words = reason(problem)
-            self.notify(f"The checkpoint of step {step} could not be written ({words}); the run goes on.")
+            why = reason(problem)
+            self.notify(f"The checkpoint of step {step} could not be written ({why}); the run goes on.")
             gc.collect()
         self.last_checkpoint = time.monotonic()
 
