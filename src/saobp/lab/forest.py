@@ -76,7 +76,7 @@ def forest(settings: Sequence[Setting]) -> Figure:
 
 
 def _rows(setting: Setting) -> list[Row]:
-    """Methods less Original, and sums less the same without their first part."""
+    """Each method against Original, and each combination against itself without its first part."""
     rows = []
     for method, gain in setting.gains().items():
         rows.append(Row(title_of(method), gain, list(setting.differences(method).values())))

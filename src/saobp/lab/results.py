@@ -81,7 +81,7 @@ class Results:
 
     @contextmanager
     def reading(self, model: PretrainRun) -> Iterator[None]:
-        """Context that takes values from records of a model; one of another form is named in a sentence."""
+        """Context for reading a model's records; an error of an unexpected form names the model."""
         try:
             yield
         except (KeyError, TypeError, IndexError, AttributeError) as problem:

@@ -278,7 +278,7 @@ def _heat_map(
     ticks: Sequence[tuple[float, str]],
     limits: tuple[Sequence[float], Sequence[float]] = ((), ()),
 ) -> dict[str, Any]:
-    """``limits``: numbers that verdicts begin at, and end with; a cell shows on which side of them it is."""
+    """``limits``: thresholds of verdicts; a cell shows on which side of them its value lies."""
     light, dark = ([list(stop) for stop in stops] for stops in colours)
     return (
         _graph_objects()

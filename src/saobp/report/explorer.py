@@ -133,14 +133,14 @@ def _is_sentence(sentence: dict[str, Any], layers: int) -> bool:
 
 
 def encode_sentence(
-    tokenizer: PreTrainedTokenizerBase, sentence: str, room: int
+    tokenizer: PreTrainedTokenizerBase, sentence: str, max_length: int
 ) -> tuple[Tensor, list[str], bool]:
     """Ids ``[1, length]``, readable tokens, and whether the sentence was truncated."""
-    short = sentence[: CHARACTERS_PER_TOKEN * (room + 1)]
-    whole = tokenizer(short, truncation=True, max_length=room + 1)["input_ids"]
-    cut = len(whole) > room or len(short) < len(sentence)
+    short = sentence[: CHARACTERS_PER_TOKEN * (max_length + 1)]
+    whole = tokenizer(short, truncation=True, max_length=max_length + 1)["input_ids"]
+    cut = len(whole) > max_length or len(short) < len(sentence)
     fast = bool(getattr(tokenizer, "is_fast", False))
-    encoded = tokenizer(short, truncation=True, max_length=room, return_offsets_mapping=fast)
+    encoded = tokenizer(short, truncation=True, max_length=max_length, return_offsets_mapping=fast)
     ids = list(encoded["input_ids"])
     indices = encoded["offset_mapping"] if fast else [(0, 0)] * len(ids)
     names = tokenizer.convert_ids_to_tokens(ids)

@@ -37,7 +37,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Opening:
-    """Sentences of the opening, the picture's lines, and for two like models the moves of their heads."""
+    """Sentences of the opening, the picture's lines, and GTD of each head in two alike models."""
 
     compared: str
     changed: str

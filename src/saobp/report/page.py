@@ -234,14 +234,14 @@ def _spread(entries: list[Any], most: int) -> list[Any]:
     return [entries[round(index * (len(entries) - 1) / (most - 1))] for index in range(most)]
 
 
-def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:
-    """The first sentences whose scores fit into ``room`` bytes; of a single long one, some of its layers.
+def fitted(explorer: dict[str, Any], max_bytes: int) -> dict[str, Any]:
+    """The first sentences whose scores fit into ``max_bytes``; of a single long one, some of its layers.
 
     ``left_out`` notes what was dropped.
     """
     sizes = [_size(sentence["scores"]) for sentence in explorer["sentences"]]
     kept, used = 0, 0
-    while kept < len(sizes) and used + sizes[kept] <= room:
+    while kept < len(sizes) and used + sizes[kept] <= max_bytes:
         used += sizes[kept]
         kept += 1
     sentences, notes = explorer["sentences"][:kept], list(explorer["left_out"])
@@ -252,10 +252,10 @@ def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:
     if not kept:
         first = explorer["sentences"][0]
         layers = len(first["scores"])
-        count = max(1, int(layers * room / sizes[0]))
+        count = max(1, int(layers * max_bytes / sizes[0]))
         chosen = {round(index * (layers - 1) / max(1, count - 1)) for index in range(count)}
         scores = [own if layer in chosen else [None] * len(own) for layer, own in enumerate(first["scores"])]
-        sentences = [{**first, "scores": _trimmed(scores, room)}]
+        sentences = [{**first, "scores": _trimmed(scores, max_bytes)}]
         heads = sum(head is not None for own in sentences[0]["scores"] for head in own)
         total = sum(len(own) for own in first["scores"])
         notes.append(
@@ -265,14 +265,14 @@ def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:
     return {**explorer, "sentences": sentences, "left_out": notes}
 
 
-def _trimmed(scores: list[list[Any]], room: int) -> list[list[Any]]:
+def _trimmed(scores: list[list[Any]], max_bytes: int) -> list[list[Any]]:
     """Drop heads that do not fit; the first one stays."""
     used, trimmed = 0, []
     for layer in scores:
         row = []
         for head in layer:
             size = 0 if head is None else len(head["codes"])
-            row.append(head if used == 0 or used + size <= room else None)
+            row.append(head if used == 0 or used + size <= max_bytes else None)
             used += size if row[-1] is not None else 0
         trimmed.append(row)
     return trimmed

@@ -145,7 +145,7 @@ class AttentionCall:
         return PLAIN, torch.zeros(self.query.shape[1], device=self.query.device), None
 
     def _plain_graph(self) -> tuple[FactorGraph, Tensor | None]:
-        """Read the mask of eager, sdpa or flash attention: the same None means three different things."""
+        """Read the mask of eager, sdpa or flash attention, for which None means different things."""
         queries, keys, device = self.query.shape[-2], self.key.shape[-2], self.query.device
         is_short = self.mask is None or (isinstance(self.mask, Tensor) and self.mask.ndim != 4)
         if "flash" in self.implementation and is_short:

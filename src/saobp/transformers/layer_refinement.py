@@ -36,7 +36,7 @@ IMPLEMENTATION_FIELD = "attn_implementation"
 
 
 class CallState(threading.local):
-    """What the pre-hooks of an attention module leave for its attention function, which does not get it.
+    """Values that pre-hooks of an attention module hand to its attention function, which is not passed them.
 
     Each thread has its own: a server's threads may share a model. Copies and pickles start empty.
 

@@ -62,7 +62,7 @@ def encode(
 
 
 def batches(encoded: Sequence[Tensor], size: int, padding: int) -> Iterator[dict[str, Tensor]]:
-    """Model inputs of ``size`` texts at a time; the first, longest text comes alone, to tell the time by."""
+    """Model inputs of ``size`` texts at a time; the first, longest text comes alone, to estimate the time."""
     for batch in ([encoded[0:1]] if encoded else []) + [
         encoded[start : start + size] for start in range(1, len(encoded), size)
     ]:

@@ -83,7 +83,7 @@ def statistics_of(row_totals: RowSums) -> Tensor:
 def padded_rows(
     padding: Tensor | None, queries: int, *, causal: bool = False, window: int | None = None
 ) -> RowMask:
-    """Rows of texts with padding ``[batch, keys]``, whose last ``queries`` keys they are."""
+    """The mask of the last ``queries`` rows of texts with a padding mask ``[batch, keys]``."""
     if padding is None:
         return RowMask(causal, window)
     return RowMask(causal, window, padding, padding[:, -queries:], padding.int().argmax(-1).int())

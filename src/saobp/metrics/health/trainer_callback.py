@@ -46,7 +46,7 @@ class MeasuredSteps(TrainerCallback):
         self.due = self.trainer.state.global_step % self.every == 0
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Restore the Trainer's own step, also from under others that stand around it."""
+        """Restore the Trainer's own step, also where other wrappers were put around this one."""
         self.trainer.__dict__.pop("training_step", None)
         self._training_step = None
 
@@ -72,7 +72,7 @@ def model_of(trainer: Trainer) -> nn.Module:
 
 
 def log_beside(trainer: Trainer, logs: dict[str, float]) -> None:
-    """``Trainer.log``, after which the Trainer's own log of this step, with the loss, is still due."""
+    """``Trainer.log`` that leaves the Trainer's own log of this step, with the loss, to come."""
     due = trainer.control.should_log
     trainer.log(logs)
     trainer.control.should_log = due

@@ -46,7 +46,7 @@ def uniform_map(tokens: Tensor, *, causal: bool, beta: float = BETA, hops: int =
 
 
 def full_odds(beta: float = BETA, hops: int = HOPS) -> float:
-    """Squared norm of G over that of A for the uniform map without a mask, which repeats itself: A A = A."""
+    """Squared norm of G over that of A for the uniform map without a mask, which is idempotent (A A = A)."""
     return math.fsum(beta ** (hop - 1) for hop in range(2, hops + 1)) ** 2
 
 
